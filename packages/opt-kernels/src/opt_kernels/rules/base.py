@@ -1,0 +1,124 @@
+"""What a rule is: a pure update of tensors, the state it declares, and what it needs of a parameter.
+
+A rule is structure. What varies from step to step and group to group comes in a `Hyper`, what it works on in `Work`s.
+The caller owns all memory: a rule writes `main`, `out`, `remainder` and `state`, never `grad`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Needs(Enum):
+    """What a rule can work on."""
+
+    ELEMENTS = auto()  # any run of a parameter's elements, flat or not
+    MATRICES = auto()  # whole matrices only
+
+
+class StateKind(Enum):
+    """How a state tensor relates to its parameter; a checkpoint cuts it accordingly."""
+
+    LIKE_PARAM = auto()  # one element for each of the parameter's
+    SCALAR = auto()  # one number per parameter
+    REDUCED = auto()  # the parameter's shape without `dims`
+    MATRIX = auto()  # (n, n) where n is the parameter's size along `dims[0]`
+    BLOCK_SCALES = auto()  # one number for each run of `block` elements of the parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """One state tensor of a rule: its name in the state, its kind, the dtype it is stored in."""
+
+    name: str
+    kind: StateKind = StateKind.LIKE_PARAM
+    dtype: torch.dtype = torch.float32
+    dims: tuple[int, ...] = ()  # REDUCED: the dims removed; MATRIX: the one dim
+    block: int = 0  # BLOCK_SCALES: elements per scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyper:
+    """One row of the hyper-parameter table: a group's numbers at this step. A rule reads the fields it knows."""
+
+    lr: float | Tensor
+    weight_decay: float | Tensor = 0.0
+    step: int | Tensor = 1  # counts from 1
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """The tensor-parallel group of a matrix, as callables: a rule never sees a process group."""
+
+    rank: int
+    size: int
+    all_reduce: Callable[[Tensor], Tensor]  # sum over the group; returns the sum
+    all_gather: Callable[[Tensor, int], Tensor]  # concatenate over the group along a dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixSpec:
+    """What a matrix rule must know of a matrix beside its shape."""
+
+    split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
+    partition_dim: int | None = None  # the dim that tensor parallelism cuts; None: the whole matrix is here
+    tensor_parallel: TensorParallel | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One parameter, or one run of its elements, to be updated. All tensors but scalars have the same shape.
+
+    `main` is what the rule moves: fp32, or the parameter itself. `out`, when given, receives `main` rounded to its
+    dtype. With `remainder` (int16), `main` is None: the fp32 value is (`out` as bf16, `remainder`), joined losslessly.
+    """
+
+    grad: Tensor  # any float dtype, read only
+    main: Tensor | None  # updated
+    state: Mapping[str, Tensor]  # updated
+    out: Tensor | None = None  # written
+    remainder: Tensor | None = None  # updated
+    matrix: MatrixSpec = MatrixSpec()  # matrix rules only
+
+
+class Batch(NamedTuple):
+    """Works that share one row of the hyper table."""
+
+    hyper: Hyper
+    works: Sequence[Work]
+
+
+class Rule(Protocol):
+    """An optimizer's update. Implementations are frozen dataclasses: their fields are structure, never hyper-parameters."""
+
+    @property
+    def name(self) -> str:
+        """The name under which configurations ask for it, and checkpoints record it."""
+        ...
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]: ...
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        """State for one parameter (or run of elements) of `main`'s shape and device, as it is before the first step."""
+        ...
+
+    def update_(
+        self,
+        batches: Sequence[Batch],
+        *,
+        grad_scale: float | Tensor = 1.0,  # multiplies every gradient: 1 / loss scale, times the clip coefficient
+        skip: Tensor | None = None,  # 0-d; where it is not zero, nothing at all is written
+    ) -> None:
+        """Writes `main`, `out`, `remainder` and `state` of every work; reads `grad`."""
+        ...
