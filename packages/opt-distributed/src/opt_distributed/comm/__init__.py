@@ -1,0 +1,1 @@
+"""How ranks talk: the `Comm` protocol, its implementations, and the process groups by role."""
