@@ -1,0 +1,43 @@
+"""Every error this package raises on purpose; all of them are ValueErrors."""
+
+from __future__ import annotations
+
+
+class CheckpointingException(ValueError):
+    """A checkpoint or a sharded description is wrong; the message names what, and what to do.
+
+    The name is Megatron-Core's (`megatron.core.dist_checkpointing.core.CheckpointingException`).
+    """
+
+
+class CheckpointCorruptError(CheckpointingException):
+    """Bytes on disk are not the bytes that were saved; the message names the file and, where known, the tensor."""
+
+
+class CheckpointKeyError(CheckpointingException):
+    """The keys asked for and the keys stored do not fit together under the strictness in force."""
+
+
+class CheckpointMismatchError(CheckpointingException):
+    """A stored tensor and the tensor asked for differ in shape, dtype, coverage or layout."""
+
+
+class CheckpointExistsError(CheckpointingException):
+    """The target of a save is already there, and overwriting was not asked for."""
+
+
+class CheckpointNotFoundError(CheckpointingException):
+    """There is no checkpoint, or nothing that is one, at the path given."""
+
+
+class CheckpointFailedError(CheckpointingException):
+    """A save or load failed on some rank; raised with one text on every rank.
+
+    Args:
+        message: what failed, rank by rank.
+        causes: the exception of each failed rank, keyed by its rank in the process group.
+    """
+
+    def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.causes = dict(causes or {})
