@@ -1,0 +1,134 @@
+"""Process groups by the role they play, given by the caller; and what the step makes of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from opt_distributed.comm.collectives import Alone, Comm, TorchComm, comm_of
+
+ROLES: Mapping[str, str] = MappingProxyType(
+    {
+        "dp": "replicas of the dense parameters",
+        "dp_cp": "the same, and context-parallel ranks; dense gradients are reduced here",
+        "expt_dp": "replicas of the experts",
+        "mp": "tensor and pipeline ranks that hold one copy of the dense model",
+        "tp_ep_pp": "ranks that hold one copy of the experts",
+        "tp": "tensor-parallel peers of a dense matrix",
+        "expt_tp": "tensor-parallel peers of an expert's matrix",
+        "pp": "pipeline stages",
+        "cp": "context-parallel peers",
+        "ep": "expert-parallel peers",
+        "embd": "stages that share the word embedding",
+        "pos_embd": "stages that share the position embedding",
+        "intra_dist_opt": "all ranks of one optimizer instance",
+        "intra_dp_cp": "dense shards of one instance",
+        "intra_expt_dp": "expert shards of one instance",
+        "inter_dist_opt": "the ranks that hold the same shard, one of each instance",
+    }
+)
+
+
+class ProcessGroupError(ValueError):
+    """A role that does not exist, or one that the sharding needs and nobody gave a group for."""
+
+
+class ProcessGroups:
+    """The process groups of a run, by role: `ProcessGroups(dp=..., mp=None, ...)`, or attributes set one by one.
+
+    A role set to None is a world of one. A role never set reads as None too, but is missing where it is needed.
+    """
+
+    def __init__(self, **groups: dist.ProcessGroup | None):
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        for role, group in groups.items():
+            setattr(self, role, group)
+
+    def __setattr__(self, role: str, group: dist.ProcessGroup | None) -> None:
+        if role == "_groups":
+            super().__setattr__(role, group)
+        elif role in ROLES:
+            self._groups[role] = group
+        else:
+            raise ProcessGroupError(f"no process group plays the role {role!r}; roles are {', '.join(ROLES)}")
+
+    def __getattr__(self, role: str) -> dist.ProcessGroup | None:
+        if role in ROLES:
+            return self._groups.get(role)
+        raise AttributeError(role)
+
+    def require(self, *roles: str, because: str) -> None:
+        """Raises ProcessGroupError, naming every role of `roles` that was never set."""
+        missing = [role for role in roles if role not in self._groups]
+        if missing:
+            told = "; ".join(f"{role} ({ROLES[role]})" for role in missing)
+            raise ProcessGroupError(f"pg_collection lacks {told}: needed {because}; None says that there is only one rank")
+
+
+ProcessGroupCollection = ProcessGroups  # the reference's name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """Where one family of parameters is spread: `dp` shares or shards each of them, `mp` holds the others."""
+
+    dp: Comm  # ranks among which state is sharded, if it is
+    mp: Comm  # the rest of one model: a sum over dp, then mp, is over every parameter once
+    reduce: Comm  # ranks whose gradients make the mean; `dp`, and the other instances where there are several
+    tp: Comm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """The step's view of all groups."""
+
+    dense: Axes
+    expert: Axes
+    everyone: Comm  # for verdicts
+
+
+def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
+    """What each group is for. None: the whole `torch.distributed` world is data parallel, or this process is alone.
+
+    Raises:
+        ProcessGroupError: a needed role was never set.
+    """
+    world = TorchComm(_world()) if dist.is_initialized() else Alone()
+    if groups is None:
+        axes = Axes(dp=world, mp=Alone(), reduce=world, tp=Alone())
+        return Roles(dense=axes, expert=axes, everyone=world)
+    groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
+    if groups.cp is not None and groups.cp.size() > 1:
+        groups.require("dp_cp", because="with context parallelism")
+    if sharded:
+        groups.require("intra_dist_opt", because="where optimizer state is sharded")
+    if _size(groups.inter_dist_opt) > 1:
+        groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
+    dense = comm_of(groups.dp_cp or groups.dp)
+    expert = comm_of(groups.expt_dp)
+    return Roles(
+        dense=Axes(
+            dp=comm_of(groups.intra_dp_cp) if groups.intra_dp_cp else dense,
+            mp=comm_of(groups.mp),
+            reduce=dense,
+            tp=comm_of(groups.tp),
+        ),
+        expert=Axes(
+            dp=comm_of(groups.intra_expt_dp) if groups.intra_expt_dp else expert,
+            mp=comm_of(groups.tp_ep_pp),
+            reduce=expert,
+            tp=comm_of(groups.expt_tp),
+        ),
+        everyone=world,
+    )
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()

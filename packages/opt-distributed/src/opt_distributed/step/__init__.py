@@ -1,0 +1,1 @@
+"""One step over a tuple of units, whatever their rules, layouts and numbers."""

@@ -1,0 +1,14 @@
+"""The hyper-parameter table: one row per parameter group, read from `param_groups` at every step."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from opt_kernels.rules.base import Hyper
+
+_FIELDS = tuple(field.name for field in fields(Hyper) if field.name != "step")
+
+
+def read_hyper(group: Mapping[str, Any], *, step: int) -> Hyper:
+    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; a rule reads its own."""
+    return Hyper(step=step, **{name: group[name] for name in _FIELDS if name in group})

@@ -1,0 +1,68 @@
+"""Where gradients come from and where parameters go: the one seam between the step and how data is laid out."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opt_paramgroups import ParamId
+
+
+class Source(Protocol):
+    """One set of parameters whose gradients are reduced together and whose new values are published together.
+
+    In a step: `reduce_`, then `flags` summed over the data-parallel ranks into `settle_`, then `grad`, then `publish_`.
+    """
+
+    @property
+    def grad_scale(self) -> float:
+        """What turns the reduced gradients into the mean: 1 / ranks where they are summed on the way."""
+        ...
+
+    def reduce_(self) -> None:
+        """Completes the reduction of this step's gradients over the data-parallel ranks."""
+        ...
+
+    def flags(self) -> Tensor:
+        """(n,) float64: one for each parameter whose gradient this rank has; empty where there can be no doubt."""
+        ...
+
+    def settle_(self, flags: Tensor) -> None:
+        """Takes the flags summed over ranks: a parameter that no rank has a gradient for has none."""
+        ...
+
+    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
+        """The reduced gradient of these flat elements; in the parameter's shape where they are all of it."""
+        ...
+
+    def publish_(self) -> None:
+        """Makes the updated values visible on every rank that holds the parameter, or starts to."""
+        ...
+
+
+class OwnGrads:
+    """Parameters of this process alone: gradients are used where autograd left them, and nothing travels."""
+
+    grad_scale = 1.0
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
+        self.params = params
+
+    def reduce_(self) -> None:
+        return None
+
+    def flags(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float64)
+
+    def settle_(self, flags: Tensor) -> None:
+        return None
+
+    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
+        grad = self.params[id].grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise ValueError(f"gradient of {id.name!r} is {grad.layout}; dense (torch.strided) gradients are allowed")
+        return grad
+
+    def publish_(self) -> None:
+        return None

@@ -1,0 +1,32 @@
+"""Named spans of the step, for profilers and for timers in the reference's style."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+
+class Spans(Protocol):
+    """`with span("name"):` around each phase of a step."""
+
+    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
+
+
+def profiler_spans(name: str) -> AbstractContextManager[Any]:
+    """Spans that show in a torch profiler trace."""
+    return torch.profiler.record_function(name)
+
+
+def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
+    """Spans over the reference's timers: `timers(name, log_level=1).start(barrier=...)`, then `timers(name).stop()`."""
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        timers(name, log_level=1).start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timers(name).stop()
+
+    return span

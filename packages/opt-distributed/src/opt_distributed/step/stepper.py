@@ -1,0 +1,141 @@
+"""The step, from reduced gradients to published parameters, over a tuple of units. Read this file first.
+
+    reduce ─▶ one sweep and one small all-reduce ─▶ overflow? the scaler learns, nothing else changes
+           ─▶ clip coefficient, or refuse ─▶ one update sweep per unit ─▶ publish
+
+No line here knows how parameters are sharded, which rule moves them or in which numbers they are kept.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from opt_distributed.step.clip import clip_coefficient
+from opt_distributed.step.scaler import Scaler
+from opt_distributed.step.spans import Spans, profiler_spans
+from opt_distributed.step.stats import Family, Stats, reduce_stats
+from opt_distributed.step.unit import ReadyPiece, Unit
+
+Groups = Sequence[Mapping[str, Any]]  # `param_groups`, read anew at every step
+
+
+class StepResult(NamedTuple):
+    """What a step says of itself; the same on every rank."""
+
+    success: bool  # False: an overflow or a refused norm; nothing but the loss scale has changed
+    grad_norm: float  # L2 norm of the mean gradient, unscaled, before clipping; infinite or NaN on an overflow
+    num_zeros_in_grad: int | None  # None unless zeros are counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When gradients are scaled down, and when a step is refused."""
+
+    slots: tuple[str, ...] = ("",)  # names of the gradient norms; "" is the model's own
+    max_norms: tuple[float, ...] = (1.0,)  # of each slot; 0 leaves its gradients as they are
+    skip_above: float = math.inf  # a larger norm of slot "" refuses the step
+    count_zeros: bool = False
+
+
+class _Ready(NamedTuple):
+    """Between `prepare_grads` and `step_with_ready_grads`."""
+
+    stats: Stats
+    pieces: list[list[ReadyPiece]]  # of each unit
+    inv_scale: float
+
+
+class Stepper:
+    """One step over any layout. Writes parameters, mains, state and the scaler; reads gradients and `groups`."""
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        families: Sequence[Family],
+        scaler: Scaler,
+        limits: Limits,
+        spans: Spans = profiler_spans,
+    ):
+        self.units = tuple(units)
+        self.families = tuple(families)
+        self.scaler = scaler
+        self.limits = limits
+        self.spans = spans
+        self.grad_norms_by_group: dict[str, float] = {}  # of the last step, by slot name
+        self._ready: _Ready | None = None
+
+    def step(self, groups: Groups) -> StepResult:
+        """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes."""
+        overflow = self.prepare_grads()
+        norm = self.grad_norm
+        zeros = self.num_zeros
+        if overflow:
+            self._ready = None
+            return StepResult(False, norm, zeros)
+        return StepResult(self.step_with_ready_grads(groups), norm, zeros)
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Reduces gradients, looks at them once, tells the scaler. True where they overflowed, on every rank alike."""
+        with self.spans("optimizer-copy-to-main-grad"):
+            for family in self.families:
+                for source in family.sources:
+                    source.reduce_()
+        with self.spans("optimizer-unscale-and-check-inf"):
+            pieces = [unit.ready() for unit in self.units]
+            stats = reduce_stats(
+                self.families,
+                [piece for of_unit in pieces for piece in of_unit],
+                num_slots=len(self.limits.slots),
+                count_zeros=self.limits.count_zeros,
+            )
+        self._ready = _Ready(stats, pieces, 1.0 / self.scaler.scale)
+        self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
+        self.scaler.update(stats.overflow)
+        return stats.overflow
+
+    @torch.no_grad()
+    def step_with_ready_grads(self, groups: Groups) -> bool:
+        """Clips, updates, publishes what `prepare_grads` made ready. False where the norm is above the limit."""
+        ready = self._take_ready()
+        if self.grad_norms_by_group[self.limits.slots[0]] > self.limits.skip_above:
+            return False
+        with self.spans("optimizer-clip-main-grad"):
+            scales = self._clip(ready)
+        with self.spans("optimizer-inner-step"):
+            for unit, pieces in zip(self.units, ready.pieces, strict=True):
+                unit.update_(pieces, groups, scale_of_slot=scales)
+        with self.spans("params-all-gather"):
+            for family in self.families:
+                for source in family.sources:
+                    source.publish_()
+        return True
+
+    @property
+    def grad_norm(self) -> float:
+        """The model's gradient norm as `prepare_grads` found it last."""
+        return self.grad_norms_by_group.get(self.limits.slots[0], 0.0)
+
+    @property
+    def num_zeros(self) -> int | None:
+        """Zero elements in the gradients that are ready; None unless they are counted."""
+        return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
+
+    def _norm(self, slot: int) -> float:
+        assert self._ready is not None
+        return self._ready.stats.norms[slot] * self._ready.inv_scale
+
+    def _clip(self, ready: _Ready) -> list[float]:
+        norms = self.grad_norms_by_group.values()
+        coefficients = [clip_coefficient(norm, limit) for norm, limit in zip(norms, self.limits.max_norms, strict=True)]
+        return [ready.inv_scale * coefficient for coefficient in coefficients]
+
+    def _take_ready(self) -> _Ready:
+        if self._ready is None or self._ready.stats.overflow:
+            raise RuntimeError("no gradients are ready: call prepare_grads first, and go on only where it returns False")
+        ready, self._ready = self._ready, None
+        return ready
