@@ -1,13 +1,15 @@
 """Boxes: axis-aligned blocks of a global tensor, and the few of them that a flat range is made of.
 
-Integers only. A flat range of a row-major block is a run of elements; it equals at most `2n-1` boxes of an n-d block, each a
-contiguous slice of the run. So the shard of a bucket is stored in model space without a copy, a gather or a message.
+Integers only. A flat range of a row-major block is a run of elements; it equals at most `2n-1` boxes of an n-d block,
+each a contiguous slice of the run. So the shard of a bucket is stored in model space without a copy, a gather or a
+message.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from opt_checkpoint.mapping import Shape, ShardedTensor, flat_bounds
@@ -32,8 +34,7 @@ class Box(NamedTuple):
         """The elements both boxes hold, or None where there are none."""
         start = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
         sizes = tuple(
-            min(a + m, b + n) - s
-            for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
+            min(a + m, b + n) - s for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
         )
         return None if any(n <= 0 for n in sizes) else Box(start, sizes)
 
@@ -105,6 +106,6 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
         return
     rows = box.sizes[axis]
     edges = sorted({rows * k // parts for k in range(parts + 1)})
-    for low, high in zip(edges, edges[1:]):
+    for low, high in pairwise(edges):
         offsets = tuple(o + low if d == axis else o for d, o in enumerate(box.offsets))
         yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))

@@ -1,7 +1,8 @@
 """Sharded tensors that are made from one local tensor: fused weights that are several tensors on disk.
 
-A `ShardedTensorFactory` is either *declared* by row segments (gate and value of a SwiGLU, the parts of a fused QKV), which works for whole
-blocks and for flat ranges without a copy, or *built* by two functions, as in Megatron-Core, for whole blocks only.
+A `ShardedTensorFactory` is either *declared* by row segments (gate and value of a SwiGLU, the parts of a fused QKV),
+which works for whole blocks and for flat ranges without a copy, or *built* by two functions, as in Megatron-Core, for
+whole blocks only.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Segment:
 class ShardedTensorFactory(ShardedBase):
     """One local tensor that is stored as several sharded tensors.
 
-    Give either `build_fn` and `merge_fn`, or `segments` with `local_shape`. Optimizer state takes over its parameter's factory by
-    replacing key and data, so what is built may depend only on the arguments of `build_fn`.
+    Give either `build_fn` and `merge_fn`, or `segments` with `local_shape`. Optimizer state takes over its parameter's
+    factory by replacing key and data, so what is built may depend only on the arguments of `build_fn`.
 
     Args:
         key: name of the fused tensor; segments append their suffix to it.
-        data: the local tensor; 1-D of the range's length with `flattened_range`. None where only the description is wanted.
+        data: the local tensor; 1-D of the range's length with `flattened_range`. None for the description alone.
         build_fn: `(key, data, replica_id, flattened_range)` to nested dicts and lists of `ShardedTensor`.
         merge_fn: the inverse: the same nest, of loaded tensors, to one tensor of `data`'s shape.
         replica_id: see `ShardedTensor`.

@@ -112,7 +112,7 @@ class ShardedTensor(ShardedBase):
             return
         if self.data.dtype != self.dtype:
             raise CheckpointingException(
-                f"Data dtype should match `dtype` attribute: {self.data.dtype} of the data is not {self.dtype} ({self.key})"
+                f"Data dtype should match `dtype` attribute: {self.data.dtype} is not {self.dtype} ({self.key})"
             )
         if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
             raise CheckpointingException(

@@ -1,0 +1,98 @@
+"""Where DTensors are recognised: their local values, and the block of the global tensor these are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.mapping import ReplicaId, ShardedTensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local values of a DTensor, as the very object it holds; any other tensor itself.
+
+    Under `no_grad`, since with gradients `to_local()` makes a new tensor, and identity would be lost.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a value is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
+    """A tensor as a `ShardedTensor` under `key`, laid out as its DTensor placements say, or whole if it is none.
+
+    Args:
+        key: name of the global tensor.
+        tensor: a DTensor (any uneven sharding), or a plain tensor held whole by this rank. Its local values are shared.
+        replica_id: replica number of a plain tensor, as the data-parallel rank under DDP; a DTensor knows its own.
+
+    Raises:
+        CheckpointingException: the local values are no single block (`_StridedShard`: FSDP2 and tensor parallelism on one
+            axis), or are partial sums.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole_tensor(key, tensor, replica_id=replica_id)
+    _refuse_unblocked(key, tensor)
+    local = local_tensor(tensor)
+    chunks = tensor.__create_chunk_list__()
+    offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
+    return ShardedTensor(
+        key=key,
+        data=local.detach(),
+        dtype=local.dtype,
+        local_shape=tuple(local.shape),
+        global_shape=tuple(tensor.shape),
+        global_offset=offset if local.numel() else (0,) * tensor.dim(),
+        axis_fragmentations=None,
+        replica_id=_replica_of(tensor),
+    )
+
+
+def whole_tensor(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
+    """A tensor this rank holds whole, as a `ShardedTensor` under `key`."""
+    shape = tuple(tensor.shape)
+    return ShardedTensor(
+        key=key,
+        data=tensor.detach(),
+        dtype=tensor.dtype,
+        local_shape=shape,
+        global_shape=shape,
+        global_offset=(0,) * len(shape),
+        axis_fragmentations=(1,) * len(shape),
+        replica_id=replica_id,
+    )
+
+
+def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of `local`'s values and dtype that is laid out as `tensor`: a DTensor where that is one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _refuse_unblocked(key: str, tensor: DTensor) -> None:
+    """`_StridedShard` subclasses `Shard` in some versions of torch and not in others: the exact type decides."""
+    for placement in tensor.placements:
+        if type(placement) is not Shard and type(placement) is not Replicate:
+            raise CheckpointingException(
+                f"{key} is placed as {tuple(tensor.placements)}; only Shard and Replicate are one block of the global "
+                f"tensor. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])"
+            )
+
+
+def _replica_of(tensor: DTensor) -> ReplicaId:
+    """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointingException("this rank is not on the tensor's device mesh")
+    return tuple(c for c, p in zip(coordinate, tensor.placements) if isinstance(p, Replicate)) or 0
