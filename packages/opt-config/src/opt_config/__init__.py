@@ -1,3 +1,56 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
+from opt_config.choices import (
+    ConstantScale,
+    DynamicScale,
+    FlatShards,
+    LossScaling,
+    NoScale,
+    OnDevice,
+    OnHost,
+    Placement,
+    Precision,
+    Replicated,
+    Sharding,
+    WholeParams,
+)
+from opt_config.data_parallel_config import DistributedDataParallelConfig
+from opt_config.errors import ConfigError, Problem, did_you_mean
+from opt_config.fields import DATA_PARALLEL_FIELDS, OPTIMIZER_FIELDS, FieldUse
+from opt_config.files import Configuration
+from opt_config.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
+from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate
+from opt_config.resolved import load_config, resolved
+
+__all__ = [
+    "DATA_PARALLEL_FIELDS",
+    "OPTIMIZER_FIELDS",
+    "AdamOptimizerConfig",
+    "ConfigError",
+    "Configuration",
+    "ConstantScale",
+    "DistributedDataParallelConfig",
+    "DynamicScale",
+    "FieldUse",
+    "FlatShards",
+    "LossScaling",
+    "NoScale",
+    "OnDevice",
+    "OnHost",
+    "OptimizerConfig",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "Placement",
+    "Precision",
+    "Problem",
+    "Replicated",
+    "SGDOptimizerConfig",
+    "Sharding",
+    "WholeParams",
+    "did_you_mean",
+    "load_config",
+    "resolved",
+]
+
 __version__ = "0.1.0"

@@ -1,0 +1,109 @@
+"""DistributedDataParallelConfig: how gradients are reduced and parameters gathered over data-parallel ranks."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from opt_config.errors import ConfigError, Problem
+from opt_config.fields import UNBUILT_DATA_PARALLEL
+from opt_config.files import Configuration
+from opt_config.validate import AT_LEAST_ONE, field_default, interval_problems, type_problems
+
+
+@dataclass
+class DistributedDataParallelConfig(Configuration):
+    """Configuration of the data-parallel wrapper. Field names and defaults are those of Megatron-Core.
+
+    Raises `ConfigError`, which names every field that is wrong. Nothing writes to a caller's configuration.
+
+    >>> DistributedDataParallelConfig(bucket_size=0)
+    Traceback (most recent call last):
+    opt_config.errors.ConfigError: DistributedDataParallelConfig: bucket_size=0: must be at least 1 and finite
+    """
+
+    grad_reduce_in_fp32: bool = False
+    """Accumulate and reduce gradients in fp32; False: in the parameters' dtype."""
+    overlap_grad_reduce: bool = False
+    """Reduce each bucket in the backward as soon as its gradients are there."""
+    overlap_param_gather: bool = False
+    """Gather each bucket's parameters in the forward, before use."""
+    align_param_gather: bool = False
+    """Let the pipeline schedule dispatch the gathers."""
+    use_distributed_optimizer: bool = False
+    """Shard: reduce-scatter gradients, gather parameters. False: all-reduce gradients."""
+    num_distributed_optimizer_instances: int = 1
+    """Shard within as many instances, replicate across them."""
+    check_for_nan_in_grad: bool = False
+    """Check each bucket for NaN and infinity before its reduction."""
+    check_for_large_grads: bool = False
+    """Check each bucket for unexpectedly large gradients before its reduction."""
+    bucket_size: int | None = None
+    """Elements after which a bucket closes; None: max(40 000 000, 1 000 000 x ranks)."""
+    num_buckets: int | None = None
+    """Number of buckets, instead of `bucket_size`."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to multiples of 2**16 elements, at which NCCL is fastest."""
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send gradients in their own dtype, sum them in fp32."""
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    """Patterns of the parameters whose gradients accumulate in fp32 before they are sent; "all" means all."""
+    average_in_collective: bool = False
+    """Let the collective average; False: scale before, then sum."""
+    fp8_param_gather: bool = False
+    """Keep and gather the parameters in fp8."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    """Gather mxfp8 parameters through the gradient buffer."""
+
+    def validate(self) -> None:
+        """Check every field as it is now. Raises `ConfigError` with all that is wrong."""
+        problems = list(type_problems(self))
+        wrong = {problem.field for problem in problems}
+        problems += [problem for problem in _alone(self) if problem.field not in wrong]
+        if not problems:
+            problems = list(_together(self))
+        if problems:
+            raise ConfigError.of(type(self).__name__, problems)
+
+
+_INTERVALS = MappingProxyType(
+    {"num_distributed_optimizer_instances": AT_LEAST_ONE, "bucket_size": AT_LEAST_ONE, "num_buckets": AT_LEAST_ONE}
+)
+
+
+def _alone(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+    yield from interval_problems(config, _INTERVALS)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in UNBUILT_DATA_PARALLEL and value != field_default(field):
+            yield Problem(field.name, value, f"is not built yet; leave it at {field_default(field)!r}")
+
+
+def _together(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+    if config.bucket_size is not None and config.num_buckets is not None:
+        yield Problem("num_buckets", config.num_buckets, f"excludes bucket_size={config.bucket_size}; give one of them")
+    if config.num_distributed_optimizer_instances > 1 and not config.use_distributed_optimizer:
+        reason = "instances share shards; set use_distributed_optimizer=True"
+        yield Problem("num_distributed_optimizer_instances", config.num_distributed_optimizer_instances, reason)
+    if config.align_param_gather and not config.overlap_param_gather:
+        yield Problem("align_param_gather", True, "means nothing without overlap_param_gather=True; set that too")
+    if config.reuse_grad_buf_for_mxfp8_param_ag and not config.fp8_param_gather:
+        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "means nothing without fp8_param_gather=True")
+    if config.param_name_patterns_for_fp32_local_accumulation and config.grad_reduce_in_fp32:
+        value = config.param_name_patterns_for_fp32_local_accumulation
+        reason = "gradients accumulate in fp32 already; leave it out, or set grad_reduce_in_fp32=False"
+        yield Problem("param_name_patterns_for_fp32_local_accumulation", value, reason)
+    yield from _fp32_accumulation(config)
+
+
+def _fp32_accumulation(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+    if not config.reduce_scatter_with_fp32_accumulation:
+        return
+    obstacles = {
+        "grad_reduce_in_fp32=True, which sends fp32 already": config.grad_reduce_in_fp32,
+        "average_in_collective=True: it only sums": config.average_in_collective,
+        "more than one distributed optimizer instance": config.num_distributed_optimizer_instances > 1,
+    }
+    for obstacle, present in obstacles.items():
+        if present:
+            yield Problem("reduce_scatter_with_fp32_accumulation", True, f"excludes {obstacle}; choose one")

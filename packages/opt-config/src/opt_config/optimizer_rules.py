@@ -1,0 +1,177 @@
+"""What an OptimizerConfig may hold: intervals, choices, and the fields that contradict or need one another."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from opt_config.errors import ConfigError, Problem
+from opt_config.fields import UNBUILT
+from opt_config.validate import (
+    AT_LEAST_ONE,
+    DECAY_RATE,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    choice_problems,
+    field_default,
+    interval_problems,
+    type_problems,
+)
+
+if TYPE_CHECKING:
+    from opt_config.optimizer_config import OptimizerConfig
+
+INTERVALS = MappingProxyType(
+    {
+        "lr": NOT_NEGATIVE,
+        "min_lr": NOT_NEGATIVE,
+        "decoupled_lr": NOT_NEGATIVE,
+        "decoupled_min_lr": NOT_NEGATIVE,
+        "weight_decay": NOT_NEGATIVE,
+        "loss_scale": POSITIVE,
+        "initial_loss_scale": POSITIVE,
+        "min_loss_scale": POSITIVE,
+        "loss_scale_window": AT_LEAST_ONE,
+        "hysteresis": AT_LEAST_ONE,
+        "adam_beta1": DECAY_RATE,
+        "adam_beta2": DECAY_RATE,
+        "adam_eps": POSITIVE,
+        "sgd_momentum": DECAY_RATE,
+        "muon_momentum": DECAY_RATE,
+        "muon_num_ns_steps": AT_LEAST_ONE,
+        "muon_extra_scale_factor": POSITIVE,
+        "lion_beta1": DECAY_RATE,
+        "lion_beta2": DECAY_RATE,
+        "soap_shampoo_beta": DECAY_RATE,
+        "soap_precondition_frequency": AT_LEAST_ONE,
+        "adaptive_muon_beta2": DECAY_RATE,
+        "adaptive_muon_eps": POSITIVE,
+        "optimizer_offload_fraction": FRACTION,
+        "clip_grad": NOT_NEGATIVE,
+        "grad_norm_skip_threshold": POSITIVE_OR_INFINITE,
+    }
+)
+
+_MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
+CHOICES = MappingProxyType(
+    {
+        "fp8_recipe": ("delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"),
+        "params_dtype": (torch.float32, torch.float16, torch.bfloat16),
+        "main_grads_dtype": (torch.float32, torch.bfloat16),
+        "main_params_dtype": (torch.float32, torch.float16),
+        "exp_avg_dtype": _MOMENTS,
+        "exp_avg_sq_dtype": _MOMENTS,
+        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+        "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+        "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5"),
+        "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+        "muon_scalar_optimizer": ("adam", "lion"),
+        "adaptive_muon_moment2_method": ("adamuon", "normuon", "namo"),
+    }
+)
+
+# Fields that say nothing unless another one is set; off their default without it they would be ignored in silence.
+_NEEDS = MappingProxyType(
+    {
+        "reuse_grad_buf_for_mxfp8_param_ag": "fp8_recipe",
+        "main_grads_dtype": "use_precision_aware_optimizer",
+        "main_params_dtype": "use_precision_aware_optimizer",
+        "exp_avg_dtype": "use_precision_aware_optimizer",
+        "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+        "decoupled_min_lr": "decoupled_lr",
+        "overlap_param_gather_with_optimizer_step": "overlap_param_gather",
+        "optimizer_offload_fraction": "optimizer_cpu_offload",
+        "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
+        "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
+        "pin_cpu_grads": "optimizer_cpu_offload",
+        "pin_cpu_params": "optimizer_cpu_offload",
+    }
+)
+
+
+def validate_optimizer_config(config: "OptimizerConfig") -> None:
+    """Raises `ConfigError` with every problem of `config`; relations are checked once the fields are right alone."""
+    problems = list(type_problems(config))
+    wrong = {problem.field for problem in problems}
+    problems += [problem for problem in _alone(config) if problem.field not in wrong]
+    if not problems:
+        problems = list(_together(config))
+    if problems:
+        raise ConfigError.of(type(config).__name__, problems)
+
+
+def _alone(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of fields taken one by one."""
+    yield from interval_problems(config, INTERVALS)
+    yield from choice_problems(config, CHOICES)
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in UNBUILT and value != field_default(field):
+            yield Problem(field.name, value, f"is not built yet; leave it at {field_default(field)!r}")
+    if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
+        yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
+
+
+def _together(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of fields that do not go together."""
+    yield from _needs(config)
+    yield from _learning_rates(config)
+    yield from _numbers(config)
+    yield from _shards(config)
+    if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
+        reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
+        yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
+
+
+def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
+    defaults = {field.name: field_default(field) for field in dataclasses.fields(config)}
+    for name, needed in _NEEDS.items():
+        value = getattr(config, name)
+        if value != defaults[name] and getattr(config, needed) == defaults[needed]:
+            reason = f"means nothing without {needed}; set that too, or leave this at {defaults[name]!r}"
+            yield Problem(name, value, reason)
+
+
+def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:
+    lr, low = config.lr, config.min_lr
+    if lr is not None and low is not None and low > lr:
+        yield Problem("min_lr", low, f"must not be above lr={lr!r}")
+    lr, low = config.decoupled_lr, config.decoupled_min_lr
+    if lr is not None and low is not None and low > lr:
+        yield Problem("decoupled_min_lr", low, f"must not be above decoupled_lr={lr!r}")
+    if lr is not None and low is None and config.min_lr is not None and config.min_lr > lr:
+        reason = f"is below min_lr={config.min_lr!r}, to which the schedule would raise it; set decoupled_min_lr"
+        yield Problem("decoupled_lr", lr, reason)
+
+
+def _numbers(config: "OptimizerConfig") -> Iterator[Problem]:
+    if config.fp16 and config.bf16:
+        yield Problem("fp16", True, "excludes bf16=True; choose one")
+    named = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    if named is not None and config.params_dtype not in (torch.float32, named):
+        flag = "fp16" if config.fp16 else "bf16"
+        yield Problem("params_dtype", config.params_dtype, f"contradicts {flag}=True; leave it out or set {named}")
+    if named is None and config.params_dtype is torch.float16:
+        yield Problem("params_dtype", config.params_dtype, "needs fp16=True, which scales the loss")
+    if config.min_loss_scale > config.initial_loss_scale:
+        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        yield Problem("min_loss_scale", config.min_loss_scale, reason)
+
+
+def _shards(config: "OptimizerConfig") -> Iterator[Problem]:
+    flat, whole = config.use_distributed_optimizer, config.use_layer_wise_distributed_optimizer
+    if flat and whole:
+        reason = "excludes use_layer_wise_distributed_optimizer, which cuts all but the matrices too; choose one"
+        yield Problem("use_distributed_optimizer", True, reason)
+    if config.overlap_param_gather and not (flat or whole):
+        reason = "needs shards; set use_distributed_optimizer or use_layer_wise_distributed_optimizer"
+        yield Problem("overlap_param_gather", True, reason)
+    if config.overlap_param_gather_with_optimizer_step and whole:
+        reason = "is for use_distributed_optimizer; whole matrices are gathered bucket by bucket already"
+        yield Problem("overlap_param_gather_with_optimizer_step", True, reason)

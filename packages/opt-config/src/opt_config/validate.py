@@ -1,0 +1,139 @@
+"""The checks that every configuration shares: types from the annotations, intervals, lists of choices."""
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from opt_config.errors import Problem, did_you_mean
+
+
+class Dataclass(Protocol):
+    """Any instance of a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+class Interval(NamedTuple):
+    """The numbers from `low` to `high`; either end may be left out."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = True  # also keeps infinity out
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        return f"{'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+    @property
+    def sentence(self) -> str:
+        """What is allowed, in words."""
+        if not math.isinf(self.high):
+            return f"must be in {self}"
+        bound = f"must be {'greater than' if self.low_open else 'at least'} {self.low:g}"
+        return f"{bound} and finite" if self.high_open else bound
+
+
+NOT_NEGATIVE = Interval(0)
+POSITIVE = Interval(0, low_open=True)
+POSITIVE_OR_INFINITE = Interval(0, low_open=True, high_open=False)
+AT_LEAST_ONE = Interval(1)
+DECAY_RATE = Interval(0, 1)
+FRACTION = Interval(0, 1, high_open=False)
+
+
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
+    """The annotation of every field of a dataclass, in order."""
+    hints = get_type_hints(cls)
+    return types.MappingProxyType({field.name: hints[field.name] for field in dataclasses.fields(cls)})
+
+
+def field_default(field: dataclasses.Field[Any]) -> object:
+    """The default of a dataclass field; every field of a configuration has one."""
+    assert field.default is not dataclasses.MISSING
+    return field.default
+
+
+def type_problems(config: Dataclass) -> Iterator[Problem]:
+    """A problem for each field whose value is not of its annotated type. NaN is no number here."""
+    for name, hint in field_types(type(config)).items():
+        value = getattr(config, name)
+        if not accepts(hint, value):
+            yield Problem(name, value, f"must be {in_words(hint)}{_hint_at_dtype(hint, value)}")
+
+
+def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Problem]:
+    """A problem for each number outside its interval; None passes, whether it may be None is a matter of types."""
+    for name, interval in intervals.items():
+        value = getattr(config, name)
+        if value is not None and value not in interval:
+            yield Problem(name, value, interval.sentence)
+
+
+def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) -> Iterator[Problem]:
+    """A problem for each value that is not one of its field's choices."""
+    for name, allowed in choices.items():
+        value = getattr(config, name)
+        if value is not None and value not in allowed:
+            known = [str(choice) for choice in allowed]
+            yield Problem(name, value, f"must be one of {', '.join(known)}.{did_you_mean(str(value), known)}")
+
+
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows: those of a union, else itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def accepts(hint: Any, value: object) -> bool:
+    """Whether `value` is what a field annotated `hint` may hold."""
+    if len(options(hint)) > 1:
+        return any(accepts(option, value) for option in options(hint))
+    if hint is types.NoneType:
+        return value is None
+    if get_origin(hint) is tuple:
+        (item, _) = get_args(hint)
+        return isinstance(value, tuple) and all(accepts(item, each) for each in value)
+    if get_origin(hint) is Callable:
+        return callable(value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def in_words(hint: Any) -> str:
+    """How a message calls a type."""
+    if len(options(hint)) > 1:
+        return " or ".join(in_words(option) for option in options(hint))
+    if get_origin(hint) is tuple:
+        return f"a tuple, each item {in_words(get_args(hint)[0])}"
+    if get_origin(hint) is Callable:
+        return "a callable"
+    words = {
+        bool: "True or False",
+        int: "an int",
+        float: "a number",
+        str: "a string",
+        torch.dtype: "a torch.dtype",
+        types.NoneType: "None",
+    }
+    return words[hint]
+
+
+def _hint_at_dtype(hint: Any, value: object) -> str:
+    if hint is torch.dtype and isinstance(value, str):
+        return "; from_dict and load_config read dtypes from strings"
+    return ""
