@@ -9,7 +9,9 @@ class FieldUse(NamedTuple):
     """What becomes of a field."""
 
     read_in: str  # the module that reads it
-    shown_by: str = ""  # the test that shows its effect, path from the repository's root::test; empty: there is none yet
+    shown_by: str = (
+        ""  # the test that shows its effect, path from the repository's root::test; empty: there is none yet
+    )
     built: bool = True  # False: any value but the default is refused
 
 

@@ -82,9 +82,7 @@ class ParamKey:
         for field_name, kind in _KINDS:
             values = many(getattr(self, field_name))
             if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                raise ConfigError(
-                    f"ParamKey: {field_name}={values!r}: must be one {kind.__name__} or a tuple of them"
-                )
+                raise ConfigError(f"ParamKey: {field_name}={values!r}: must be one {kind.__name__} or a tuple of them")
         if not self.label:
             raise ConfigError("ParamKey: matches nothing; give a name, attr, predicate or with_name_predicate")
 
