@@ -97,7 +97,7 @@ class ParamKey:
 
     @property
     def label(self) -> str:
-        """The key's canonical name, the same on every rank and in every run: patterns, `@attributes`, `<predicates>`."""
+        """The canonical name of the key, the same everywhere: patterns, `@attributes`, `<predicates>`."""
         parts = (
             [*many(self.name)]
             + [f"@{attr}" for attr in many(self.attr)]
