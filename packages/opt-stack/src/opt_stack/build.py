@@ -1,0 +1,155 @@
+"""From a plan to what runs: memory, sources, owned pieces, units, the stepper. Nothing is decided here."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opt_config import OptimizerConfig
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.step.mains import make_main
+from opt_distributed.step.scaler import scaler_of
+from opt_distributed.step.sources import BufferedGrads, OwnGrads, Source
+from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
+from opt_distributed.step.stats import Family
+from opt_distributed.step.stepper import Limits, Stepper
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.rules.base import MatrixSpec, TensorParallel
+from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.plan import BufferPlan, Plan, Spread, UnitPlan
+
+NORM_SLOTS = ("", "mtp")  # the model's own gradient norm, and the one name the reference keeps apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What the plan was made of, alive: parameters, what is known of them, their groups' order."""
+
+    params: Mapping[ParamId, nn.Parameter]
+    metas: Mapping[ParamId, ParamMeta]
+    group_of: Mapping[ParamId, int]
+
+    @property
+    def device(self) -> torch.device:
+        return next((param.device for param in self.params.values()), torch.device("cpu"))
+
+
+def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
+    """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
+    own = {buffer.name: sources.get(buffer.name) or _source(buffer, model, _axes(roles, buffer)) for buffer in plan.buffers}
+    units = [
+        Unit(name=unit.name, rule=unit.rule, pieces=list(_pieces(plan, unit, model, roles, own))) for unit in plan.units
+    ]
+    return Stepper(
+        units=units,
+        families=list(_families(plan, model, roles, own)),
+        scaler=scaler_of(plan.config.loss_scaling),
+        limits=_limits(plan.config),
+        spans=_spans(plan.config),
+    )
+
+
+def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
+    return roles.expert if buffer.is_expert else roles.dense
+
+
+def _source(buffer: BufferPlan, model: Model, axes: Axes) -> Source:
+    """Gradients stay where autograd put them where nobody else has a part in them; else they travel through a buffer."""
+    params = {shape.id: model.params[shape.id] for shape in buffer.params}
+    if axes.reduce.size == 1 or buffer.spread is Spread.LAID_OUT:
+        return OwnGrads(params)
+    memory = ParamAndGradBuffer(
+        buffer.layout,
+        params,
+        param_dtype=buffer.dtype,
+        grad_dtype=torch.float32,
+        device=model.device,
+        sharded=buffer.spread is not Spread.REPLICATED,
+    )
+    return BufferedGrads(memory, params, axes)
+
+
+def _families(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
+    """Dense parameters and experts, always both: a rank that has no expert still joins their collectives."""
+    for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
+        of_family = [sources[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
+        yield Family(sources=of_family, dp=axes.dp, mp=axes.mp, device=model.device)
+
+
+def _pieces(
+    plan: Plan, unit: UnitPlan, model: Model, roles: Roles, sources: Mapping[str, Source]
+) -> Iterator[OwnedPiece]:
+    for buffer in plan.buffers:
+        axes = _axes(roles, buffer)
+        rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
+        for number, (_, piece) in enumerate(buffer.layout.owned(rank)):
+            if piece.id not in unit.ids:
+                continue
+            param, meta = model.params[piece.id], model.metas[piece.id]
+            whole = piece.of_param == slice(0, param.numel())
+            main = make_main(unit.numbers[buffer.dtype], param if whole else param.detach().view(-1)[piece.of_param])
+            yield OwnedPiece(
+                id=piece.id,
+                param=param,
+                of_param=piece.of_param,
+                group=model.group_of[piece.id],
+                source=sources[buffer.name],
+                main=main,
+                state=unit.rule.init_state(main.value()),
+                norm_slot=NORM_SLOTS.index(meta.grad_norm_group or ""),
+                counted=_counted(buffer, meta, axes, number),
+                matrix=_matrix(meta, axes, split_qkv=plan.config.muon_split_qkv),
+            )
+
+
+def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, number: int) -> bool:
+    """Whether this rank is the one that counts the piece in norms and zeros. Replicas share that work out."""
+    if meta.shared or (axes.tp.rank > 0 and not meta.tensor_parallel):
+        return False
+    return buffer.layout.num_shards > 1 or number % axes.dp.size == axes.dp.rank
+
+
+def _matrix(meta: ParamMeta, axes: Axes, *, split_qkv: bool) -> MatrixSpec:
+    split = tuple(meta.qkv_split_shapes) if split_qkv else ()
+    if not meta.tensor_parallel or axes.tp.size == 1:
+        return MatrixSpec(split_rows=split)
+    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=tensor_parallel(axes))
+
+
+def tensor_parallel(axes: Axes) -> TensorParallel:
+    """The tensor-parallel peers of a matrix, as the callables a rule takes."""
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        total = x.contiguous().clone()
+        axes.tp.all_reduce_(total)
+        return total
+
+    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+        full = x.new_empty(axes.tp.size * x.numel())
+        axes.tp.all_gather_(full, x.contiguous().view(-1))
+        return torch.cat([part.view(x.shape) for part in full.chunk(axes.tp.size)], dim)
+
+    return TensorParallel(rank=axes.tp.rank, size=axes.tp.size, all_reduce=all_reduce, all_gather=all_gather)
+
+
+def _limits(config: OptimizerConfig) -> Limits:
+    return Limits(
+        slots=NORM_SLOTS,
+        max_norms=(config.clip_grad,) * len(NORM_SLOTS),
+        skip_above=config.grad_norm_skip_threshold,
+        count_zeros=config.log_num_zeros_in_grad,
+    )
+
+
+def _spans(config: OptimizerConfig) -> Spans:
+    if config.timers is None:
+        return profiler_spans
+    return timer_spans(config.timers, barrier=config.barrier_with_L1_time)
+
+
+def group_index(groups: Sequence[Mapping[str, Any]]) -> dict[ParamId, int]:
+    """The group of each parameter, by position in `groups`."""
+    return {id: index for index, group in enumerate(groups) for id in group["param_ids"]}

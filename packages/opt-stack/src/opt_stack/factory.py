@@ -1,0 +1,151 @@
+"""`get_optimizer`: from a configuration and a model to an optimizer, with the same verdict on every rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
+from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
+from opt_paramgroups import describe, get_param_groups
+from opt_scheduler import ParamGroupOverride
+from opt_stack.build import Model, build_stepper, group_index
+from opt_stack.optimizer import Optimizer
+from opt_stack.plan import Plan
+from opt_stack.planner import WorldSizes, make_plan
+from opt_stack.registry import Registry
+
+Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig]
+
+
+def get_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Overrides | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroups | None = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    rules: Registry | None = None,
+) -> Optimizer:
+    """The optimizer of a model: its parameters grouped, its step planned and built.
+
+    Args:
+        config: what is common to all parameters.
+        model_chunks: the model, or its virtual pipeline stages. Plain modules, or wrapped in `DistributedDataParallel`.
+        config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors, ...);
+            {}: none at all.
+        use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
+        pg_collection: process groups by role. None: all of `torch.distributed`'s world is data parallel, or, where it is not
+            initialised, this process is alone.
+        dump_param_to_param_group_map: where to write which parameter is in which group.
+        rules: optimizers by name; None: ours and those of installed packages.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is allowed.
+    """
+    roles = roles_of(pg_collection, sharded=_is_sharded(config))
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    groups, plan = _agreed_plan(config, chunks, config_overrides, roles, rules or Registry().with_installed())
+    model = Model(params=_parameters(chunks, plan), metas=describe(chunks), group_of=group_index(groups))
+    stepper = build_stepper(plan, model, roles, sources={})
+    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=f"{roles.dense.dp.rank}:{plan.fingerprint()}")
+
+
+get_megatron_optimizer = get_optimizer  # the reference's name
+
+
+def list_optimizers(rules: Registry | None = None) -> list[str]:
+    """The names that `OptimizerConfig.optimizer` may take."""
+    return list((rules or Registry().with_installed()).entries)
+
+
+def describe_optimizer(name: str, rules: Registry | None = None) -> str:
+    """One line on an optimizer: what it is, the state it keeps, what it needs.
+
+    Raises:
+        ConfigError: no optimizer has that name.
+    """
+    entry = (rules or Registry().with_installed())[name]
+    rule = entry.make(OptimizerConfig(optimizer=name))
+    state = ", ".join(spec.name for spec in rule.state_specs) or "nothing"
+    return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
+
+
+class _Gather:
+    """`gather_objects` that also carries the error of a rank that never came to call it."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self.called = False
+
+    def __call__(self, value: Any) -> list[Any]:
+        self.called = True
+        return self._exchange(None, value)
+
+    def fail(self, error: Exception) -> None:
+        """Tells the ranks that wait in a call that this one will not come; nobody waits after the first."""
+        if not self.called:
+            self._exchange(f"{type(error).__name__}: {error}", None)
+
+    def _exchange(self, error: str | None, value: Any) -> list[Any]:
+        told = self.comm.gather_objects((error, value))
+        for rank, (text, _) in enumerate(told):
+            if text is not None and rank != self.comm.rank:
+                raise ConfigError(f"rank {rank} refused: {text}")
+        return [value for _, value in told]
+
+
+def _agreed_plan(
+    config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Overrides | None, roles: Roles, rules: Registry
+) -> tuple[list[dict[str, Any]], Plan]:
+    """Groups and plan; an error of one rank is every rank's."""
+    gather = _Gather(roles.everyone)
+    try:
+        metas = describe(chunks)
+        groups = get_param_groups(chunks, config, overrides, gather=gather)
+    except Exception as error:
+        gather.fail(error)
+        raise
+    error: Exception | None = None
+    try:
+        _fill_hyper(groups, config, rules)
+        made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
+        sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
+        plan = make_plan(config, metas, groups, made, sizes=sizes)
+    except ValueError as caught:
+        error = caught
+    agree(roles.everyone, error)
+    _check_peers(plan, roles, num_params=len(metas))
+    return groups, plan
+
+
+def _fill_hyper(groups: Sequence[dict[str, Any]], config: OptimizerConfig, rules: Registry) -> None:
+    """Writes into every group what its rule reads and the group does not say itself."""
+    for group in groups:
+        group.setdefault("lr", 0.0)
+        for key, value in rules[group["optimizer"]].hyper(config).items():
+            group.setdefault(key, value)
+
+
+def _check_peers(plan: Plan, roles: Roles, *, num_params: int) -> None:
+    """What only all ranks together can see: somebody has parameters, and replicas planned alike."""
+    if sum(roles.everyone.gather_objects(num_params)) == 0:
+        raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
+    fingerprints = roles.dense.dp.gather_objects(plan.fingerprint())
+    others = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
+    if others:
+        raise ConfigError(
+            f"data-parallel ranks {others} planned another step than rank 0: config, overrides and model must be equal "
+            "on all ranks that share parameters"
+        )
+
+
+def _parameters(chunks: Sequence[nn.Module], plan: Plan) -> dict[Any, nn.Parameter]:
+    by_name = [dict(chunk.named_parameters()) for chunk in chunks]
+    return {shape.id: by_name[shape.id.chunk][shape.id.name] for buffer in plan.buffers for shape in buffer.params}
+
+
+def _is_sharded(config: OptimizerConfig) -> bool:
+    return not isinstance(config.sharding, Replicated)

@@ -1,0 +1,246 @@
+"""The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_distributed.step.state import check_state, load_state_, read_state
+from opt_distributed.step.stepper import Stepper, StepResult
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_paramgroups import ParamId
+from opt_stack.plan import Plan
+
+VERSION = 1  # of `state_dict`
+_OWN_KEYS = ("params", "param_ids", "param_names")  # of a group: what it holds, not how it is trained
+
+
+class Optimizer(torch.optim.Optimizer):
+    """One step over any layout, behind torch's interface.
+
+    `param_groups` hold the *model's* parameters; `get_parameters` gives what the rules write. `state` maps a parameter to
+    this rank's state of it. Built by `get_optimizer`; parameters cannot be added later, since they are laid out by then.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        stepper: Stepper,
+        groups: Sequence[Mapping[str, Any]],
+        layout_id: str,
+    ):
+        self.plan = plan
+        self.stepper = stepper
+        self._layout_id = layout_id
+        self._built = False
+        self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
+        # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
+        super().__init__([_torch_group(group) for group in groups] or [{"params": [], "name": "stub"}], defaults={})
+        self._built = True
+        self._owned: dict[ParamId, tuple[Unit, OwnedPiece]] = {
+            piece.id: (unit, piece) for unit in stepper.units for piece in unit.pieces
+        }
+        for _, piece in self._owned.values():
+            self.state[piece.param] = piece.state
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank."""
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return self.stepper.step(self.param_groups)
+
+    def prepare_grads(self) -> bool:
+        """The first half of a step: reduce and look at the gradients. True where they overflowed."""
+        return self.stepper.prepare_grads()
+
+    def step_with_ready_grads(self) -> bool:
+        """The second half: clip, update, publish. False where the norm was refused."""
+        return self.stepper.step_with_ready_grads(self.param_groups)
+
+    def get_grad_norm(self) -> float:
+        """The norm that the last `prepare_grads` or `step` found, before clipping."""
+        return self.stepper.grad_norm
+
+    @property
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """The last step's norm of each separate norm group; "" is the model's own."""
+        return self.stepper.grad_norms_by_group
+
+    def get_loss_scale(self) -> Tensor:
+        """Shape (1,), fp32: what the loss is multiplied by at present; 1 without loss scaling."""
+        return torch.tensor([self.stepper.scaler.scale], dtype=torch.float32, device=self._device())
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, in the loss's own shape."""
+        return loss * self.stepper.scaler.scale
+
+    # --- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_stub_optimizer(self) -> bool:
+        """Whether this rank's part of the model has no trainable parameter."""
+        return not self._ids
+
+    def get_parameters(self) -> list[Tensor]:
+        """What this rank's rules write: parameters themselves, or the main values beside them."""
+        return [piece.main.value() for _, piece in self._owned.values()]
+
+    def init_state(self) -> None:
+        """Nothing: state exists from construction, for every rule, and no parameter moves for it."""
+
+    def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
+        """Takes the model's present values as main values, after they were loaded from elsewhere.
+
+        With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values come from there,
+        in its precision. Raises ValueError for a parameter it does not hold.
+        """
+        for _, piece in self._owned.values():
+            if state_dict is None:
+                piece.main.reload_()
+            else:
+                value = _find(state_dict, piece.id).flatten()[piece.of_param]
+                piece.main.set_(value.view(piece.main.target.shape))
+
+    def offload_to_cpu(self) -> None:
+        """Moves main values and state to host memory; parameters stay. `restore_from_cpu` before the next step."""
+        self._move(torch.device("cpu"))
+
+    def restore_from_cpu(self) -> None:
+        """Moves main values and state back beside the parameters."""
+        self._move(self._device())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once built: parameters are laid out over ranks by then."""
+        if getattr(self, "_built", False):
+            raise ValueError("parameters are laid out when the optimizer is built; build a new one with get_optimizer")
+        super().add_param_group(param_group)
+
+    # --- saving and loading -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form, `state` by parameter index and `param_groups`, with loss scale, version and layout.
+
+        Holds this rank's pieces: it loads on the same layout only. Live tensors, as torch's own.
+        """
+        index = {id: i for i, id in enumerate(self._ids)}
+        return {
+            "version": VERSION,
+            "state": {index[id]: read_state(piece) for id, (_, piece) in sorted(self._owned.items())},
+            "param_groups": self._packed_groups(),
+            "grad_scaler": self.stepper.scaler.state_dict(),
+            "layout": self._layout_id,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
+
+        Raises:
+            ValueError: other parameters or groups, another layout, state of another rule or shape.
+        """
+        saved_groups = self._match_groups(state_dict)
+        by_id = self._match_state(state_dict, saved_groups)
+        for id, (_, piece) in self._owned.items():
+            check_state(piece, by_id.get(id, {}))
+        for id, (unit, piece) in self._owned.items():
+            fresh = unit.rule.init_state(piece.main.value())
+            load_state_(piece, by_id.get(id, {}), fresh=fresh)
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            _set_group(group, saved)
+        if state_dict.get("grad_scaler"):
+            self.stepper.scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        packed, start = [], 0
+        for group in self.param_groups:
+            count = len(group["params"])
+            kept = {key: value for key, value in group.items() if key != "params"}
+            packed.append({**kept, "params": list(range(start, start + count))})
+            start += count
+        return packed
+
+    def _match_groups(self, state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The saved group of each of ours: by name where saved groups have names, else by position."""
+        saved = list(state_dict["param_groups"])
+        layout = state_dict.get("layout", self._layout_id)
+        if layout != self._layout_id:
+            raise ValueError(
+                f"state_dict was saved on layout {layout}, this optimizer has {self._layout_id}; "
+                "sharded_state_dict loads on any layout"
+            )
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"state_dict has {len(saved)} parameter groups, this optimizer {len(self.param_groups)}")
+        if all("name" in group for group in saved):
+            by_name = {group["name"]: group for group in saved}
+            missing = [group["name"] for group in self.param_groups if group["name"] not in by_name]
+            if missing:
+                raise ValueError(f"state_dict has no group {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
+            saved = [by_name[group["name"]] for group in self.param_groups]
+        for ours, theirs in zip(self.param_groups, saved, strict=True):
+            if len(ours["params"]) != len(theirs["params"]):
+                raise ValueError(
+                    f"group {ours['name']!r} has {len(ours['params'])} parameters, the saved one {len(theirs['params'])}"
+                )
+        return saved
+
+    def _match_state(
+        self, state_dict: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]]
+    ) -> dict[ParamId, Mapping[str, Any]]:
+        """Saved state by parameter: by name inside a group where names were saved, else by position."""
+        found: dict[ParamId, Mapping[str, Any]] = {}
+        ids = iter(self._ids)
+        for ours, theirs in zip(self.param_groups, saved_groups, strict=True):
+            positions = dict(zip(theirs.get("param_names", ours["param_names"]), theirs["params"], strict=True))
+            for name in ours["param_names"]:
+                if name not in positions:
+                    raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
+                found[next(ids)] = state_dict["state"].get(positions[name], {})
+        return found
+
+    def _device(self) -> torch.device:
+        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for _, piece in self._owned.values():
+            for tensor in (*piece.state.values(), piece.main.copy, piece.main.remainder):
+                if tensor is not None:
+                    tensor.data = tensor.data.to(device)
+
+
+MegatronOptimizer = Optimizer  # the reference's name
+
+
+def _torch_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in group.items() if key != "param_ids"}
+    return {**kept, "params": list(group["params"]), "param_names": [_name(id) for id in group["param_ids"]]}
+
+
+def _name(id: ParamId) -> str:
+    """A parameter's name in a state dict; the first chunk's are the module's own."""
+    return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
+
+
+def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Takes over a saved group's hyper-parameters; a tensor is written in place, so that who holds it sees it."""
+    for key, value in saved.items():
+        if key in _OWN_KEYS:
+            continue
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(float(value))
+        else:
+            group[key] = value
+
+
+def _find(state_dict: Mapping[str, Any], id: ParamId) -> Tensor:
+    chunks = [f"model{id.chunk}", f"model_{id.chunk}", *(["model"] if id.chunk == 0 else [])]
+    names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
+    for name in (id.name, f"module.{id.name}"):
+        if name in names:
+            found: Tensor = names[name]
+            return found
+    raise ValueError(f"state_dict holds no {id.name!r} of model chunk {id.chunk}; it is needed for its main values")

@@ -1,0 +1,161 @@
+"""The plan: who updates what, where, in which numbers. Values only, made and checked before anything is built."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from math import prod
+
+import torch
+
+from opt_config import OptimizerConfig
+from opt_distributed.layout import Layout, ParamShape
+from opt_distributed.step.mains import Numbers
+from opt_kernels.rules.base import Rule, StateKind, StateSpec
+from opt_paramgroups import ParamId
+
+
+MAX_RANKS_SHOWN = 64  # state bytes are counted for so many ranks when a plan is printed
+
+
+class Spread(Enum):
+    """Which part of a parameter's state lives on one of the ranks that share it."""
+
+    REPLICATED = "replicated"  # all of it, on every rank
+    FLAT = "flat shards"  # any run of elements (ZeRO-1)
+    WHOLE = "whole parameters"  # all of some parameters (layer-wise)
+    LAID_OUT = "as it came"  # the caller's own DTensor shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """Parameters whose gradients travel together: one dtype, one family, one spread."""
+
+    name: str
+    dtype: torch.dtype
+    is_expert: bool
+    spread: Spread
+    params: tuple[ParamShape, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """One rule and what it moves."""
+
+    name: str
+    rule: Rule
+    is_expert: bool
+    ids: frozenset[ParamId]
+    numbers: Mapping[torch.dtype, Numbers]  # where the main values of a parameter of each dtype are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One parameter group, as it is on every rank."""
+
+    name: str
+    optimizer: str
+    num_params: int
+    numel: int
+    lr: float | None
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who updates what, where, in which numbers. `print(plan)` tells it."""
+
+    config: OptimizerConfig
+    groups: tuple[GroupPlan, ...]
+    buffers: tuple[BufferPlan, ...]
+    units: tuple[UnitPlan, ...]
+
+    def state_bytes(self, rank: int = 0) -> int:
+        """Bytes that the optimizer keeps on data-parallel rank `rank` beside parameters and gradients."""
+        return sum(unit_bytes(self, unit, rank=rank) for unit in self.units)
+
+    def fingerprint(self) -> str:
+        """Equal on ranks that planned the same layouts and numbers for the same parameters."""
+        text = [f"{b.name}:{b.layout.fingerprint()}" for b in self.buffers]
+        text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in self.units]
+        return sha256("|".join(text).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return "\n\n".join(["\n".join(_unit_lines(self)), "\n".join(_buffer_lines(self)), "\n".join(_total_lines(self))])
+
+
+def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
+    """Bytes that `unit` keeps on data-parallel rank `rank`."""
+    total = 0
+    for buffer in plan.buffers:
+        shapes = {param.id: param.shape for param in buffer.params}
+        main = {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2}[unit.numbers[buffer.dtype]]
+        for owned in buffer.layout.owned(rank % buffer.layout.num_shards):
+            if owned.piece.id in unit.ids:
+                total += owned.piece.numel * main
+                total += sum(spec_bytes(s, shapes[owned.piece.id], owned.piece.numel) for s in unit.rule.state_specs)
+    return total
+
+
+def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
+    """Bytes of one state tensor for `numel` elements of a parameter of `shape`."""
+    match spec.kind:
+        case StateKind.LIKE_PARAM:
+            count = numel
+        case StateKind.SCALAR:
+            count = 1
+        case StateKind.REDUCED:
+            removed = {dim % len(shape) for dim in spec.dims}
+            count = prod(size for dim, size in enumerate(shape) if dim not in removed)
+        case StateKind.MATRIX:
+            count = shape[spec.dims[0]] ** 2
+        case StateKind.BLOCK_SCALES:
+            count = -(-numel // spec.block)
+    return count * spec.dtype.itemsize
+
+
+_NUMBERS = {
+    Numbers.DIRECT: "updated in place",
+    Numbers.FP32_COPY: "fp32 mains",
+    Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+}
+
+
+def _unit_lines(plan: Plan) -> Iterator[str]:
+    """Who updates what, in which numbers."""
+    for unit in plan.units:
+        numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
+        yield f"{unit.name} moves {len(unit.ids)} parameters, {numel:,} elements"
+        for dtype, numbers in sorted(unit.numbers.items(), key=str):
+            yield f"  {short(dtype)} parameters: {_NUMBERS[numbers]}"
+        state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
+        yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+
+
+def _buffer_lines(plan: Plan) -> Iterator[str]:
+    """Where it lives."""
+    for buffer in plan.buffers:
+        layout = buffer.layout
+        padding = layout.numel - layout.params_numel
+        yield (
+            f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
+            f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
+        )
+
+
+def _total_lines(plan: Plan) -> Iterator[str]:
+    """What it costs, and what watches over it."""
+    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+    sizes = [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))]
+    shown = ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
+    yield f"state beside parameters and gradients: {shown} bytes on data-parallel rank{'s' * (ranks > 1)} 0..{ranks - 1}"
+    config = plan.config
+    clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
+    yield f"clip: {clip}; loss scale: {config.loss_scaling}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """`fp32`, `bf16`, ... as people say it; other dtypes under torch's name."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,0 +1,171 @@
+"""From a configuration, what is known of the parameters and the world's sizes to a plan; illegal combinations end here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_distributed.step.mains import Numbers
+from opt_kernels.rules.base import Needs, Rule
+from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSizes:
+    """Ranks that share dense parameters, and experts."""
+
+    dense: int = 1
+    expert: int = 1
+
+
+def make_plan(
+    config: OptimizerConfig,
+    metas: Mapping[ParamId, ParamMeta],
+    groups: Sequence[Mapping[str, Any]],  # of `get_param_groups`: `name`, `optimizer`, `param_ids`, ...
+    rules: Mapping[str, Rule],  # by the groups' `optimizer`
+    *,
+    sizes: WorldSizes,
+    bucket_size: int | None = None,
+    ready_buffers: Sequence[BufferPlan] = (),  # of chunks that come with buffers of their own
+) -> Plan:
+    """Plans the step for these parameters.
+
+    Raises:
+        ConfigError: a rule on a layout it cannot work on; a parameter dtype that the precision options do not cover.
+    """
+    rule_of = {id: group["optimizer"] for group in groups for id in group["param_ids"]}
+    _check_dtypes(config, metas, rule_of)
+    in_buffers = {param.id for buffer in ready_buffers for param in buffer.params}
+    ours = {id: name for id, name in rule_of.items() if id not in in_buffers}
+    planned = _plan_buffers(config, metas, ours, rules, sizes=sizes, bucket_size=bucket_size)
+    buffers = (*ready_buffers, *planned)
+    units = _plan_units(config, metas, rule_of, rules)
+    for unit in units:
+        _check_unit(unit, buffers, config.sharding)
+    return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
+
+
+def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
+    """Where the main values of parameters of `dtype` are kept."""
+    if dtype == torch.float32:
+        return Numbers.DIRECT
+    if dtype == torch.bfloat16 and config.precision.remainder:
+        return Numbers.REMAINDER
+    return Numbers.FP32_COPY
+
+
+def _plan_buffers(
+    config: OptimizerConfig,
+    metas: Mapping[ParamId, ParamMeta],
+    rule_of: Mapping[ParamId, str],
+    rules: Mapping[str, Rule],
+    *,
+    sizes: WorldSizes,
+    bucket_size: int | None,
+) -> tuple[BufferPlan, ...]:
+    """One buffer for each (dtype, family, spread), in order of first appearance."""
+    found: dict[tuple[torch.dtype, bool, Spread], list[ParamShape]] = {}
+    for id, meta in metas.items():
+        if id not in rule_of:
+            continue
+        spread = Spread.LAID_OUT if meta.is_dtensor else _spread(config.sharding, rules[rule_of[id]])
+        shape = ParamShape(id=id, shape=tuple(meta.shape), shared_embedding=meta.shared_embedding)
+        found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
+    buffers = []
+    for (dtype, is_expert, spread), params in found.items():
+        size = sizes.expert if is_expert else sizes.dense
+        name = f"{short(dtype)} {'experts' if is_expert else 'dense'}, {spread.value}"
+        layout = _layout(spread, params, num_shards=size, bucket_size=bucket_size)
+        buffers.append(
+            BufferPlan(
+                name=name, dtype=dtype, is_expert=is_expert, spread=spread, params=tuple(params), layout=layout
+            )
+        )
+    return tuple(buffers)
+
+
+def _spread(sharding: Replicated | FlatShards | WholeParams, rule: Rule) -> Spread:
+    match sharding:
+        case Replicated():
+            return Spread.REPLICATED
+        case FlatShards():
+            return Spread.FLAT
+        case WholeParams():
+            return Spread.WHOLE if rule.needs is Needs.MATRICES else Spread.FLAT
+
+
+def _layout(spread: Spread, params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None) -> Layout:
+    match spread:
+        case Spread.FLAT:
+            return flat_layout(params, num_shards=num_shards, bucket_size=bucket_size)
+        case Spread.WHOLE:
+            return whole_layout(params, num_shards=num_shards, bucket_size=bucket_size)
+        case Spread.REPLICATED | Spread.LAID_OUT:
+            return replicated_layout(params, bucket_size=bucket_size)
+
+
+def _plan_units(
+    config: OptimizerConfig,
+    metas: Mapping[ParamId, ParamMeta],
+    rule_of: Mapping[ParamId, str],
+    rules: Mapping[str, Rule],
+) -> tuple[UnitPlan, ...]:
+    """One unit for each (rule, family), in order of first appearance; experts last, as their groups are others."""
+    found: dict[tuple[bool, str], list[ParamId]] = {}
+    for id, meta in metas.items():
+        if id in rule_of:
+            found.setdefault((meta.is_expert, rule_of[id]), []).append(id)
+    return tuple(
+        UnitPlan(
+            name=f"{name}/experts" if is_expert else name,
+            rule=rules[name],
+            is_expert=is_expert,
+            ids=frozenset(ids),
+            numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].dtype for id in ids}},
+        )
+        for (is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][0])
+    )
+
+
+def _check_dtypes(
+    config: OptimizerConfig, metas: Mapping[ParamId, ParamMeta], rule_of: Mapping[ParamId, str]
+) -> None:
+    allowed = {torch.float32, config.precision.params}
+    wrong = [id for id in rule_of if metas[id].dtype not in allowed]
+    if wrong:
+        dtype = metas[wrong[0]].dtype
+        remedy = {torch.bfloat16: "set bf16=True", torch.float16: "set fp16=True"}.get(dtype, "convert the model")
+        raise ConfigError(
+            f"parameter {wrong[0].name!r} (and {len(wrong) - 1} more) is {dtype}; fp16={config.fp16} and "
+            f"bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}: {remedy}"
+        )
+
+
+def _check_unit(
+    unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replicated | FlatShards | WholeParams
+) -> None:
+    if unit.rule.needs is not Needs.MATRICES:
+        return
+    for buffer in buffers:
+        cuts = buffer.spread is Spread.FLAT and any(param.id in unit.ids for param in buffer.params)
+        if cuts:
+            raise ConfigError(
+                f"optimizer={unit.rule.name!r} needs whole matrices, but use_distributed_optimizer=True "
+                f"({type(sharding).__name__}) cuts parameters between ranks; set "
+                "use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
+            )
+
+
+def _group_plan(group: Mapping[str, Any]) -> GroupPlan:
+    return GroupPlan(
+        name=group["name"],
+        optimizer=group["optimizer"],
+        num_params=len(group["params"]),
+        numel=sum(param.numel() for param in group["params"]),
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+    )
