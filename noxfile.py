@@ -1,0 +1,257 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# dependencies = ["nox>=2025.5.1", "uv>=0.7", "packaging"]
+# ///
+"""Every check of the repository, one session each: `nox -l` lists them, `nox -s NAME` runs one.
+
+Where torch comes from is decided here and nowhere else. TORCH_SOURCE says which way: `local` (a wheel in a folder of
+UV_FIND_LINKS or PIP_FIND_LINKS), `cpu` (PyTorch's CPU index), `pypi`, or `auto`, the default: local if there is one, else cpu.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+from nox.command import CommandFailed
+from packaging.specifiers import SpecifierSet
+from packaging.tags import Tag, cpython_tags, sys_tags
+from packaging.utils import parse_wheel_filename
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "bare", "layers", "lint", "types"]
+
+ROOT = Path(__file__).parent
+GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
+PYTHONS = ["3.11", "3.12", "3.13"]
+TORCHES = ["2.6.0", "2.13.0", "newest"]
+# From the bottom layer up.
+PACKAGES = [
+    "opt-config",
+    "opt-scheduler",
+    "opt-paramgroups",
+    "opt-kernels",
+    "opt-checkpoint",
+    "opt-distributed",
+    "opt-stack",
+]
+WITHOUT_TORCH = ["opt-scheduler"]
+# Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
+SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
+
+# pyenv's shims answer only for the version in use; its real interpreters are one folder further.
+PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, sorted(PYENV.glob("3.1?.*/bin")))])
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # many small processes; more threads than cores slow them all down
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+def wheel_dirs() -> list[str]:
+    """Folders of wheels the machine offers: uv's variable (commas), else pip's (blanks)."""
+    if (value := os.environ.get("UV_FIND_LINKS")) is not None:
+        return [folder for folder in value.split(",") if folder]
+    return os.environ.get("PIP_FIND_LINKS", "").split()
+
+
+def local_torch(session: nox.Session, spec: str) -> tuple[str, str] | None:
+    """(folder, exact version) of the newest torch wheel on offer that fits the session's interpreter."""
+    out = session.run("python", "-c", "import sys; print(*sys.version_info[:2])", silent=True)
+    major, minor = map(int, str(out).split())
+    tags: set[Tag] = set(cpython_tags((major, minor), platforms={tag.platform for tag in sys_tags()}))
+    found = []
+    for folder in wheel_dirs():
+        for path in Path(folder).glob("torch-*.whl") if Path(folder).is_dir() else ():
+            _, version, _, wheel_tags = parse_wheel_filename(path.name)
+            if wheel_tags & tags and SpecifierSet(spec).contains(version.public, prereleases=True):
+                found.append((version, folder))
+    return (max(found)[1], str(max(found)[0])) if found else None
+
+
+def install_torch(session: nox.Session, spec: str = ">=2.6") -> None:
+    """Puts torch into the session first; what is installed later finds its requirement met and keeps it."""
+    source = os.environ.get("TORCH_SOURCE", "auto")
+    found = local_torch(session, spec) if source in ("auto", "local") else None
+    if found:
+        folder, version = found
+        session.install("--no-index", "--no-deps", "--find-links", folder, f"torch=={version}")
+        session.install(f"torch=={version}", silent=True)  # its few plain dependencies
+    elif source == "local":
+        session.skip(f"no wheel of torch{spec} for this python in {wheel_dirs() or 'any folder'}")
+    elif source == "pypi":
+        skip = Path(session.create_tmp()) / "skip.txt"
+        skip.write_text("\n".join(SKIP_ON_CPU))
+        session.env["UV_EXCLUDE"] = str(skip)  # for this and every later install of the session
+        session.install(f"torch{spec}")
+    else:
+        session.install("--torch-backend=cpu", f"torch{spec}")
+
+
+def requirements(package: str) -> list[str]:
+    """`package` and those of ours that it stands on, lowest first."""
+    declared = nox.project.load_toml(f"packages/{package}/pyproject.toml")["project"]["dependencies"]
+    below = {line.split(">=")[0] for line in declared}
+    return [name for name in PACKAGES if name == package or name in below]
+
+
+def install_packages(session: nox.Session, *names: str, options: tuple[str, ...] = (), groups: tuple[str, ...] = ("test",)) -> None:
+    """Each by its own -e: a sibling that only a requirement names would come as a frozen copy."""
+    editable = [part for name in names for part in ("-e", f"packages/{name}")]
+    session.install(*options, *(line for group in groups for line in GROUPS[group]), *editable)
+
+
+def report(session: nox.Session) -> None:
+    session.run("python", "-c", "import torch, sys; print('torch', torch.__version__, 'python', sys.version.split()[0])")
+
+
+# --- what everybody runs ----------------------------------------------------------------------------------------------
+
+
+@nox.session
+@nox.parametrize("package", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
+def tests(session: nox.Session, package: str) -> None:
+    """The tests: each package beside only what it declares, then everything together."""
+    if package == "all":
+        install_torch(session)
+        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint"))
+        report(session)
+        session.run("lint-imports", "--no-cache")
+        session.run("pytest", "-n", "2", "integration_tests", "kernels", *session.posargs)
+        return
+    if package not in WITHOUT_TORCH:
+        install_torch(session)
+    install_packages(session, *requirements(package))
+    session.run("pytest", "-n", "2", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+def bare(session: nox.Session) -> None:
+    """opt-scheduler where torch is not installed."""
+    install_packages(session, "opt-scheduler")
+    session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
+    session.run("pytest", "packages/opt-scheduler/tests", *session.posargs)
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Imports point down: the contracts between packages, and what each may not know."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("lint", "test"))
+    session.run("lint-imports", "--no-cache")
+    session.run("pytest", "integration_tests/test_layers.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: style and format."""
+    session.install(*GROUPS["lint"])
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict over every package."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("types", "test"))
+    for package in PACKAGES:
+        session.run("mypy", f"packages/{package}/src")
+
+
+@nox.session(default=False)
+def integration(session: nox.Session) -> None:
+    """Only the tests of several packages and several processes."""
+    install_torch(session)
+    install_packages(session, *PACKAGES)
+    session.run("pytest", "-n", "2", "integration_tests", *session.posargs)
+
+
+@nox.session(default=False)
+def quickstart(session: nox.Session) -> None:
+    """The main job: trains a small GPT on two ranks, stops, resumes, and draws what happened."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("examples",))
+    session.run("python", "examples/quickstart.py", *session.posargs)
+
+
+# --- other versions, and what is shipped ------------------------------------------------------------------------------
+
+
+@nox.session(python=PYTHONS, default=False, tags=["matrix"])
+@nox.parametrize("torch", TORCHES)
+def matrix(session: nox.Session, torch: str) -> None:
+    """All packages' tests on every python and torch; what cannot be had is skipped with the reason."""
+    try:
+        install_torch(session, ">=2.6" if torch == "newest" else f"=={torch}")
+    except CommandFailed as failure:
+        session.skip(f"torch {torch} cannot be installed on python {session.python}: {failure}")
+    install_packages(session, *PACKAGES)
+    report(session)
+    session.run("pytest", "-n", "2", "packages", "integration_tests", *session.posargs)
+
+
+@nox.session(default=False)
+def minimums(session: nox.Session) -> None:
+    """Every declared lower bound at once, torch 2.6.0 among them."""
+    install_torch(session, "==2.6.0")
+    install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
+    session.run("uv", "pip", "list")
+    report(session)
+    session.run("pytest", "-n", "2", "packages", "integration_tests", *session.posargs)
+
+
+@nox.session(default=False)
+def wheels(session: nox.Session) -> None:
+    """Builds every wheel, looks inside, and installs each alone: from `dist/` only, siblings included."""
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("uv", "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", str(dist), "-q")
+    session.install(*GROUPS["test"])
+    session.run("pytest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist)})
+    for package in PACKAGES:
+        session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
+        if package not in WITHOUT_TORCH:
+            install_torch(session)
+        session.install("--find-links", str(dist), "--no-index", package)
+        module = package.replace("-", "_")
+        session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+
+
+@nox.session(default=False)
+def trainers(session: nox.Session) -> None:
+    """Inside Lightning, Accelerate and the HF Trainer: real installs, a toy model, save and resume."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("test", "trainers"))
+    session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
+
+
+# --- kernels, faults, figures -----------------------------------------------------------------------------------------
+
+
+@nox.session(default=False)
+def kernels(session: nox.Session) -> None:
+    """Triton numerics under the interpreter, and every kernel compiled ahead of time with the gates on it."""
+    install_torch(session)
+    install_packages(session, "opt-kernels", groups=("test", "kernels"))
+    session.run("pytest", "kernels", "packages/opt-kernels/tests", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Ratios against peers in the same run, written as JSON under kernels/results."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("test", "kernels"))
+    session.run("python", "kernels/bench.py", *session.posargs, env={"OMP_NUM_THREADS": str(os.cpu_count())})
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Checkpoints under kill -9, corruption and full disks, at full counts."""
+    install_torch(session)
+    install_packages(session, "opt-checkpoint")
+    session.run("pytest", "packages/opt-checkpoint/tests/faults", *session.posargs, env={"OPT_FAULTS": "full"})
