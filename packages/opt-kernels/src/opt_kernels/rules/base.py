@@ -96,7 +96,7 @@ class Batch(NamedTuple):
 
 
 class Rule(Protocol):
-    """An optimizer's update. Implementations are frozen dataclasses: their fields are structure, never hyper-parameters."""
+    """An optimizer's update. Implementations are frozen dataclasses; their fields are structure, never hyper numbers."""
 
     @property
     def name(self) -> str:

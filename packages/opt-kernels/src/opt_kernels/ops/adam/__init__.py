@@ -1,0 +1,1 @@
+"""The update sweep of Adam and AdamW."""

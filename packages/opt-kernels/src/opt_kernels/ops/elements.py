@@ -1,0 +1,142 @@
+"""What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.ops.remainder import reference as remainder_reference
+from opt_kernels.rules.base import Hyper, Work
+
+
+class Run(NamedTuple):
+    """A work whose tensors are flat views of its own, in one order of elements; block scales are flat already."""
+
+    grad: Tensor  # (n,)
+    main: Tensor | None  # (n,)
+    out: Tensor | None  # (n,)
+    remainder: Tensor | None  # (n,)
+    state: dict[str, Tensor]  # (n,) each, but block scales
+
+
+class HostHyper(NamedTuple):
+    """A hyper row as host numbers; reading it waits for the device where the row's values are device tensors."""
+
+    lr: float
+    weight_decay: float
+    step: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+
+
+class LayoutError(ValueError):
+    """The tensors of a work cannot be walked in one order of elements."""
+
+
+def on_host(hyper: Hyper) -> HostHyper:
+    """The row as host numbers."""
+    return HostHyper(
+        lr=float(hyper.lr),
+        weight_decay=float(hyper.weight_decay),
+        step=float(hyper.step),
+        betas=hyper.betas,
+        eps=hyper.eps,
+        momentum=hyper.momentum,
+    )
+
+
+def skipped(skip: Tensor | None) -> bool:
+    """Whether the sweep must write nothing."""
+    return skip is not None and bool(skip)
+
+
+def run_of(work: Work) -> Run:
+    """`work` as flat runs. Raises LayoutError where what would be written has holes or another order of elements."""
+    anchor = work.main if work.main is not None else work.out
+    if anchor is None:
+        raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
+    return Run(
+        grad=_flat(_arranged(work.grad, anchor), anchor, "grad"),
+        main=None if work.main is None else _flat(work.main, anchor, "main"),
+        out=None if work.out is None else _flat(work.out, anchor, "out"),
+        remainder=None if work.remainder is None else _flat(work.remainder, anchor, "remainder"),
+        state={
+            # Scales are one number a block: another length, and always flat.
+            name: tensor if tensor.shape != anchor.shape else _flat(tensor, anchor, name)
+            for name, tensor in work.state.items()
+        },
+    )
+
+
+def compute_dtype(run: Run) -> torch.dtype:
+    """In what a run is computed: float64 where the main is float64, else float32."""
+    return torch.float64 if run.main is not None and run.main.dtype is torch.float64 else torch.float32
+
+
+def read_main(run: Run) -> Tensor:
+    """A copy of the main in its compute dtype; joined from `out` and `remainder` where there is no main."""
+    if run.main is not None:
+        return run.main.to(compute_dtype(run), copy=True)
+    assert run.out is not None
+    assert run.remainder is not None
+    return remainder_reference.join(run.out, run.remainder)
+
+
+def write_main_(run: Run, value: Tensor) -> None:
+    """Writes `value` to the main and the out, or splits it over `out` and `remainder`."""
+    if run.main is not None:
+        run.main.copy_(value)
+        if run.out is not None:
+            run.out.copy_(value)
+        return
+    assert run.out is not None
+    assert run.remainder is not None
+    remainder_reference.split_(run.out, run.remainder, value)
+
+
+def scaled_grad(run: Run, scale: float) -> Tensor:
+    """A copy of the gradient in the compute dtype, times `scale`."""
+    return run.grad.to(compute_dtype(run), copy=True).mul_(scale)
+
+
+def _arranged(grad: Tensor, anchor: Tensor) -> Tensor:
+    """`grad`, or where its elements lie in another order than the anchor's, a copy in that order."""
+    if _same_order(grad, anchor):
+        return grad
+    return torch.empty_like(anchor, dtype=grad.dtype).copy_(grad)
+
+
+def _flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
+    """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
+    if tensor.is_contiguous() and anchor.is_contiguous():
+        return tensor.view(-1)
+    if not _same_order(tensor, anchor) or not _is_dense(anchor):
+        raise LayoutError(
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "
+            f"{anchor.stride()}; allowed are equal strides without holes; make the parameter contiguous"
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
+    """Whether both lay their elements out alike; a dim of one element has no stride to speak of."""
+    if tensor.shape != anchor.shape:
+        raise LayoutError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot go with a parameter of {tuple(anchor.shape)}"
+        )
+    if tensor.is_contiguous() and anchor.is_contiguous():
+        return True
+    return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

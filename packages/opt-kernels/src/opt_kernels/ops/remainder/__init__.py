@@ -1,0 +1,1 @@
+"""float32 numbers kept as a bfloat16 parameter and 16 more bits."""
