@@ -1,0 +1,254 @@
+"""Where every element lives: slots of parameters in buckets, shards of buckets on ranks. Integers only.
+
+A `Layout` is a value that any rank can compute for every rank: it holds no tensor, no process group and no device. It
+is made by one of three planners (`flat_layout`, `whole_layout`, `replicated_layout`), consumed by the buffers, and
+read by the step to learn what it owns::
+
+    buffer   0 ─────────────────────────────────────────────────────────────▶ numel
+    buckets  │ bucket 0                    │ bucket 1                       │   each one collective each
+    shards   │ rank 0 │ rank 1 │ rank 2    │ rank 0  │ rank 1   │ rank 2    │   equal inside a bucket
+    slots    │ w9 │ w8   ···  │ w7 │ ···   │ w6 │ w5 │ ···                  │   ··· is padding
+
+"Padded" has three meanings, so there are four names (see `Bucket`).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from typing import NamedTuple
+
+from opt_paramgroups import ParamId
+
+from opt_distributed.layout.padding import SHARD_MULTIPLE, START_MULTIPLE, round_up
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be made, or that does not fit what it was brought together with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamShape:
+    """What a planner has to know of a parameter."""
+
+    id: ParamId
+    shape: tuple[int, ...]
+    shared_embedding: bool = False  # tied over pipeline stages: its bucket is summed by itself, so it is alone in it
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise LayoutError(f"shape of {self.id} is {self.shape}; sizes are 0 or more")
+
+    @property
+    def numel(self) -> int:
+        """Elements; 1 for a scalar parameter."""
+        return prod(self.shape)
+
+
+class Slot(NamedTuple):
+    """Elements [start, stop) of the whole buffer hold the parameter ``id``, row-major."""
+
+    id: ParamId
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return self.stop - self.start
+
+
+class Piece(NamedTuple):
+    """What one rank owns of a parameter."""
+
+    id: ParamId
+    of_param: slice  # flat elements of the parameter
+    of_shard: slice  # the same elements, within this rank's shard of the bucket
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece; never 0."""
+        numel: int = self.of_param.stop - self.of_param.start
+        return numel
+
+
+class Owned(NamedTuple):
+    """A piece and the bucket whose shard it lies in."""
+
+    bucket: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A run of the buffer that is reduced and gathered as one. Its sizes, from largest to smallest:
+
+    - ``numel``: with the padding that makes it divisible into shards; what travels;
+    - ``aligned_numel``: up to the last slot's end, rounded up to where a next parameter would have started;
+    - ``extent_numel``: up to the last slot's end; holds the gaps between slots;
+    - ``params_numel``: the parameters alone, no gap.
+
+    ``numel_unpadded`` is the one of the last three that the reference calls by that name *for this bucket*: its
+    checkpoints are checked against it. Everything else says which size it means.
+    """
+
+    slots: tuple[Slot, ...]  # by rising start; at least one
+    start: int
+    stop: int
+    numel_unpadded: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket with all padding."""
+        return self.stop - self.start
+
+    @property
+    def extent_numel(self) -> int:
+        """Elements from the bucket's start to its last parameter's end."""
+        return self.slots[-1].stop - self.start
+
+    @property
+    def aligned_numel(self) -> int:
+        """`extent_numel` rounded up to a multiple of 64."""
+        return round_up(self.extent_numel, START_MULTIPLE)
+
+    @property
+    def params_numel(self) -> int:
+        """Elements of the parameters, without any padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    def shard_numel(self, num_shards: int) -> int:
+        """Elements of each rank's shard."""
+        return self.numel // num_shards
+
+    def shard(self, rank: int, num_shards: int) -> slice:
+        """Rank ``rank``'s shard as positions in the whole buffer."""
+        size = self.shard_numel(num_shards)
+        return slice(self.start + rank * size, self.start + (rank + 1) * size)
+
+    def owned(self, rank: int, num_shards: int) -> Iterator[Piece]:
+        """The pieces of rank ``rank``'s shard, by rising position; nothing where the shard is all padding."""
+        shard = self.shard(rank, num_shards)
+        first = bisect_right(self.slots, shard.start, key=_stop_of)
+        for index in range(first, len(self.slots)):
+            slot = self.slots[index]
+            if slot.start >= shard.stop:
+                break
+            low, high = max(slot.start, shard.start), min(slot.stop, shard.stop)
+            if low < high:
+                of_param = slice(low - slot.start, high - slot.start)
+                yield Piece(slot.id, of_param, slice(low - shard.start, high - shard.start))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Buckets back to back from position 0, each cut into ``num_shards`` equal shards.
+
+    Raises:
+        LayoutError: a bucket that does not start where the one before ends, or that cannot be cut into equal shards;
+        a slot
+            outside its bucket or over another one; a parameter with two slots.
+    """
+
+    buckets: tuple[Bucket, ...]
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for index, bucket in enumerate(self.buckets):
+            _check_bucket(bucket, index=index, start=end, num_shards=self.num_shards)
+            end = bucket.stop
+        ids = [slot.id for slot in self.slots()]
+        if len(set(ids)) != len(ids):
+            twice = sorted({str(id) for id in ids if ids.count(id) > 1})
+            raise LayoutError(
+                f"parameters with more than one slot: {', '.join(twice)}; every parameter has exactly one"
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer, with all padding."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def params_numel(self) -> int:
+        """Elements of the parameters, without any padding."""
+        return sum(bucket.params_numel for bucket in self.buckets)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements each rank stores of a sharded state, with padding."""
+        return self.numel // self.num_shards
+
+    def slots(self) -> Iterator[Slot]:
+        """Every slot, by rising position."""
+        for bucket in self.buckets:
+            yield from bucket.slots
+
+    def owned(self, rank: int) -> Iterator[Owned]:
+        """What rank ``rank`` owns, by rising position. Every element of every parameter has exactly one owner."""
+        for index, bucket in enumerate(self.buckets):
+            for piece in bucket.owned(rank, self.num_shards):
+                yield Owned(index, piece)
+
+    def cuts_a_parameter(self) -> bool:
+        """Whether any parameter lies in more than one shard, so that no rank holds the whole of it."""
+        return any(_is_cut(slot, bucket, self.num_shards) for bucket in self.buckets for slot in bucket.slots)
+
+    def fingerprint(self) -> str:
+        """64 hex digits, equal for equal layouts in every process: ranks compare it before their first collective."""
+        digest = sha256(str(self.num_shards).encode())
+        for bucket in self.buckets:
+            digest.update(f"|{bucket.start}:{bucket.stop}".encode())
+            for slot in bucket.slots:
+                digest.update(f",{slot.id!r}@{slot.start}:{slot.stop}".encode())
+        return digest.hexdigest()
+
+
+def check_plannable(
+    params: tuple[ParamShape, ...], *, num_shards: int, bucket_size: int | None, shard_multiple: int
+) -> None:
+    """What every planner asks of its arguments.
+
+    Raises:
+        LayoutError: a world of no ranks, a bucket or multiple of no elements, or one parameter given twice.
+    """
+    if num_shards < 1:
+        raise LayoutError(
+            f"num_shards is {num_shards}; give the size of the group that shares the buffer, 1 for one process"
+        )
+    if bucket_size is not None and bucket_size < 1:
+        raise LayoutError(f"bucket_size is {bucket_size}; give elements, 1 or more, or None for a single bucket")
+    if shard_multiple < 1:
+        raise LayoutError(
+            f"shard_multiple is {shard_multiple}; give elements, 1 or more; {SHARD_MULTIPLE} keeps bits equal"
+        )
+    if len({param.id for param in params}) != len(params):
+        raise LayoutError("one parameter was given twice; a tied parameter takes part once, under its first name")
+
+
+def _stop_of(slot: Slot) -> int:
+    return slot.stop
+
+
+def _is_cut(slot: Slot, bucket: Bucket, num_shards: int) -> bool:
+    if slot.start == slot.stop:
+        return False
+    size = bucket.shard_numel(num_shards)
+    return (slot.start - bucket.start) // size != (slot.stop - 1 - bucket.start) // size
+
+
+def _check_bucket(bucket: Bucket, *, index: int, start: int, num_shards: int) -> None:
+    where = f"bucket {index} [{bucket.start}, {bucket.stop})"
+    if bucket.start != start:
+        raise LayoutError(f"{where} starts away from {start}, where the one before it ends")
+    if bucket.numel % num_shards:
+        raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
+    if not bucket.slots:
+        raise LayoutError(f"{where} holds no parameter; leave it out")
+    end = bucket.start
+    for slot in bucket.slots:
+        if not end <= slot.start <= slot.stop <= bucket.stop:
+            raise LayoutError(f"slot {slot} in {where} is outside the bucket or overlaps the slot before it")
+        end = slot.stop

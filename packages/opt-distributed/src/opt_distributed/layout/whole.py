@@ -1,0 +1,230 @@
+"""The whole-parameter planner: every parameter inside one shard, shards of even cost (layer-wise)."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from opt_distributed.layout.layout import Bucket, Layout, ParamShape, Slot, check_plannable
+from opt_distributed.layout.padding import SHARD_MULTIPLE, round_up, start_multiple, whole_shard_multiple
+
+MAX_OVERFILL = 1.3
+"""A shard takes up to this many times its fair share of a bucket's elements for the sake of evener costs."""
+
+MIN_FILL = 0.9
+"""A bucket closes once it would fill this part of one whose shards are each as large as its largest parameter."""
+
+
+def update_cost(shape: tuple[int, ...]) -> int:
+    """Relative cost of a matrix rule: m·n·min(m, n), the multiplications of a Newton-Schulz product; numel of a vector.
+
+    Leading dimensions of a stack of matrices multiply.
+    """
+    if len(shape) < 2:
+        return prod(shape)
+    *stack, m, n = shape
+    return prod(stack) * max(m, n) * min(m, n) ** 2
+
+
+def whole_layout(
+    params: Iterable[ParamShape],
+    *,
+    num_shards: int,
+    bucket_size: int | None = None,  # elements a bucket holds at least, before it closes; None: one bucket
+    shard_multiple: int = SHARD_MULTIPLE,
+    pad_for_high_busbw: bool = False,
+) -> Layout:
+    """Parameters in reverse registration order, dealt whole to shards so that every rank's updates cost about the same.
+
+    A chunk of parameters becomes a bucket once it holds ``bucket_size`` elements and enough to fill every shard, and
+    the next parameter no longer fits beside them. Inside a bucket the costliest parameter goes first, each to the
+    shard with the least cost so far (over all buckets) that is not overfull. All shards of a bucket are as long as
+    its fullest one, so that one in-place all-gather publishes it; what that costs is `imbalance`. Starts are rounded
+    to 64 elements.
+
+    Raises:
+        LayoutError: see `check_plannable`.
+    """
+    shapes = tuple(params)
+    check_plannable(shapes, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
+    pack = _Packing(
+        num_shards=num_shards,
+        start_multiple=start_multiple(shard_multiple),
+        shard_multiple=whole_shard_multiple(
+            num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw
+        ),
+        costs=[0] * num_shards,
+    )
+    for chunk in _chunks(shapes, num_shards=num_shards, bucket_size=bucket_size, multiple=pack.start_multiple):
+        pack.close(chunk)
+    return Layout(buckets=tuple(pack.buckets), num_shards=num_shards)
+
+
+def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
+    """The costliest shard's cost over the mean, 1.0 at best: how much longer a step waits than with perfect sharing."""
+    costs = {param.id: update_cost(param.shape) for param in params}
+    loads = [sum(costs[owned.piece.id] for owned in layout.owned(rank)) for rank in range(layout.num_shards)]
+    return max(loads) * layout.num_shards / sum(loads) if sum(loads) else 1.0
+
+
+def _chunks(
+    params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None, multiple: int
+) -> Iterator[list[ParamShape]]:
+    """The parameters of each bucket, in backward order; a shared embedding is alone in its own."""
+    chunk = _Chunk(num_shards=num_shards, multiple=multiple)
+    for param in reversed(params):
+        if chunk.params and (param.shared_embedding or chunk.is_done(bucket_size, param)):
+            yield chunk.params
+            chunk = _Chunk(num_shards=num_shards, multiple=multiple)
+        if param.shared_embedding:
+            yield [param]
+        else:
+            chunk.add(param)
+    if chunk.params:
+        yield chunk.params
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chunk:
+    """A bucket's parameters so far, and how full its shards would be if each went to the emptiest shard on arrival."""
+
+    num_shards: int
+    multiple: int
+    params: list[ParamShape] = field(default_factory=list)
+    cursors: list[int] = field(default_factory=list)  # heap of the shards in use; the others are empty
+    numel: int = 0
+    largest: int = 0
+    fullest: int = 0
+
+    @property
+    def emptiest(self) -> int:
+        return self.cursors[0] if len(self.cursors) == self.num_shards else 0
+
+    def add(self, param: ParamShape) -> None:
+        end = round_up(self.emptiest, self.multiple) + param.numel
+        if len(self.cursors) == self.num_shards:
+            heapreplace(self.cursors, end)
+        else:
+            heappush(self.cursors, end)
+        self.params.append(param)
+        self.numel += param.numel
+        self.largest, self.fullest = max(self.largest, param.numel), max(self.fullest, end)
+
+    def is_done(self, bucket_size: int | None, following: ParamShape) -> bool:
+        """Whether the chunk is large enough and the following parameter would lengthen its shards."""
+        if bucket_size is None or self.numel < max(bucket_size, int(self.num_shards * self.largest * MIN_FILL)):
+            return False
+        return round_up(self.emptiest, self.multiple) + following.numel > round_up(self.fullest, self.multiple)
+
+
+class _Placed(NamedTuple):
+    """A parameter and where it went inside the running bucket."""
+
+    shard: int
+    offset: int  # from the shard's start
+    param: ParamShape
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.param.numel
+
+
+@dataclass(slots=True, kw_only=True)
+class _Packing:
+    """The buckets closed so far, and every shard's cost over all of them."""
+
+    num_shards: int
+    start_multiple: int
+    shard_multiple: int
+    costs: list[int]
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def close(self, chunk: Sequence[ParamShape]) -> None:
+        """Pack ``chunk`` into the next bucket."""
+        alone = len(chunk) == 1 and chunk[0].shared_embedding
+        placed = [self._at_shard_0(chunk[0])] if alone else self._deal(chunk)
+        start = self.buckets[-1].stop if self.buckets else 0
+        shard_numel = round_up(max(at.stop for at in placed), self.shard_multiple)
+        slots = []
+        for at in placed:
+            origin = start + at.shard * shard_numel
+            slots.append(Slot(at.param.id, origin + at.offset, origin + at.stop))
+        slots.sort(key=lambda slot: (slot.start, slot.stop))
+        unpadded = sum(param.numel for param in chunk)
+        stop = start + self.num_shards * shard_numel
+        self.buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
+
+    def _at_shard_0(self, param: ParamShape) -> _Placed:
+        """The same shard in every stage, so that the peers of a shared embedding meet the same owner."""
+        self.costs[0] += update_cost(param.shape)
+        return _Placed(0, 0, param)
+
+    def _deal(self, chunk: Sequence[ParamShape]) -> list[_Placed]:
+        """Costliest first, each to the cheapest shard it fits in, else to the emptiest."""
+        order = sorted(chunk, key=lambda param: update_cost(param.shape), reverse=True)
+        smallest_left = list(accumulate((param.numel for param in reversed(order)), min))[::-1]
+        shards = _Shards(
+            capacity=MAX_OVERFILL * sum(param.numel for param in chunk) / self.num_shards,
+            multiple=self.start_multiple,
+            cursors=[0] * self.num_shards,
+            costs=self.costs,
+            by_cost=[(cost, shard) for shard, cost in enumerate(self.costs)],
+            by_fill=[(0, shard) for shard in range(self.num_shards)],
+        )
+        heapify(shards.by_cost)
+        return [shards.place(param, smallest) for param, smallest in zip(order, smallest_left, strict=True)]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shards:
+    """How full and how costly each shard of one bucket is, while parameters are dealt to it."""
+
+    capacity: float
+    multiple: int
+    cursors: list[int]
+    costs: list[int]  # over all buckets; updated
+    by_cost: list[
+        tuple[int, int]
+    ]  # heap of (cost, shard), stale once the shard has grown; what nothing fits is dropped
+    by_fill: list[tuple[int, int]]  # heap of (cursor, shard); an entry is stale once the shard has grown
+
+    def place(self, param: ParamShape, smallest_left: int) -> _Placed:
+        """Put ``param`` into a shard; nothing smaller than ``smallest_left`` will come after."""
+        emptiest = self._emptiest()
+        if not self._fits(emptiest, param.numel):
+            return self._put(param, emptiest)
+        passed_over = []
+        shard = self._cheapest()
+        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits, so it was never dropped
+            if self._fits(shard, smallest_left):
+                passed_over.append(shard)
+            shard = self._cheapest()
+        placed = self._put(param, shard)
+        for left in (*passed_over, shard):
+            heappush(self.by_cost, (self.costs[left], left))
+        return placed
+
+    def _cheapest(self) -> int:
+        """Takes the shard of least cost out of the heap."""
+        cost, shard = heappop(self.by_cost)
+        while cost != self.costs[shard]:
+            heappush(self.by_cost, (self.costs[shard], shard))
+            cost, shard = heappop(self.by_cost)
+        return shard
+
+    def _emptiest(self) -> int:
+        while self.by_fill[0][0] != self.cursors[self.by_fill[0][1]]:
+            heappop(self.by_fill)
+        return self.by_fill[0][1]
+
+    def _fits(self, shard: int, numel: int) -> bool:
+        return round_up(self.cursors[shard], self.multiple) + numel <= self.capacity
+
+    def _put(self, param: ParamShape, shard: int) -> _Placed:
+        offset = round_up(self.cursors[shard], self.multiple)
+        self.cursors[shard] = offset + param.numel
+        self.costs[shard] += update_cost(param.shape)
+        heappush(self.by_fill, (self.cursors[shard], shard))
+        return _Placed(shard, offset, param)

@@ -1,0 +1,370 @@
+"""Layouts: the reference's positions to the number, and what holds for every list of sizes and every world."""
+
+import random
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_distributed.layout import (
+    Bucket,
+    Layout,
+    LayoutError,
+    ParamShape,
+    Slot,
+    flat_layout,
+    imbalance,
+    replicated_layout,
+    update_cost,
+    whole_layout,
+)
+from opt_paramgroups import ParamId
+
+
+def vectors(*numels: int, shared: Collection[int] = ()) -> list[ParamShape]:
+    """Parameters p0, p1, ... in registration order; those at `shared` are shared embeddings."""
+    return [
+        ParamShape(id=ParamId(0, f"p{index}"), shape=(numel,), shared_embedding=index in shared)
+        for index, numel in enumerate(numels)
+    ]
+
+
+def matrices(*shapes: tuple[int, ...]) -> list[ParamShape]:
+    return [ParamShape(id=ParamId(0, f"w{index}"), shape=shape) for index, shape in enumerate(shapes)]
+
+
+def bounds(layout: Layout) -> list[tuple[int, int]]:
+    return [(bucket.start, bucket.stop) for bucket in layout.buckets]
+
+
+def unpadded(layout: Layout) -> list[int]:
+    return [bucket.numel_unpadded for bucket in layout.buckets]
+
+
+def starts(layout: Layout, params: Sequence[ParamShape]) -> list[int]:
+    """Starts in registration order."""
+    found = {slot.id: slot.start for slot in layout.slots()}
+    return [found[param.id] for param in params]
+
+
+# --- the reference's numbers -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """One measured layout of the reference's flat planner."""
+
+    params: list[ParamShape]
+    dp: int
+    bounds: list[tuple[int, int]]
+    unpadded: list[int]
+    bucket_size: int | None = None
+    pad_for_high_busbw: bool = False
+
+
+FLAT_ORACLES = {
+    "ten-95x95-bucket-9050-dp2": Oracle(
+        vectors(*[9025] * 10),
+        2,
+        [(18176 * i, 18176 * (i + 1)) for i in range(5)],
+        [18113] * 5,
+        bucket_size=9050,
+    ),
+    "two-1000-one-bucket-dp4": Oracle(vectors(1000, 1000), 4, [(0, 2048)], [2024]),
+    "shared-embedding-first-dp3": Oracle(vectors(1000, 1000, shared=[0]), 3, [(0, 1152), (1152, 2304)], [1024, 1000]),
+    "three-5000-bucket-8000-dp2": Oracle(
+        vectors(*[5000] * 3), 2, [(0, 10112), (10112, 15232)], [10056, 5000], bucket_size=8000
+    ),
+    "high-busbw-dp2": Oracle(vectors(1000), 2, [(0, 65536)], [1000], pad_for_high_busbw=True),
+}
+
+
+@pytest.mark.parametrize("oracle", FLAT_ORACLES.values(), ids=FLAT_ORACLES.keys())
+def test_flat_buckets_are_the_references(oracle: Oracle) -> None:
+    layout = flat_layout(
+        oracle.params,
+        num_shards=oracle.dp,
+        bucket_size=oracle.bucket_size,
+        shard_multiple=1,
+        pad_for_high_busbw=oracle.pad_for_high_busbw,
+    )
+    assert bounds(layout) == oracle.bounds
+    assert unpadded(layout) == oracle.unpadded
+
+
+def test_flat_starts_are_the_references_in_backward_order() -> None:
+    params = vectors(*[9025] * 10)
+    layout = flat_layout(params, num_shards=2, bucket_size=9050, shard_multiple=1)
+    assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
+
+
+def test_whole_buckets_are_the_references_when_all_sizes_are_equal() -> None:
+    params = vectors(*[256] * 6)
+    layout = whole_layout(params, num_shards=4, bucket_size=1280)
+    assert bounds(layout) == [(0, 2048)]
+    assert unpadded(layout) == [1536]
+    assert starts(layout, params) == [768, 256, 1536, 1024, 512, 0]
+
+
+def test_whole_buckets_are_the_references_when_sizes_differ() -> None:
+    params = vectors(192, 128, 128, 256, 192, 192)
+    layout = whole_layout(params, num_shards=2, bucket_size=448)
+    assert bounds(layout) == [(0, 1024), (1024, 1408)]
+    assert unpadded(layout) == [896, 192]
+    assert starts(layout, params) == [1024, 384, 256, 0, 704, 512]
+
+
+def test_shard_ranges_are_the_references_and_ignore_parameter_boundaries() -> None:
+    layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
+    pieces = [owned.piece for rank in range(4) for owned in layout.owned(rank)]
+    assert [(p.id.name, p.of_param.start, p.of_param.stop, p.of_shard.start) for p in pieces] == [
+        ("p1", 0, 512, 0),
+        ("p1", 512, 1000, 0),
+        ("p0", 0, 512, 0),
+        ("p0", 512, 1000, 0),
+    ]
+
+
+def test_replicated_layout_is_reversed_and_has_no_padding() -> None:
+    params = vectors(7, 65, 1, shared=[1])
+    layout = replicated_layout(params, bucket_size=66)
+    assert bounds(layout) == [(0, 66), (66, 73)]
+    assert starts(layout, params) == [66, 1, 0]
+    assert layout.numel == layout.params_numel == 73
+
+
+def test_the_meanings_of_padded_have_one_name_each() -> None:
+    bucket = flat_layout(vectors(1000, 1000), num_shards=3).buckets[0]
+    assert (bucket.params_numel, bucket.extent_numel, bucket.aligned_numel, bucket.numel) == (2000, 2024, 2048, 2304)
+
+
+# --- what holds for every layout --------------------------------------------------------------
+
+SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 1000, 1025, 4096]) | st.integers(0, 5000), max_size=30)
+WORLDS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 24, 64])
+BUCKETS = st.none() | st.sampled_from([1, 100, 1000, 3000, 10**6])
+MULTIPLES = st.sampled_from([1, 16, 64, 128, 192])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[ParamShape], Layout]:
+    """Any planner, any sizes, any world."""
+    numels = draw(SIZES)
+    params = vectors(*numels, shared=draw(st.lists(st.integers(0, 30), max_size=2)))
+    num_shards, bucket_size, multiple = draw(WORLDS), draw(BUCKETS), draw(MULTIPLES)
+    plan = draw(st.sampled_from([flat_layout, whole_layout, None]))
+    if plan is None:
+        return params, replicated_layout(params, bucket_size=bucket_size)
+    return params, plan(params, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=multiple)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_every_element_has_exactly_one_owner(case: tuple[list[ParamShape], Layout]) -> None:
+    params, layout = case
+    owners: dict[ParamId, list[int]] = {param.id: [0] * param.numel for param in params}
+    for rank in range(layout.num_shards):
+        for owned in layout.owned(rank):
+            counts = owners[owned.piece.id]
+            for element in range(owned.piece.of_param.start, owned.piece.of_param.stop):
+                counts[element] += 1
+    assert all(count == 1 for counts in owners.values() for count in counts)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_a_piece_is_the_same_elements_in_its_parameter_and_in_its_shard(
+    case: tuple[list[ParamShape], Layout],
+) -> None:
+    _, layout = case
+    slots = {slot.id: slot for slot in layout.slots()}
+    for rank in range(layout.num_shards):
+        for index, piece in layout.owned(rank):
+            shard = layout.buckets[index].shard(rank, layout.num_shards)
+            assert slots[piece.id].start + piece.of_param.start == shard.start + piece.of_shard.start
+            assert slots[piece.id].start + piece.of_param.stop == shard.start + piece.of_shard.stop
+            assert shard.start + piece.of_shard.stop <= shard.stop
+
+
+@given(SIZES, WORLDS, BUCKETS, MULTIPLES)
+@settings(max_examples=100, deadline=None)
+def test_whole_layouts_cut_no_parameter(sizes: list[int], world: int, bucket: int | None, multiple: int) -> None:
+    params = vectors(*sizes)
+    layout = whole_layout(params, num_shards=world, bucket_size=bucket, shard_multiple=multiple)
+    assert not layout.cuts_a_parameter()
+    pieces = [owned.piece for rank in range(world) for owned in layout.owned(rank)]
+    assert {piece.id: piece.numel for piece in pieces} == {param.id: param.numel for param in params if param.numel}
+
+
+@given(SIZES, WORLDS, BUCKETS, MULTIPLES)
+@settings(max_examples=100, deadline=None)
+def test_flat_cuts_fall_on_shard_multiples(sizes: list[int], world: int, bucket: int | None, multiple: int) -> None:
+    params = vectors(*sizes)
+    layout = flat_layout(params, num_shards=world, bucket_size=bucket, shard_multiple=multiple)
+    for rank in range(world):
+        for _, piece in layout.owned(rank):
+            assert piece.of_param.start % multiple == 0
+            assert piece.of_shard.start % multiple == 0
+
+
+@given(SIZES, WORLDS, BUCKETS)
+@settings(max_examples=60, deadline=None)
+def test_a_shared_embedding_is_alone_in_its_bucket(sizes: list[int], world: int, bucket: int | None) -> None:
+    params = vectors(*sizes, 100, shared=[len(sizes)])
+    for plan in (flat_layout, whole_layout):
+        layout = plan(params, num_shards=world, bucket_size=bucket)
+        assert layout.buckets[0].slots == (Slot(params[-1].id, 0, 100),)
+
+
+def test_a_flat_layout_knows_that_it_cuts() -> None:
+    assert flat_layout(vectors(1000), num_shards=2).cuts_a_parameter()
+    assert not flat_layout(vectors(1000), num_shards=1).cuts_a_parameter()
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    for layout in (flat_layout([], num_shards=3), whole_layout([], num_shards=3), replicated_layout([])):
+        assert layout.buckets == ()
+        assert layout.numel == layout.shard_numel == 0
+        assert not list(layout.owned(0))
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
+def transformer(*, layers: int, width: int, ffn: int, kv: int, vocab: int) -> list[ParamShape]:
+    """Weights of a decoder with grouped-query attention and a gated feed-forward, in registration order."""
+    block = [(width,), (width + 2 * kv, width), (width, width), (width,), (2 * ffn, width), (width, ffn)]
+    shapes = [(vocab, width), *(shape for _ in range(layers) for shape in block), (width,), (vocab, width)]
+    return matrices(*shapes)
+
+
+LLAMA_405B = transformer(layers=126, width=16384, ffn=53248, kv=1024, vocab=128256)
+SMALL = transformer(layers=12, width=512, ffn=1536, kv=128, vocab=8192)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 24, 64])
+def test_a_rank_stores_its_share_within_one_percent(world: int) -> None:
+    layout = flat_layout(SMALL, num_shards=world, bucket_size=10**7)
+    assert layout.params_numel > 10_000_000
+    assert layout.shard_numel * world <= 1.01 * layout.params_numel
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_whole_layouts_balance_cost_within_thirty_percent(world: int) -> None:
+    hidden = [param for param in SMALL if len(param.shape) == 2 and param.shape[0] != 8192]
+    assert 1.0 <= imbalance(whole_layout(hidden, num_shards=world), hidden) <= 1.3
+
+
+def test_a_plan_of_405_billion_parameters_over_4096_ranks_covers_them_once() -> None:
+    layout = flat_layout(LLAMA_405B, num_shards=4096, bucket_size=4_096_000_000)
+    assert layout.params_numel == sum(param.numel for param in LLAMA_405B) > 405 * 10**9
+    owned = sum(piece.piece.numel for rank in range(4096) for piece in layout.owned(rank))
+    assert owned == layout.params_numel
+    assert layout.numel < 1.001 * layout.params_numel
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """Python lines executed by `work`: a cost that does not depend on the machine."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("plan", [flat_layout, whole_layout], ids=["flat", "whole"])
+@pytest.mark.parametrize("grows", ["parameters", "both"])
+def test_cost_grows_linearly(plan: Callable[..., Layout], grows: str) -> None:
+    numbers = random.Random(0)
+    params = vectors(*(numbers.choice([64, 1000, 5000, 20000]) for _ in range(1600)))
+
+    def cost(part: int) -> int:
+        world = 64 // part if grows == "both" else 16
+
+        def work() -> None:
+            layout = plan(params[: 1600 // part], num_shards=world, bucket_size=100_000)
+            for rank in range(world):
+                list(layout.owned(rank))
+
+        return lines_run(work)
+
+    small, medium, large = cost(4), cost(2), cost(1)
+    # Twice the input costs twice the lines; a quadratic planner would reach four. A world that grows with the model
+    # may also pay for looking at each bucket from each rank, of which there are a constant number per bucket here.
+    bound = 2.2 if grows == "parameters" else 3.5
+    assert medium < bound * small
+    assert large < bound * medium
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "no ranks": (lambda: flat_layout(vectors(1), num_shards=0), "num_shards is 0; give the size"),
+    "bucket of nothing": (lambda: whole_layout(vectors(1), num_shards=1, bucket_size=0), "bucket_size is 0; give"),
+    "multiple of nothing": (lambda: flat_layout(vectors(1), num_shards=1, shard_multiple=0), "shard_multiple is 0"),
+    "twice": (lambda: replicated_layout(vectors(1) * 2), "one parameter was given twice"),
+    "negative shape": (lambda: vectors(-1), r"shape of .*p0.* is \(-1,\)"),
+    "bucket indivisible": (
+        lambda: Layout(buckets=(Bucket(slots=(slot(0, 5),), start=0, stop=5, numel_unpadded=5),), num_shards=2),
+        "does not divide into 2 equal shards",
+    ),
+    "bucket apart": (
+        lambda: Layout(buckets=(Bucket(slots=(slot(2, 4),), start=2, stop=4, numel_unpadded=2),), num_shards=1),
+        "starts away from 0",
+    ),
+    "slots overlap": (
+        lambda: Layout(
+            buckets=(Bucket(slots=(slot(0, 3), slot(2, 4)), start=0, stop=4, numel_unpadded=4),), num_shards=1
+        ),
+        "outside the bucket or overlaps",
+    ),
+    "two slots": (
+        lambda: Layout(
+            buckets=(Bucket(slots=(slot(0, 2), slot(2, 4)), start=0, stop=4, numel_unpadded=4),), num_shards=1
+        ),
+        "more than one slot: ParamId",
+    ),
+}
+
+
+def slot(start: int, stop: int) -> Slot:
+    return Slot(ParamId(0, "p"), start, stop)
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_cannot_be_laid_out_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        build()
+
+
+def test_fingerprints_are_equal_for_equal_layouts_only() -> None:
+    one = flat_layout(vectors(1000, 1000), num_shards=2)
+    assert one.fingerprint() == flat_layout(vectors(1000, 1000), num_shards=2).fingerprint()
+    others = [
+        flat_layout(vectors(1000, 1001), num_shards=2),
+        flat_layout(vectors(1000, 1000), num_shards=4),
+        flat_layout(vectors(1000, 1000), num_shards=2, bucket_size=500),
+    ]
+    assert len({one.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "cost"),
+    [((), 1), ((7,), 7), ((0, 5), 0), ((3, 5), 45), ((5, 3), 45), ((2, 5, 3), 90)],
+    ids=str,
+)
+def test_the_cost_of_a_matrix_is_long_side_times_short_side_squared(shape: tuple[int, ...], cost: int) -> None:
+    assert update_cost(shape) == cost
