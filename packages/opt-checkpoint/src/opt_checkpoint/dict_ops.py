@@ -1,7 +1,8 @@
 """Nested state dicts as paths: walk, map, prefix, expand and merge; lists are never aligned by position.
 
-A state is nested dicts and lists. A list is a container only where something sharded is inside it; every other list is one value. Tuples
-are always values. So two lists of different length meet nowhere, and nothing is ever merged by its place in a list.
+A state is nested dicts and lists. A list is a container only where something sharded is inside it; every other list
+is one value. Tuples are always values. So two lists of different length meet nowhere, and nothing is ever merged by
+its place in a list.
 """
 
 from __future__ import annotations
@@ -97,11 +98,10 @@ ABSENT = _Absent()
 
 
 def lookup(state: Any, path: Path) -> Any:
-    """The value at a path, or `ABSENT`; an integer key also finds a list element or the same number as text."""
+    """The value at a path, or `ABSENT`; an integer key also finds the element of a list."""
     for key in path:
-        if isinstance(state, dict) and key in state:
-            state = state[key]
-        elif isinstance(state, list) and isinstance(key, int) and key < len(state):
+        in_list = isinstance(state, list) and isinstance(key, int) and 0 <= key < len(state)
+        if in_list or (isinstance(state, dict) and key in state):
             state = state[key]
         else:
             return ABSENT

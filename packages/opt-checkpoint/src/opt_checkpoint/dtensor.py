@@ -35,14 +35,14 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         replica_id: replica number of a plain tensor, as the data-parallel rank under DDP; a DTensor knows its own.
 
     Raises:
-        CheckpointingException: the local values are no single block (`_StridedShard`: FSDP2 and tensor parallelism on one
-            axis), or are partial sums.
+        CheckpointingException: the local values are no single block (`_StridedShard`: FSDP2 and tensor parallelism on
+            one axis), or are partial sums.
     """
     if not isinstance(tensor, DTensor):
         return whole_tensor(key, tensor, replica_id=replica_id)
     _refuse_unblocked(key, tensor)
     local = local_tensor(tensor)
-    chunks = tensor.__create_chunk_list__()
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
     return ShardedTensor(
         key=key,

@@ -42,7 +42,6 @@ class ShardIdentity(NamedTuple):
 class ShardedBase(ABC):
     """Anything in a state dict that knows its global name: `key`, `data`, `replica_id`."""
 
-    __slots__ = ()
     key: str
     data: object
     replica_id: ReplicaId

@@ -1,8 +1,8 @@
 """Optimizer state as sharded state: each entry inherits the sharding of its parameter.
 
 The four functions and the hint of Megatron-Core's `dist_checkpointing.optimizer`, with its key format
-`optimizer.state.<state name>.<parameter key>`. Beyond it: states that are not shaped like their parameter, by a declared
-`StateSpec`; flat ranges; an optimizer that matches no parameter of the model is an error, not a log line.
+`optimizer.state.<state name>.<parameter key>`. Beyond it: states that are not shaped like their parameter, by a
+declared `StateSpec`; flat ranges; an optimizer that matches no parameter of the model is an error, not a log line.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ShardedParam]:
     """The model's sharded description of each parameter of the optimizer, matched by identity.
 
-    Entries that are not in the optimizer are skipped. Where two entries hold one tensor (tied weights), the one whose key
-    sorts first is taken and the choice is logged, so that every rank and every run agree.
+    Entries that are not in the optimizer are skipped. Where two entries hold one tensor (tied weights), the one whose
+    key sorts first is taken and the choice is logged, so that every rank and every run agree.
 
     Args:
         model_sharded_state_dict: any nest that holds the model's sharded tensors and factories.
@@ -171,8 +171,8 @@ def optim_state_to_sharding_state(
 ) -> None:
     """Make an optimizer state dict sharded, in place: `state` and `param_groups` of `optim_state_dict` are replaced.
 
-    Every tensor of `state` becomes a sharded one; 0-d tensors and numbers become one value per parameter unless `specs` says
-    otherwise. The `params` of each group are kept local.
+    Every tensor of `state` becomes a sharded one; 0-d tensors and numbers become one value per parameter unless
+    `specs` says otherwise. The `params` of each group are kept local.
 
     Args:
         optim_state_dict: torch's form: `state` by parameter index, `param_groups`.
@@ -201,7 +201,7 @@ def optim_state_to_sharding_state(
 
 
 def _default_spec(value: Any) -> StateSpec:
-    """Without a declaration: numbers and 0-d tensors are one value for the whole parameter, the rest is shaped like it."""
+    """Undeclared numbers and 0-d tensors are one value for the whole parameter, the rest is shaped like it."""
     return LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
 
 

@@ -1,8 +1,8 @@
 """How the shape of an optimizer state relates to its parameter's, and the sharding that follows from it.
 
-Most state has its parameter's shape. The rest is declared: one value per parameter (`step`, the factors and bases of SOAP), statistics
-with some axes summed away (Adafactor), one scale per block (quantised moments), state that only makes sense on one layout, and
-values that are no tensors.
+Most state has its parameter's shape. The rest is declared: one value per parameter (`step`, the factors and bases of
+SOAP), statistics with some axes summed away (Adafactor), one scale per block (quantised moments), state that only
+makes sense on one layout, and values that are no tensors.
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ def _reduced(held: _Held, tensor: Tensor, key: str, dims: tuple[int, ...]) -> Sh
     rank = len(held.local_shape)
     dims = tuple(d % rank for d in dims)
     if held.flat is not None:
-        raise CheckpointingException(
-            f"{key} is reduced over axes {dims}: its parameter must be whole, not a flat range"
-        )
+        raise CheckpointingException(f"{key} is reduced over axes {dims}: its parameter may not be a flat range")
     if tuple(tensor.shape) != _without(held.local_shape, dims):
         raise CheckpointingException(
             f"{key} has shape {tuple(tensor.shape)}; {held.local_shape} without axes {dims} is "

@@ -1,0 +1,76 @@
+"""CRC-32 of items and of files in one pass: pieces are hashed apart and their sums combined.
+
+`zlib.crc32` releases the interpreter lock, so a second thread hashes while the first writes. The sum of a file is
+combined from the sums of its parts, and equals what any other tool computes from the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_POLYNOMIAL = 0xEDB88320  # of CRC-32, bit-reversed
+_ONE = 1 << 31  # x^0 in that order of bits
+HASH_PIECE_BYTES = 16 << 20
+
+
+def _multiply(a: int, b: int) -> int:
+    """a * b modulo the CRC polynomial."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=64)
+def _x_to_power_of_two(k: int) -> int:
+    """x^(2^k) modulo the polynomial."""
+    return 1 << 30 if k == 0 else _multiply(_x_to_power_of_two(k - 1), _x_to_power_of_two(k - 1))
+
+
+@lru_cache(maxsize=256)
+def _shift_by_bytes(length: int) -> int:
+    """x^(8 * length) modulo the polynomial: what `length` more bytes do to a sum."""
+    factor, k = _ONE, 3
+    while length:
+        if length & 1:
+            factor = _multiply(factor, _x_to_power_of_two(k))
+        length >>= 1
+        k += 1
+    return factor
+
+
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC-32 of two runs of bytes, from the sum of each.
+
+    Args:
+        first: sum of the first run.
+        second: sum of the second run.
+        second_bytes: length of the second run.
+
+    Source: zlib's `crc32_combine`, the algebra of appending zeros to a polynomial remainder.
+    """
+    return _multiply(_shift_by_bytes(second_bytes), first) ^ second
+
+
+def bytes_view(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes, shared, writable."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).cast("B")
+
+
+def pieces(view: memoryview, size: int = HASH_PIECE_BYTES) -> Iterator[memoryview]:
+    """Runs of at most `size` bytes."""
+    return (view[i : i + size] for i in range(0, len(view), size))
+
+
+def crc32(data: bytes | memoryview, start: int = 0) -> int:
+    """CRC-32 of bytes, continuing from `start`."""
+    return zlib.crc32(data, start)

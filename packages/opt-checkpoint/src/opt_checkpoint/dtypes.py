@@ -1,0 +1,68 @@
+"""Dtypes by name: the names that files use, and the storage classes that torch's own format calls them by."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from opt_checkpoint.errors import CheckpointCorruptError
+
+_STORAGE_CLASSES = MappingProxyType(
+    {
+        torch.float64: "DoubleStorage",
+        torch.float32: "FloatStorage",
+        torch.float16: "HalfStorage",
+        torch.bfloat16: "BFloat16Storage",
+        torch.int64: "LongStorage",
+        torch.int32: "IntStorage",
+        torch.int16: "ShortStorage",
+        torch.int8: "CharStorage",
+        torch.uint8: "ByteStorage",
+        torch.bool: "BoolStorage",
+        torch.complex64: "ComplexFloatStorage",
+        torch.complex128: "ComplexDoubleStorage",
+    }
+)
+_UNTYPED = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+_BY_NAME = MappingProxyType({str(d).removeprefix("torch."): d for d in (*_STORAGE_CLASSES, *_UNTYPED)})
+_BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in _STORAGE_CLASSES.items()})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The dtype of a name found in a file.
+
+    Raises:
+        CheckpointCorruptError: nothing is called that.
+    """
+    if name not in _BY_NAME:
+        raise CheckpointCorruptError(f"dtype {name!r} is not known; known are {', '.join(sorted(_BY_NAME))}")
+    return _BY_NAME[name]
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype can be written."""
+    return dtype_name(dtype) in _BY_NAME
+
+
+def storage_class(dtype: torch.dtype) -> str | None:
+    """Name of torch's typed storage class, or None for dtypes that are younger than those."""
+    return _STORAGE_CLASSES.get(dtype)
+
+
+def dtype_of_storage_class(name: str) -> torch.dtype | None:
+    """The dtype of a typed storage class, or None."""
+    return _BY_STORAGE_CLASS.get(name)

@@ -1,0 +1,118 @@
+"""The few things asked of a file system, behind one protocol, so that tests can make any of them fail.
+
+Nothing else in the package writes to, renames in, or deletes from a checkpoint directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+_RETRIES = 3
+
+
+class Files(Protocol):
+    """What a save does to a file system, one method per system call that can fail."""
+
+    def make_dir(self, path: Path) -> None:
+        """Create a directory; its parents too. FileExistsError where it is there already."""
+
+    def create(self, path: Path) -> int:
+        """Create a new file for writing; a file descriptor."""
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        """Write some of `data`; the number of bytes written."""
+
+    def fsync(self, fd: int) -> None:
+        """Make what was written survive a loss of power."""
+
+    def close(self, fd: int) -> None:
+        """Give the descriptor back."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Make the names in a directory survive a loss of power."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a directory; fails where `target` is there and not empty."""
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete a directory and all in it."""
+
+
+class LocalFiles:
+    """`Files` of a POSIX file system, local or mounted."""
+
+    __slots__ = ()
+
+    def make_dir(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_dir(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
+    """Write all of `data`, going on after short writes.
+
+    Raises:
+        OSError: as the file system says; EIO where it accepts no more bytes without saying why.
+    """
+    view, stalled = memoryview(data), 0
+    while len(view):
+        written = files.write(fd, view)
+        stalled = 0 if written else stalled + 1
+        if stalled == _RETRIES:
+            raise OSError(errno.EIO, "the file system accepts no more bytes and gives no reason")
+        view = view[written:]
+
+
+@contextmanager
+def new_file(files: Files, path: Path) -> Iterator[int]:
+    """A new file that is on disk for good when the block ends without an error."""
+    fd = files.create(path)
+    try:
+        yield fd
+        files.fsync(fd)
+    finally:
+        files.close(fd)
+
+
+def write_file(files: Files, path: Path, content: bytes) -> None:
+    """A whole new file, on disk for good."""
+    with new_file(files, path) as fd:
+        write_all(files, fd, content)
+
+
+def discard(files: Files, path: Path, token: str) -> None:
+    """Delete a directory so that nobody ever sees half of it under its own name: rename first."""
+    doomed = path.with_name(f"{path.name}.deleting-{token}")
+    files.rename(path, doomed)
+    files.remove_tree(doomed)
