@@ -1,8 +1,8 @@
 """Which version of an operation runs: an explicit choice always wins, else the device decides.
 
 An operation is a directory of `ops`; its versions are its modules `reference`, `torch_native` and `triton`, which have
-the same functions with the same signatures. A `triton` module in an operation's directory is all it takes to be chosen on
-GPUs. A version is imported when it is first used, so that Triton is needed only where it runs.
+the same functions with the same signatures. A `triton` module in an operation's directory is all it takes to be chosen
+on GPUs. A version is imported when it is first used, so that Triton is needed only where it runs.
 """
 
 from collections.abc import Callable, Sequence

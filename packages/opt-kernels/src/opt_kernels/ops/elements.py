@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.ops.remainder import reference as remainder_reference
+from opt_kernels.ops.rounding import reference as rounding_reference
 from opt_kernels.rules.base import Hyper, Work
 
 
@@ -17,6 +18,7 @@ class Run(NamedTuple):
     out: Tensor | None  # (n,)
     remainder: Tensor | None  # (n,)
     state: dict[str, Tensor]  # (n,) each, but block scales
+    first: int = 0  # number of the first element
 
 
 class HostHyper(NamedTuple):
@@ -66,6 +68,7 @@ def run_of(work: Work) -> Run:
             name: tensor if tensor.shape != anchor.shape else _flat(tensor, anchor, name)
             for name, tensor in work.state.items()
         },
+        first=work.first,
     )
 
 
@@ -83,16 +86,32 @@ def read_main(run: Run) -> Tensor:
     return remainder_reference.join(run.out, run.remainder)
 
 
-def write_main_(run: Run, value: Tensor) -> None:
-    """Writes `value` to the main and the out, or splits it over `out` and `remainder`."""
+def write_main_(run: Run, value: Tensor, *, stochastic_step: int | None = None) -> None:
+    """Writes `value` to the main and the out, or splits it over `out` and `remainder`.
+
+    With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
+    """
     if run.main is not None:
-        run.main.copy_(value)
+        if stochastic_step is not None and rounds_by_chance(run):
+            rounding_reference.round_(run.main, value, first=run.first, step=stochastic_step)
+        else:
+            run.main.copy_(value)
         if run.out is not None:
             run.out.copy_(value)
         return
     assert run.out is not None
     assert run.remainder is not None
     remainder_reference.split_(run.out, run.remainder, value)
+
+
+def rounds_by_chance(run: Run) -> bool:
+    """Whether stochastic rounding has anything to round here. Raises ValueError for a main that it cannot round."""
+    if run.main is not None and run.main.dtype is torch.float16:
+        raise ValueError(
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
+            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+        )
+    return run.main is not None and run.main.dtype is torch.bfloat16
 
 
 def scaled_grad(run: Run, scale: float) -> Tensor:

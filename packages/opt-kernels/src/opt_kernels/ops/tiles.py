@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec, scale_name
-from opt_kernels.ops.elements import Run, compute_dtype
+from opt_kernels.ops.elements import Run, compute_dtype, rounds_by_chance
 from opt_kernels.ops.remainder import torch_native as remainder
+from opt_kernels.ops.rounding import torch_native as rounding
 
 # Four float32 rows of this length are 4 MiB: within the cache of two cores, and long enough that the cost of starting
 # an operation is small beside its work. A multiple of every codec's block and of 64: no vector straddles a cut.
@@ -56,8 +57,13 @@ def divided(runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: flo
     return parts
 
 
-def tiles(runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float) -> Iterator[Tile]:
-    """The tiles of all `runs` in order; what the caller does to one is stored when it asks for the next."""
+def tiles(
+    runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float, stochastic_step: int | None = None
+) -> Iterator[Tile]:
+    """The tiles of all `runs` in order; what the caller does to one is stored when it asks for the next.
+
+    With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
+    """
     scratch = Scratch()
     for run in runs:
         dtype = compute_dtype(run)
@@ -68,7 +74,7 @@ def tiles(runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float
             for name, codec in codecs.items():
                 if state[name] is not piece.state[name]:
                     codec.encode_(piece.state[name], piece.state.get(scale_name(name)), state[name])
-            _store_(piece, tile.main, scratch)
+            _store_(piece, tile.main, scratch, stochastic_step)
 
 
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
@@ -89,7 +95,8 @@ def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
     outs = _split(run.out, len(grads))
     remainders = _split(run.remainder, len(grads))
     for i, grad in enumerate(grads):
-        yield Run(grad, mains[i], outs[i], remainders[i], {name: parts[i] for name, parts in state.items()})
+        states = {name: parts[i] for name, parts in state.items()}
+        yield Run(grad, mains[i], outs[i], remainders[i], states, run.first + i * TILE_NUMEL)
 
 
 def _split(tensor: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
@@ -127,14 +134,16 @@ def _grad(piece: Run, scale: float, dtype: torch.dtype, scratch: Scratch) -> Ten
     return values if scale == 1.0 else values.mul_(scale)
 
 
-def _store_(piece: Run, main: Tensor, scratch: Scratch) -> None:
+def _store_(piece: Run, main: Tensor, scratch: Scratch, stochastic_step: int | None) -> None:
     if piece.main is None:
         assert piece.out is not None
         assert piece.remainder is not None
         words = scratch.row("words", torch.int32, like=main)
         remainder.split_(piece.out, piece.remainder, main, scratch=words)
         return
-    if main is not piece.main:
+    if stochastic_step is not None and rounds_by_chance(piece):
+        rounding.round_(piece.main, main, first=piece.first, step=stochastic_step)
+    elif main is not piece.main:
         piece.main.copy_(main)
     if piece.out is not None:
         piece.out.copy_(main)

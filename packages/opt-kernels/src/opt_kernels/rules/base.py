@@ -86,6 +86,9 @@ class Work:
     out: Tensor | None = None  # written
     remainder: Tensor | None = None  # updated
     matrix: MatrixSpec = MatrixSpec()  # matrix rules only
+    first: int = (
+        0  # number of the run's first element, in any numbering the caller keeps: stochastic rounding's counter
+    )
 
 
 class Batch(NamedTuple):
@@ -96,7 +99,7 @@ class Batch(NamedTuple):
 
 
 class Rule(Protocol):
-    """An optimizer's update. Implementations are frozen dataclasses; their fields are structure, never hyper numbers."""
+    """An optimizer's update. Implementations are frozen dataclasses, whose fields are structure, not hyper numbers."""
 
     @property
     def name(self) -> str:

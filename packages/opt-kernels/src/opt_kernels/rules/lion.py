@@ -15,8 +15,8 @@ from opt_kernels.rules.base import Batch, Needs, StateSpec
 class Lion:
     """Lion (Chen et al. 2023): every element moves by the learning rate, up or down; one state.
 
-    The formula stands in `ops/lion/reference.py`. Of `Hyper` it reads lr, weight_decay and betas. Raises ValueError for a
-    dtype or backend that does not exist.
+    The formula stands in `ops/lion/reference.py`. Of `Hyper` it reads lr, weight_decay and betas. Raises ValueError for
+    a dtype or backend that does not exist.
     """
 
     exp_avg_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, int8

@@ -49,7 +49,7 @@ def adam_(
             p = updated(
                 read_main(run), scaled_grad(run, float(grad_scale)), m, v, row, decoupled=decoupled, order=order
             )
-            write_main_(run, p)
+            write_main_(run, p, stochastic_step=int(row.step) if stochastic_rounding else None)
             exp_avg_codec.encode_(run.state["exp_avg"], run.state.get(scale_name("exp_avg")), m)
             exp_avg_sq_codec.encode_(run.state["exp_avg_sq"], run.state.get(scale_name("exp_avg_sq")), v)
 
@@ -71,12 +71,10 @@ def updated(
         g = g + row.weight_decay * p
     m.copy_(m + (1 - beta1) * (g - m))
     v.copy_(beta2 * v + (1 - beta2) * g * g)
+    decay = row.weight_decay * p if decoupled else p.new_zeros(())
     if order == "te":
-        decay = row.weight_decay * p if decoupled else 0.0
         return p - row.lr * ((m / correction1) / ((v / correction2).sqrt() + row.eps) + decay)
-    if decoupled:
-        p = p - row.lr * row.weight_decay * p
-    return p - (row.lr / correction1) * m / (v.sqrt() / correction2**0.5 + row.eps)
+    return p - row.lr * decay - (row.lr / correction1) * m / (v.sqrt() / correction2**0.5 + row.eps)
 
 
 def _decoded(run: Run, name: str, codec: StateCodec) -> Tensor:

@@ -36,7 +36,8 @@ def adam_(
             exp_avgs = [run.state["exp_avg"] for run in whole]
             exp_avg_sqs = [run.state["exp_avg_sq"] for run in whole]
             update_(mains, [run.grad for run in whole], exp_avgs, exp_avg_sqs, row, decoupled=decoupled)
-        for tile in tiles(cut, codecs, scale=float(grad_scale)):
+        stochastic_step = int(row.step) if stochastic_rounding else None
+        for tile in tiles(cut, codecs, scale=float(grad_scale), stochastic_step=stochastic_step):
             m, v = tile.state["exp_avg"], tile.state["exp_avg_sq"]
             update_([tile.main], [tile.grad], [m], [v], row, decoupled=decoupled)
 
