@@ -1,0 +1,28 @@
+"""The one place where Triton is imported; importing this module raises ImportError where there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+__all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "jit", "tl"]
+
+
+# Any: kernels are launched as kernel[grid](...), device functions are called by other kernels; neither has a type that
+# a checker could know, because both are compiled from source and never run as Python.
+def jit(function: Callable[..., Any]) -> Any:
+    """`function` as Triton compiles it, or as its interpreter runs it on CPU tensors under TRITON_INTERPRET=1."""
+    return triton.jit(function)
+
+
+@jit
+def _probe() -> None:
+    pass
+
+
+# Triton's interpreter rounds float32 to bfloat16 by truncation, so kernels round for themselves under it.
+INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(_probe, JITFunction))
+# Tensor descriptors (TMA on Hopper and later) came with Triton 3.4 under this name.
+HAS_DESCRIPTORS: bool = hasattr(tl, "make_tensor_descriptor")

@@ -1,0 +1,165 @@
+"""The chunk table: many tensors as one list of equal runs of memory, so that one launch sweeps a whole model.
+
+A record is what one program of a launch needs, eight (or sixteen) int64 in a row, so that it arrives in one memory
+transaction and nothing is looked up twice:
+
+    address of the chunk in each column ... | elements in the chunk | row of the scalar block | first element
+
+The addresses are byte addresses already moved to the chunk. Gradients stand in a column of their own: their storage
+moves whenever `.grad` is set to None, and only that column is then rewritten.
+
+A table depends on addresses and sizes alone, and is found again by exactly these: with parameters, states and gradients
+that stay where they are (flat buffers always do), a step builds and copies nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
+TRAILING = 3  # elements, row, first: behind the addresses
+MIN_CHUNK = 2048
+MAX_CHUNK = 16384
+PROGRAMS_PER_PROCESSOR = 16  # enough that the last, partly filled wave of programs costs little
+
+
+class ChunkTableError(ValueError):
+    """A table would have to be built, and copied to the device, while a graph is captured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One tensor of each work, as a column of addresses: `item_bytes` for every `elements` elements of the parameter."""
+
+    item_bytes: int
+    elements: int = 1  # 1, or the block size where the column holds one scale per block
+
+
+class Extents(NamedTuple):
+    """The runs of elements to be swept, one entry per run in each field."""
+
+    numels: tuple[int, ...]
+    rows: tuple[int, ...]  # by which row of the scalar block it is updated
+    firsts: tuple[int, ...]  # global index of element 0: draws are counted by it, and so do not depend on the cut
+
+
+class ChunkTable(NamedTuple):
+    """Chunk records on the device of the tensors they describe."""
+
+    records: Tensor  # (num_chunks, 8 or 16) int64
+    grads: Tensor  # (num_chunks,) int64, the address of each chunk's gradient
+    chunk: int  # elements in a full chunk
+
+    @property
+    def num_chunks(self) -> int:
+        return self.grads.shape[0]
+
+
+def chunk_elements(total: int, *, processors: int) -> int:
+    """Elements per chunk: a power of two, large when there is much to do, small enough to occupy every processor."""
+    share = total // (PROGRAMS_PER_PROCESSOR * processors)
+    return min(MAX_CHUNK, max(MIN_CHUNK, 1 << max(share, 1).bit_length() - 1))
+
+
+class _Chunks(NamedTuple):
+    run: Tensor  # (num_chunks,) int64, which run the chunk is cut from
+    start: Tensor  # (num_chunks,) int64, its first element within the run
+
+
+def _cut(numels: Tensor, chunk: int) -> _Chunks:
+    """Chunks of every run in order; an empty run has none."""
+    counts = (numels + chunk - 1) // chunk
+    run = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    before = torch.cumsum(counts, 0) - counts
+    index = torch.arange(len(run)) - before[run]
+    return _Chunks(run, index * chunk)
+
+
+def _moved(addresses: Tensor, chunks: _Chunks, column: Column) -> Tensor:
+    """Addresses of one column, each moved to the start of its chunk."""
+    return addresses[chunks.run] + chunks.start // column.elements * column.item_bytes
+
+
+def record_width(num_columns: int) -> int:
+    """int64 in a record: whole memory lines."""
+    return -(-(num_columns + TRAILING) // LINE) * LINE
+
+
+def chunk_records(
+    addresses: Sequence[Sequence[int]],  # for each column, the byte address of every run
+    columns: Sequence[Column],
+    extents: Extents,
+    *,
+    chunk: int,  # elements; a multiple of every column's `elements`
+) -> Tensor:
+    """The records of all chunks, (num_chunks, `record_width`) int64 on the host; lanes that nobody uses are zero."""
+    numels, rows, firsts = (torch.tensor(field, dtype=torch.int64) for field in extents)
+    chunks = _cut(numels, chunk)
+    records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64)
+    for lane, (column, of_runs) in enumerate(zip(columns, addresses)):
+        records[:, lane] = _moved(torch.tensor(of_runs, dtype=torch.int64), chunks, column)
+    records[:, -3] = (numels[chunks.run] - chunks.start).clamp(max=chunk)
+    records[:, -2] = rows[chunks.run]
+    records[:, -1] = firsts[chunks.run] + chunks.start
+    return records
+
+
+def gradient_column(addresses: Sequence[int], numels: Sequence[int], *, item_bytes: int, chunk: int) -> Tensor:
+    """Address of every chunk's gradient, (num_chunks,) int64 on the host, in the order of `chunk_records`."""
+    chunks = _cut(torch.tensor(numels, dtype=torch.int64), chunk)
+    return _moved(torch.tensor(addresses, dtype=torch.int64), chunks, Column(item_bytes=item_bytes))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on `device` now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """`host` on `device`, without waiting for the device. Raises ChunkTableError while a graph is captured."""
+    if is_capturing(device):
+        raise ChunkTableError(
+            "a table of addresses would have to be copied to the device while a graph is captured, because a tensor "
+            "has moved since the last step; run one step before the capture and keep gradients in place "
+            "(zero_grad(set_to_none=False), or flat buffers)"
+        )
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class DeviceTables:
+    """The tables on one device, found again by what they were built from; the longest unused one goes first."""
+
+    def __init__(self, device: torch.device, *, capacity: int = 64) -> None:
+        self._device = device
+        self._capacity = capacity
+        self._tables: OrderedDict[Hashable, Tensor] = OrderedDict()
+        # A captured graph holds the address of its tables for as long as it can be replayed, and nobody tells us how
+        # long that is: what a capture has used is never freed.
+        self._captured: dict[Hashable, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def get(self, key: Hashable, build: Callable[[], Tensor]) -> Tensor:
+        """The table of `key`; `build` makes it on the host where it is not here yet."""
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = to_device(build(), self._device)
+            if len(self._tables) > self._capacity:
+                self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(key)
+        if is_capturing(self._device):
+            self._captured[key] = table
+        return table
+
+
+@lru_cache(maxsize=None)
+def device_tables(device: torch.device) -> DeviceTables:
+    """The tables on `device`: one collection for the process, since what is in it is true for whoever asks."""
+    return DeviceTables(device)
