@@ -19,8 +19,9 @@ from opt_config.errors import ConfigError, Problem, did_you_mean
 from opt_config.fields import DATA_PARALLEL_FIELDS, OPTIMIZER_FIELDS, FieldUse
 from opt_config.files import Configuration
 from opt_config.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
-from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate
+from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 from opt_config.resolved import load_config, resolved
+from opt_config.validate import Interval
 
 __all__ = [
     "DATA_PARALLEL_FIELDS",
@@ -33,6 +34,7 @@ __all__ = [
     "DynamicScale",
     "FieldUse",
     "FlatShards",
+    "Interval",
     "LossScaling",
     "NoScale",
     "OnDevice",
@@ -49,7 +51,9 @@ __all__ = [
     "Sharding",
     "WholeParams",
     "did_you_mean",
+    "has_attribute",
     "load_config",
+    "many",
     "resolved",
 ]
 

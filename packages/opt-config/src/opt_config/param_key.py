@@ -57,6 +57,11 @@ class ParamWithNamePredicate:
         return self.fn(param, name)
 
 
+def has_attribute(param: Parameter, attr: str) -> bool:
+    """Whether `param` has an attribute of that name that is true."""
+    return bool(getattr(param, attr, False))
+
+
 @dataclass(frozen=True, slots=True)
 class ParamKey:
     """The parameters that share an override. Each field holds one value or a tuple of them; any of them may match.
@@ -86,11 +91,17 @@ class ParamKey:
         if not self.label:
             raise ConfigError("ParamKey: matches nothing; give a name, attr, predicate or with_name_predicate")
 
-    def matches(self, param: Parameter, param_name: str) -> bool:
-        """Whether this key means `param`, called `param_name` in its module."""
+    def matches(
+        self,
+        param: Parameter,
+        param_name: str,
+        *,
+        has: Callable[[Parameter, str], bool] = has_attribute,
+    ) -> bool:
+        """Whether this key means `param`, called `param_name` in its module; `has` answers for attributes."""
         return (
             any(fnmatchcase(param_name, pattern) for pattern in many(self.name))
-            or any(bool(getattr(param, attr, False)) for attr in many(self.attr))
+            or any(has(param, attr) for attr in many(self.attr))
             or any(predicate(param) for predicate in many(self.predicate))
             or any(predicate(param, param_name) for predicate in many(self.with_name_predicate))
         )

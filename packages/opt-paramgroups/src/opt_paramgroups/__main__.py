@@ -1,0 +1,69 @@
+"""python -m opt_paramgroups table module:factory — the parameter groups of a model, before it trains."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+
+from opt_config import ConfigError, OptimizerConfig, load_config
+from torch import nn
+
+from opt_paramgroups.groups import get_param_groups
+from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
+
+FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = MappingProxyType(
+    {"text": as_text, "markdown": as_markdown, "json": as_json}
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 1 where the model or the configuration cannot be had."""
+    parser = argparse.ArgumentParser(prog="python -m opt_paramgroups", description=__doc__)
+    table = parser.add_subparsers(dest="command", required=True).add_parser("table", help="print the group table")
+    table.add_argument("model", metavar="module:factory", help="a callable that returns a module, or a list of chunks")
+    table.add_argument("--config", help="an OptimizerConfig as a .json, .toml or .yaml file")
+    table.add_argument("--section", default="", help="the table of that file that holds it")
+    table.add_argument("--format", choices=[*FORMATS, "rich"], default="text")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, section=options.section) if options.config else OptimizerConfig()
+        rows = group_rows(get_param_groups(model_chunks_of(options.model), config, None))
+        show(rows, options.format)
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def show(rows: Sequence[GroupRow], form: str) -> None:
+    """Print a table. Raises `ConfigError` where `rich` is asked for and not installed."""
+    if form != "rich":
+        print(FORMATS[form](rows))
+        return
+    try:
+        rich_table = import_module("opt_paramgroups.rich_table")
+    except ImportError as error:
+        raise ConfigError("the rich table needs the package rich; install opt-paramgroups[rich]") from error
+    rich_table.print_rich(rows)
+
+
+def model_chunks_of(place: str) -> list[nn.Module]:
+    """The chunks of the model that `module:factory` makes. Raises `ConfigError` where there is none."""
+    module_name, colon, attr = place.partition(":")
+    if not colon:
+        raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
+    sys.path.insert(0, "")  # as `python -m` of the user's own module would find it
+    try:
+        factory = getattr(import_module(module_name), attr)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place!r}: {error}") from error
+    made = factory()
+    chunks = [made] if isinstance(made, nn.Module) else list(made)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {made!r}")
+    return chunks
+
+
+if __name__ == "__main__":
+    sys.exit(main())

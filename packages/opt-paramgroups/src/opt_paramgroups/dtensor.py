@@ -1,0 +1,47 @@
+"""How a DTensor is laid out, as plain values: the one file here that knows DTensors."""
+
+import sys
+from typing import Any, NamedTuple
+
+from opt_config import ConfigError
+from torch import Tensor
+
+
+class MeshPlacement(NamedTuple):
+    """What one axis of the device mesh does to a tensor."""
+
+    axis: str  # the mesh's name for it, or its number
+    size: int
+    shard_dim: int | None  # the dim it cuts; None: replicas
+
+
+class DTensorLayout(NamedTuple):
+    """How a DTensor parameter lies on its mesh."""
+
+    local_shape: tuple[int, ...]
+    placements: tuple[MeshPlacement, ...]  # one for each axis of the mesh, outermost first
+
+
+def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
+    """The layout of a DTensor; None for any other tensor.
+
+    Raises `ConfigError` for partial placements: a parameter that is a sum still to be made cannot be updated.
+    """
+    # A DTensor exists only where its module was imported. Importing it here would cost every user most of a second,
+    # and fail on builds of torch without distributed.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return None
+    dtensor: Any = tensor
+    names = dtensor.device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(dtensor.device_mesh.ndim))
+    placements = tuple(
+        MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement))
+        for index, (axis, placement) in enumerate(zip(names, dtensor.placements, strict=True))
+    )
+    return DTensorLayout(tuple(dtensor.to_local().shape), placements)
+
+
+def _shard_dim(placement: Any) -> int | None:
+    if placement.is_partial():
+        raise ConfigError(f"a parameter is placed as {placement}: reduce it to shards or replicas first")
+    return placement.dim if placement.is_shard() else None

@@ -1,0 +1,133 @@
+"""Parameter groups: every trainable parameter in exactly one, the same groups in the same order on every rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from opt_config import ConfigError, OptimizerConfig
+from torch import nn
+
+from opt_paramgroups.align import Gather, GroupKey, Report, Seen, agree, alone
+from opt_paramgroups.match import Match, check_all_matched, match_all
+from opt_paramgroups.meta import ParamMeta, describe
+from opt_paramgroups.names import ParamId, parameters_by_id
+from opt_paramgroups.overrides import ConfigOverrides, read_overrides
+from opt_paramgroups.presets import get_standard_config_overrides
+
+ParamGroup = dict[str, Any]
+"""A group as torch's optimizers know them."""
+
+
+class GroupsAndBuffers(NamedTuple):
+    """Groups, and for each chunk that has them its buffers."""
+
+    param_groups: list[ParamGroup]
+    buffers: dict[int, Any]
+
+
+def get_param_groups(
+    model_chunks: Sequence[nn.Module],
+    config: OptimizerConfig,
+    config_overrides: ConfigOverrides | None,
+    *,
+    gather: Gather = alone,
+    metas: Mapping[ParamId, ParamMeta] | None = None,
+    allow_unmatched: bool = False,
+    model_chunk_offset: int = 0,
+) -> list[ParamGroup]:
+    """Parameter groups of a model, for any optimizer that takes torch's groups.
+
+    A group is what the same merged override makes of dense or of expert parameters. Default groups come first, then by
+    name. Beside its overrides a group has `params` and `param_ids` (in the same order), `name`, `optimizer`, `lr` and
+    `weight_decay` to start from, `max_lr`, `min_lr`, `wd_mult`, `lr_mult`, `is_decoupled_lr`, `is_expert_parallel` and
+    `default_config`. `name` follows from the matched keys alone, so no change of a hyper-parameter changes it.
+
+    Args:
+        model_chunks: the model, or its virtual pipeline stages.
+        config: what is common to all parameters.
+        config_overrides: by key what differs: a `ParamGroupOverride`, or an `OptimizerConfig` of which the difference
+            from `config` counts. All keys that match are merged. None: the standard overrides; {}: none.
+        gather: `all_gather_object` of the ranks that must agree, called once; the default is for one process.
+        metas: what is known of the parameters; None: `describe(model_chunks)`.
+        allow_unmatched: accept keys of names or attributes that match nothing on any rank.
+        model_chunk_offset: number of the first chunk.
+
+    Raises:
+        ConfigError: keys contradict each other on a parameter, a key matches nothing, an override is not sound. Any
+            rank's error is raised on all.
+    """
+    params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
+    try:
+        known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
+        chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
+        overrides = read_overrides(config, chosen)
+        seen = {id: _seen(match_all(param, known[id], overrides), known[id]) for id, param in params.items()}
+    except ConfigError as error:
+        agree(Report.failed(error), gather)  # the other ranks wait there
+        raise
+    agreed = agree(Report.of(seen.values()), gather)
+    if not allow_unmatched:
+        check_all_matched(overrides, agreed.labels, params)
+    return [
+        _group(name, key, {id: params[id] for id in params if seen[id].key == key}, config)
+        for key, name in agreed.names.items()
+    ]
+
+
+def get_param_groups_and_buffers(
+    model_chunks: Sequence[nn.Module],
+    model_chunk_offset: int,
+    config: OptimizerConfig,
+    config_overrides: ConfigOverrides | None,
+    filter_fn: Callable[[ParamGroup], bool],
+    buffer_name: str,
+    *,
+    gather: Gather = alone,
+) -> GroupsAndBuffers:
+    """The groups that `filter_fn` accepts, and of each chunk the buffers it holds as its attribute `buffer_name`.
+
+    Chunks are numbered from `model_chunk_offset`. A chunk without buffers of ours is left out: on a plain module,
+    `buffers` is a method. Raises `ConfigError` as `get_param_groups` does.
+    """
+    groups = get_param_groups(
+        model_chunks, config, config_overrides, gather=gather, model_chunk_offset=model_chunk_offset
+    )
+    found = {number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)}
+    buffers = {number: held for number, held in found.items() if held is not None and not callable(held)}
+    return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
+
+
+def _seen(match: Match, meta: ParamMeta) -> Seen:
+    return Seen(match.labels, GroupKey(match.entries, meta.is_expert))
+
+
+def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], config: OptimizerConfig) -> ParamGroup:
+    """One group with all its entries. Raises `ConfigError` where lr_mult has nothing to multiply."""
+    override = dict(key.entries or ())
+    lr_mult = override.get("lr_mult", 1.0)
+    max_lr = _times(override.get("max_lr", config.lr), lr_mult)
+    if max_lr is None and lr_mult != 1.0:
+        raise ConfigError(
+            f"config_overrides: the group {name!r} has lr_mult={lr_mult!r}, but neither lr nor max_lr is set"
+        )
+    wd_mult = override.get("wd_mult", 1.0)
+    return {
+        "wd_mult": wd_mult,
+        "lr_mult": lr_mult,
+        "is_decoupled_lr": False,
+        "optimizer": config.optimizer,
+        **override,
+        "params": list(params.values()),
+        "param_ids": list(params),
+        "name": name,
+        "is_expert_parallel": key.is_expert,
+        "default_config": key.entries is None,
+        "max_lr": max_lr,
+        "min_lr": _times(override.get("min_lr", config.min_lr), lr_mult),
+        "lr": max_lr,
+        "weight_decay": _times(override.get("start_wd", config.weight_decay), wd_mult),
+    }
+
+
+def _times(value: Any, factor: Any) -> Any:
+    # An unset rate stays unset; factor 1 keeps the bits and the type of what was given.
+    return value if value is None or factor == 1.0 else value * factor

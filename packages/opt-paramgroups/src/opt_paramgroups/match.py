@@ -1,0 +1,97 @@
+"""Which keys mean a parameter, and what they make of it together."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+from opt_config import ConfigError, ParamKey, did_you_mean, has_attribute, many
+from opt_scheduler.override import combine_param_group_overrides, param_group_override_to_tuple
+from torch.nn import Parameter
+
+from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta
+from opt_paramgroups.names import ParamId
+from opt_paramgroups.overrides import Override
+
+Entries = tuple[tuple[str, Hashable], ...]
+"""A merged override as pairs sorted by name: equal for equal overrides, in whatever order they were merged."""
+
+
+class Match(NamedTuple):
+    """What the keys say of one parameter."""
+
+    labels: frozenset[str]  # of the keys that mean it
+    entries: Entries | None  # of all of them; None: nothing differs from the configuration
+
+
+def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
+    """Whether `param_key` means `param`, called `param_name` in its module: any of the key's fields may match.
+
+    >>> import torch
+    >>> matches(torch.nn.Parameter(torch.empty(3)), "layers.0.bias", ParamKey(name="*.bias"))
+    True
+    """
+    return param_key.matches(param, param_name)
+
+
+def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Match:
+    """The keys of `overrides` that mean a parameter, and their merged override.
+
+    Attributes that `meta` knows are asked of it, others of the tensor. Raises `ConfigError` where two keys contradict
+    each other, with both keys and the parameter.
+    """
+    found = [key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))]
+    try:
+        merged = combine_param_group_overrides([_as_override(overrides[key]) for key in found])
+    except ValueError as error:
+        raise _contradiction(meta, {key: overrides[key] for key in found}) from error
+    return Match(frozenset(key.label for key in found), param_group_override_to_tuple(merged) or None)
+
+
+def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
+    known = meta.has_attribute(attr)
+    return has_attribute(param, attr) if known is None else known
+
+
+def _as_override(override: Override) -> Any:
+    # A group may carry entries beyond those that the typed dict names.
+    return dict(override)
+
+
+def _contradiction(meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> ConfigError:
+    """The error that names the first two keys that set one entry to different values."""
+    said: dict[str, ParamKey] = {}
+    for key, override in overrides.items():
+        for entry, value in override.items():
+            first = said.setdefault(entry, key)
+            if overrides[first][entry] != value:
+                return ConfigError(
+                    f"parameter {str(meta.id)!r}: {entry!r} is {overrides[first][entry]!r} by the key "
+                    f"{first.label!r} and {value!r} by {key.label!r}; let one of them leave it out, or match other "
+                    "parameters"
+                )
+    raise AssertionError("combine_param_group_overrides objected to overrides that agree")
+
+
+def check_all_matched(
+    overrides: Mapping[ParamKey, Override], matched: frozenset[str], params: Mapping[ParamId, Parameter]
+) -> None:
+    """Raises `ConfigError` with every key that is spelt out, by names or attributes alone, and matches nothing.
+
+    Near misses are offered from this rank's parameters. A predicate may well find nothing: it is a condition, not a
+    spelling.
+    """
+    lost = [key for key in overrides if key.label not in matched and not (key.predicate or key.with_name_predicate)]
+    if lost:
+        raise ConfigError(
+            "\n".join(
+                f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in lost
+            )
+            + "\nCorrect or drop the key, or pass allow_unmatched=True."
+        )
+
+
+def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:
+    names = {id.name for id in params}
+    patterns = names | {f"*.{name.rpartition('.')[2]}" for name in names}
+    hints = [did_you_mean(pattern, patterns) for pattern in many(key.name)]
+    hints += [did_you_mean(attr, REFERENCE_ATTRIBUTES) for attr in many(key.attr) if attr not in REFERENCE_ATTRIBUTES]
+    return "".join(hints)

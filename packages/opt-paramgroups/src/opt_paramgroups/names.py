@@ -1,0 +1,42 @@
+"""ParamId: what a parameter is called, and the trainable parameters of a model under these names."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+# Wrappers hold the model as their only child, under one of these names, and have no parameters of their own.
+_WRAPPED = frozenset({"module", "_orig_mod"})
+
+
+class ParamId(NamedTuple):
+    """A parameter's name: the chunks of a virtual pipeline repeat local names, so the chunk belongs to it."""
+
+    chunk: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.chunk == 0 else f"chunk {self.chunk}: {self.name}"
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside data-parallel and compile wrappers, so that wrapping changes no name."""
+    while True:
+        children = list(module.named_children())
+        if len(children) != 1 or children[0][0] not in _WRAPPED or any(True for _ in module.parameters(recurse=False)):
+            return module
+        module = children[0][1]
+
+
+def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
+    """The trainable parameters in order of registration: tied ones once, under their first name; frozen ones never."""
+    return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
+
+
+def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[ParamId, nn.Parameter]]:
+    seen: set[int] = set()
+    for chunk, module in enumerate(model_chunks, start=offset):
+        for name, param in unwrapped(module).named_parameters():
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield ParamId(chunk, name), param

@@ -1,0 +1,127 @@
+"""What a key changes for its parameters: overrides as dicts or as whole configurations, read and checked."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey
+from opt_scheduler.override import ParamGroupOverride
+
+Override = Mapping[str, Any]
+"""Entries of a group: those of `ParamGroupOverride`, `optimizer`, `lr_mult`, `betas`, `eps`, `momentum`, one's own."""
+
+ConfigOverrides = Mapping[ParamKey, ParamGroupOverride] | Mapping[ParamKey, OptimizerConfig] | Mapping[ParamKey, Any]
+
+_RESERVED = MappingProxyType(
+    {
+        "params": "a group's parameters follow from the keys",
+        "param_ids": "a group's parameters follow from the keys",
+        "name": "a group's name follows from the keys",
+        "is_expert_parallel": "experts are told apart by what is known of the parameter",
+        "default_config": "it marks the group without overrides",
+        "lr": "the schedule writes it; set max_lr, min_lr or lr_mult",
+        "weight_decay": "the schedule writes it; set wd_mult, or start_wd and end_wd",
+        "step": "it is counted",
+    }
+)
+
+_INTERVALS = MappingProxyType(
+    {
+        "max_lr": Interval(0),
+        "min_lr": Interval(0),
+        "lr_mult": Interval(0),
+        "wd_mult": Interval(0),
+        "start_wd": Interval(0),
+        "end_wd": Interval(0),
+        "eps": Interval(0, low_open=True),
+        "momentum": Interval(0, 1),
+    }
+)
+
+
+def read_overrides(config: OptimizerConfig, config_overrides: ConfigOverrides) -> dict[ParamKey, Override]:
+    """Every override as a dict of group entries, checked; the arguments are left as they are.
+
+    Of an `OptimizerConfig`, what differs from `config` is the override. Raises `ConfigError` for keys of another type,
+    for entries that a key may not set, and for values outside their range.
+    """
+    read: dict[ParamKey, Override] = {}
+    for key, override in config_overrides.items():
+        if not isinstance(key, ParamKey):
+            raise ConfigError(
+                f"config_overrides: {key!r}: must be a ParamKey; for a pattern of names, ParamKey(name=...)"
+            )
+        if isinstance(override, OptimizerConfig):
+            read[key] = _difference(config, override, key)
+        elif isinstance(override, Mapping):
+            read[key] = {entry: value for entry, value in override.items() if value is not None}
+        else:
+            reason = "must be a ParamGroupOverride (a dict) or an OptimizerConfig"
+            raise ConfigError(f"config_overrides[{key.label}]: {override!r}: {reason}")
+        _check(read[key], key)
+    return read
+
+
+def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKey) -> Override:
+    """What `override` changes in `config`, as entries of a group. Unset learning rates change nothing."""
+    per_key = _entries(override)
+    entries: dict[str, Any] = {}
+    for field in dataclasses.fields(OptimizerConfig):
+        value, common = getattr(override, field.name), getattr(config, field.name)
+        if value == common or (field.name in ("lr", "min_lr") and value is None):
+            continue
+        if field.name not in per_key:
+            raise ConfigError(
+                f"config_overrides[{key.label}]: {field.name}={value!r} differs from the common {common!r}, but a key "
+                f"of {override.optimizer} may change only {', '.join(per_key)}; make the override by "
+                "dataclasses.replace(config, ...) of these"
+            )
+        entries |= per_key[field.name]
+    return entries
+
+
+def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
+    """The fields that may differ per key, and what each of them is called in a group."""
+    return {
+        "lr": {"max_lr": override.lr},
+        "min_lr": {"min_lr": override.min_lr},
+        "weight_decay": {"start_wd": override.weight_decay, "end_wd": override.weight_decay},
+        "optimizer": {"optimizer": override.optimizer},
+        **_entries_of_rule(override),
+    }
+
+
+def _entries_of_rule(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
+    """The same for what only the override's own rule reads: a configuration names these apart, a group does not."""
+    match override.optimizer:
+        case "sgd":
+            return {"sgd_momentum": {"momentum": override.sgd_momentum}}
+        case "muon" | "adaptive_muon":
+            return {"muon_momentum": {"momentum": override.muon_momentum}}
+        case "lion":
+            betas = {"betas": (override.lion_beta1, override.lion_beta2)}
+            return {"lion_beta1": betas, "lion_beta2": betas}
+        case _:
+            betas = {"betas": (override.adam_beta1, override.adam_beta2)}
+            return {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
+
+
+def _check(override: Override, key: ParamKey) -> None:
+    for entry, value in override.items():
+        reason = _objection(entry, value)
+        if reason:
+            raise ConfigError(f"config_overrides[{key.label}]: {entry}={value!r}: {reason}")
+
+
+def _objection(entry: str, value: object) -> str:
+    """Why a group may not have this entry; empty when it may."""
+    if entry in _RESERVED:
+        return f"may not be set: {_RESERVED[entry]}"
+    if entry in _INTERVALS and value not in _INTERVALS[entry]:
+        return _INTERVALS[entry].sentence
+    if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):
+        return f"must be a tuple of numbers in {Interval(0, 1)}"
+    if entry == "optimizer" and not (isinstance(value, str) and value):
+        return "must be the name of a rule"
+    return ""

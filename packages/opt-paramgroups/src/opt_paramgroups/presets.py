@@ -1,0 +1,115 @@
+"""Overrides that most models want: no decay on vectors, decoupled learning rates, matrices to the matrix rule."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
+from torch import nn
+from torch.nn import Parameter
+
+from opt_paramgroups.names import parameters_by_id
+from opt_paramgroups.overrides import Override
+
+MUON_FAMILY = ("muon", "adaptive_muon")
+"""The rules for which `use_muon=False` on a parameter and `muon_scalar_optimizer` are meant."""
+
+Overrides = dict[ParamKey, Override]
+
+
+def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
+    """What Megatron-Core overrides unless told otherwise: the weight decay of biases and vectors, decoupled rates.
+
+    `apply_wd_to_qk_layernorm` keeps the decay of query and key layer norms; `decoupled_lr` and `decoupled_min_lr` go to
+    the parameters marked `is_embedding_or_output_parameter`.
+    """
+    overrides: Overrides = {_undecayed(config): {"wd_mult": 0.0}}
+    if config.decoupled_lr is not None:
+        decoupled = {"max_lr": config.decoupled_lr, "is_decoupled_lr": True}
+        if config.decoupled_min_lr is not None:
+            decoupled["min_lr"] = config.decoupled_min_lr
+        overrides[ParamKey(attr="is_embedding_or_output_parameter")] = decoupled
+    return overrides
+
+
+def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str | None = None) -> Overrides:
+    """What a matrix rule (Muon, SOAP) leaves to an elementwise one: all but matrices, embeddings and outputs.
+
+    `scalar_optimizer` names the elementwise rule; None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
+    Muon's family also leaves out parameters marked `use_muon=False`.
+    """
+    muon = config.optimizer in MUON_FAMILY
+    no_matrix = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
+    spared = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
+    key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(no_matrix, spared) if muon else no_matrix)
+    return {key: {"optimizer": scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam")}}
+
+
+def get_layer_decay_overrides(
+    model_chunks: Sequence[nn.Module],
+    decay: float,
+    *,
+    num_layers: int | None = None,
+    depth_of: Callable[[str], int | None] | None = None,
+) -> Overrides:
+    """Learning rates that shrink towards the input: `lr_mult = decay ** (num_layers + 1 - depth)` (arXiv 2106.08254).
+
+    Args:
+        model_chunks: the model whose parameters are named.
+        decay: in (0, 1].
+        num_layers: layers of the whole model; None: as many as the names tell. Every rank must be given the same.
+        depth_of: of a parameter's name, 0 for embeddings, i + 1 for layer i, None for what follows the layers. None:
+            the number behind `layers.`, `blocks.` or `h.`, and 0 for names with `embed`.
+
+    Raises:
+        ConfigError: `decay` is not in (0, 1], or a name is deeper than `num_layers`.
+    """
+    if not 0 < decay <= 1:
+        raise ConfigError(f"get_layer_decay_overrides: decay={decay!r}: must be in (0, 1]")
+    find = depth_of or depth_by_name
+    depths = [depth for id in parameters_by_id(model_chunks) if (depth := find(id.name)) is not None]
+    last = max(depths, default=0) if num_layers is None else num_layers
+    if max(depths, default=0) > last:
+        raise ConfigError(
+            f"get_layer_decay_overrides: num_layers={num_layers!r}: a parameter is of layer {max(depths)}"
+        )
+    return {
+        ParamKey(with_name_predicate=_at_depth(depth, find)): {"lr_mult": decay ** (last + 1 - depth)}
+        for depth in range(last + 1)
+    }
+
+
+def depth_by_name(name: str) -> int | None:
+    """The depth of a parameter by the usual names of layers: 0 for embeddings, i + 1 for layer i, else None.
+
+    >>> depth_by_name("decoder.layers.11.mlp.weight"), depth_by_name("embed.weight"), depth_by_name("head.weight")
+    (12, 0, None)
+    """
+    layer = re.search(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.", name)
+    if layer:
+        return int(layer[1]) + 1
+    return 0 if "embed" in name else None
+
+
+def _at_depth(depth: int, depth_of: Callable[[str], int | None]) -> ParamWithNamePredicate:
+    return ParamWithNamePredicate(name=f"depth {depth}", fn=lambda param, name: depth_of(name) == depth)
+
+
+def _undecayed(config: OptimizerConfig) -> ParamKey:
+    """The key of what is spared the weight decay."""
+    if not config.apply_wd_to_qk_layernorm:
+        return ParamKey(name="*.bias", predicate=ParamPredicate(name="1-D", fn=_is_vector))
+    spared = ParamWithNamePredicate(
+        name="bias or 1-D, no qk layernorm",
+        fn=lambda param, name: (
+            (_is_vector(param) or name.endswith(".bias")) and not _contains(name, ("q_layernorm.", "k_layernorm."))
+        ),
+    )
+    return ParamKey(with_name_predicate=spared)
+
+
+def _is_vector(param: Parameter) -> bool:
+    return param.dim() == 1
+
+
+def _contains(name: str, parts: Iterable[str]) -> bool:
+    return any(part in name for part in parts)

@@ -1,0 +1,85 @@
+"""The table of parameter groups, as text, markdown and JSON."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class GroupRow(NamedTuple):
+    """One group, as the table shows it."""
+
+    name: str
+    optimizer: str
+    num_params: int
+    numel: int
+    dtypes: str
+    lr: float | None
+    min_lr: float | None
+    weight_decay: float
+    overrides: str  # further entries that differ from the configuration
+    first_param: str
+
+
+_SHOWN_ELSEWHERE = frozenset(
+    {
+        *("params", "param_ids", "name", "optimizer", "lr", "min_lr", "max_lr", "weight_decay", "is_expert_parallel"),
+        *("default_config", "wd_mult", "lr_mult", "is_decoupled_lr"),
+    }
+)
+
+
+def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
+    """A row for each group; the numbers are of this rank."""
+    return [_row(group) for group in param_groups]
+
+
+def _row(group: Mapping[str, Any]) -> GroupRow:
+    further = {entry: value for entry, value in group.items() if entry not in _SHOWN_ELSEWHERE}
+    return GroupRow(
+        name=group["name"],
+        optimizer=group["optimizer"],
+        num_params=len(group["params"]),
+        numel=sum(param.numel() for param in group["params"]),
+        dtypes=" ".join(sorted({str(param.dtype).removeprefix("torch.") for param in group["params"]})),
+        lr=group["lr"],
+        min_lr=group["min_lr"],
+        weight_decay=group["weight_decay"],
+        overrides=" ".join(f"{entry}={value}" for entry, value in further.items()),
+        first_param=str(group["param_ids"][0]) if group["param_ids"] else "",
+    )
+
+
+def cells(row: GroupRow) -> list[str]:
+    """A row as people read it: thousands apart, an unset value as a dash."""
+    return [_cell(value) for value in row]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def headings() -> list[str]:
+    """The columns' names."""
+    return [field.replace("num_", "").replace("_", " ") for field in GroupRow._fields]
+
+
+def as_text(rows: Sequence[GroupRow]) -> str:
+    """Columns aligned by spaces."""
+    lines = [headings(), *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def as_markdown(rows: Sequence[GroupRow]) -> str:
+    """A markdown table; `|` within a name is escaped."""
+    lines = [headings(), ["---"] * len(GroupRow._fields), *map(cells, rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def as_json(rows: Sequence[GroupRow]) -> str:
+    """A JSON list of objects, one for each group."""
+    return json.dumps([row._asdict() for row in rows], indent=2)
