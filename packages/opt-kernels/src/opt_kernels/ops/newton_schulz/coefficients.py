@@ -1,0 +1,125 @@
+"""The coefficient sets of the Newton-Schulz iteration, and the schedule of steps that each of them gives."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+
+class Coefficients(NamedTuple):
+    """One step: X <- aX + b(XXᵀ)X + c(XXᵀ)²X; for a singular value, s <- a s + b s³ + c s⁵."""
+
+    a: float
+    b: float
+    c: float
+
+
+Schedule: TypeAlias = tuple[Coefficients, ...]
+
+
+class CoefficientType(StrEnum):
+    """The sets by name. In brackets the range that five steps make of the singular values in [0.01, 1]."""
+
+    SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start of a set that never settles
+    QUINTIC = "quintic"  # [0.978, 1.032] five different steps, the reference's default
+    POLAR_EXPRESS = "polar_express"  # [0.870, 1.124] arXiv 2505.16932: minimax steps, damped by 1.01 per degree
+    CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps
+    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, two that settle
+    CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
+    AOL = "aol"  # refused: see `schedule`
+    CUSTOM = "custom"  # the caller's own, repeated in a cycle
+
+
+class _Repeat(StrEnum):
+    """What follows a set's last step when more steps are asked for."""
+
+    CYCLE = "cycle"  # the set again from its first step
+    LAST = "last"  # its last step again
+    NEVER = "never"  # nothing: the set has one length
+
+
+class _Set(NamedTuple):
+    repeat: _Repeat
+    steps: Schedule
+
+
+def _steps(*rows: tuple[float, float, float]) -> Schedule:
+    return tuple(Coefficients(*row) for row in rows)
+
+
+_SIMPLE = _steps((3.4445, -4.7750, 2.0315))
+_QUINTIC = _steps(
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+_POLAR_EXPRESS = _steps(
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
+_CANS = _steps(
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+_CUBIC5 = _steps(
+    (3.3656576, -3.3420992, 0.0),
+    (2.5744352, -1.4957376, 0.0),
+    (2.5368962, -1.4312570, 0.0),
+    (2.4418906, -1.2764040, 0.0),
+    (2.2230472, -0.9630650, 0.0),
+)
+
+
+def _set_of(kind: CoefficientType) -> _Set:
+    match kind:
+        case CoefficientType.SIMPLE:
+            return _Set(_Repeat.CYCLE, _SIMPLE)
+        case CoefficientType.QUINTIC:
+            return _Set(_Repeat.CYCLE, _QUINTIC)
+        case CoefficientType.POLAR_EXPRESS:
+            return _Set(_Repeat.LAST, _POLAR_EXPRESS)
+        case CoefficientType.CANS:
+            return _Set(_Repeat.LAST, _CANS)
+        case CoefficientType.DEEPSEEKV4:
+            return _Set(_Repeat.LAST, _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2)
+        case CoefficientType.CUBIC5:
+            return _Set(_Repeat.NEVER, _CUBIC5)
+        case CoefficientType.AOL:
+            # p(1) = a + b + c = -0.585 in its first step. Rescaling the rows as AOL does bounds the singular values
+            # by 1 but does not keep them off it: every matrix with orthogonal rows, and every one of rank one, gets there.
+            raise ValueError(
+                "coefficient_type 'aol' is refused: its polynomial is negative for singular values above 0.884 of the "
+                "norm, so a momentum near rank one would be applied with its sign reversed; use 'polar_express' or 'quintic'"
+            )
+        case CoefficientType.CUSTOM:
+            raise ValueError("coefficient_type 'custom' needs custom_coefficients: a sequence of (a, b, c), one per step")
+
+
+def schedule(
+    kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()
+) -> Schedule:
+    """The coefficients of each of `num_steps` steps.
+
+    Raises ValueError if `num_steps` is below 1, if the set has one fixed length and this is another, for `AOL`, and
+    if `custom` is given without `CUSTOM` or the other way round.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_ns_steps is {num_steps}, but at least 1 step is needed; 5 is usual")
+    if custom and kind is not CoefficientType.CUSTOM:
+        raise ValueError(f"custom_coefficients are given, but coefficient_type is '{kind}'; set it to 'custom'")
+    repeat, steps = _Set(_Repeat.CYCLE, _steps(*custom)) if custom else _set_of(kind)
+    if repeat is _Repeat.NEVER and num_steps != len(steps):
+        raise ValueError(f"num_ns_steps is {num_steps}, but coefficient_type '{kind}' has exactly {len(steps)} steps")
+    if repeat is _Repeat.LAST:
+        steps += steps[-1:] * (num_steps - len(steps))
+    return tuple(steps[i % len(steps)] for i in range(num_steps))
