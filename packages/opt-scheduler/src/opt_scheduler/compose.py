@@ -1,0 +1,325 @@
+"""Schedules made of schedules: warmup, join, repeat, scale, clip, shift, stretch, cut, cooldown."""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar
+
+from .curves import ramp
+from .errors import ScheduleError
+from .schedule import Schedule, check_number
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept
+class Join(Schedule):
+    """One schedule after another; see `join`."""
+
+    kind: ClassVar[str] = "join"
+    parts: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ScheduleError("join: needs at least one schedule")
+        for i, part in enumerate(self.parts):
+            if not isinstance(part, Schedule):
+                raise ScheduleError(f"join: part {i} must be a Schedule, not {part!r}")
+            if i + 1 < len(self.parts) and math.isinf(part.length):
+                raise ScheduleError(f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps=")
+
+    @cached_property
+    def starts(self) -> tuple[float, ...]:
+        """The step at which each part begins."""
+        return tuple(accumulate((part.length for part in self.parts[:-1]), initial=0))
+
+    def at(self, step: float) -> float:
+        i = bisect_right(self.starts, step) - 1
+        return self.parts[i].at(step - self.starts[i])
+
+    @property
+    def length(self) -> float:
+        return self.starts[-1] + self.parts[-1].length
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        inner = {s + b for s, part in zip(self.starts, self.parts, strict=True) for b in part.boundaries}
+        return tuple(sorted(inner.union(self.starts[1:])))
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        inner = {
+            s + j
+            for s, part in zip(self.starts, self.parts, strict=True)
+            for j in part.jumps
+            if j < part.length or part is self.parts[-1]
+        }
+        pairs = zip(self.starts[1:], self.parts, self.parts[1:], strict=False)
+        return tuple(sorted(inner.union(s for s, a, b in pairs if _differ(_before(a), b.at(0)))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat(Schedule):
+    """One schedule again and again; see `repeat`."""
+
+    kind: ClassVar[str] = "repeat"
+    schedule: Schedule
+    times: int | None = None  # None: for ever
+
+    def __post_init__(self) -> None:
+        if not 0 < self.schedule.length < math.inf:
+            raise ScheduleError(f"repeat: {self.schedule!r} has no end to begin again at; give it steps=")
+        check_number("repeat", low=1, times=self.times)
+
+    def at(self, step: float) -> float:
+        if step >= self.length:
+            return self.schedule.at(self.schedule.length)
+        return self.schedule.at(step % self.schedule.length)
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.times is None else self.times * self.schedule.length
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return self._over_periods(tuple({*self.schedule.boundaries, self.schedule.length}))
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        period = self.schedule.length
+        inside = tuple(j for j in self.schedule.jumps if j < period)
+        if not _differ(_before(self.schedule), self.schedule.at(0)):
+            return self._over_periods(inside)
+        last = None if self.times is None else self.times * period
+        return tuple(j for j in self._over_periods((*inside, period)) if j != last)
+
+    def _over_periods(self, steps: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sorted(i * self.schedule.length + step for i in range(self.times or 1) for step in steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wrapped(Schedule):
+    """What schedules that change another's values, not its times, have in common."""
+
+    schedule: Schedule
+
+    @property
+    def length(self) -> float:
+        return self.schedule.length
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return self.schedule.boundaries
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        return self.schedule.jumps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled(_Wrapped):
+    """Another schedule times a factor; see `scale`."""
+
+    kind: ClassVar[str] = "scale"
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("scale", factor=self.factor)
+
+    def at(self, step: float) -> float:
+        return self.factor * self.schedule.at(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipped(_Wrapped):
+    """Another schedule kept between bounds; see `clip`."""
+
+    kind: ClassVar[str] = "clip"
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        for bound in (self.low, self.high):
+            check_number("clip", bound=bound)
+        if self.low is None and self.high is None:
+            raise ScheduleError("clip: needs low=, high= or both")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ScheduleError(f"clip: low={self.low!r} must be at most high={self.high!r}")
+
+    def at(self, step: float) -> float:
+        value = self.schedule.at(step)
+        if self.high is not None:
+            value = min(value, self.high)
+        return value if self.low is None else max(value, self.low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(Schedule):
+    """Another schedule at other times: s((step - delay) / stretch); see `shift` and `stretch`."""
+
+    kind: ClassVar[str] = "moved"
+    schedule: Schedule
+    delay: float = 0.0
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("shift", steps=self.delay)
+        check_number("stretch", above=0, factor=self.stretch)
+
+    def at(self, step: float) -> float:
+        return self.schedule((step - self.delay) / self.stretch)
+
+    def _new_time(self, step: float) -> float:
+        return step * self.stretch + self.delay
+
+    @property
+    def length(self) -> float:
+        return max(self._new_time(self.schedule.length), 0.0)
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        steps = self.schedule.boundaries if self.delay <= 0 else (0.0, *self.schedule.boundaries)
+        return tuple(t for step in steps if (t := self._new_time(step)) > 0)
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        return tuple(t for step in self.schedule.jumps if (t := self._new_time(step)) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(Schedule):
+    """The beginning of another schedule; see `cut`."""
+
+    kind: ClassVar[str] = "cut"
+    schedule: Schedule
+    steps: float
+
+    def __post_init__(self) -> None:
+        check_number("cut", above=0, steps=self.steps)
+
+    def at(self, step: float) -> float:
+        return self.schedule.at(min(step, self.steps))
+
+    @property
+    def length(self) -> float:
+        return self.steps
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return (*(b for b in self.schedule.boundaries if b < self.steps), self.steps)
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        return tuple(j for j in self.schedule.jumps if j <= self.steps)
+
+
+def join(*schedules: Schedule) -> Schedule:
+    """One schedule after another, each counting from its own step 0; the step of a boundary belongs to the later one.
+
+    >>> from opt_scheduler import constant, linear
+    >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    parts: list[Schedule] = []
+    for schedule in schedules:  # flat, so that however one brackets the same parts, the values are equal
+        parts += schedule.parts if isinstance(schedule, Join) else [schedule]
+    return Join(parts=tuple(parts))
+
+
+def warmup(schedule: Schedule, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """A rise from `start` to the first value of `schedule` over `steps`, and then `schedule`, counting from its own 0.
+
+    With `start=0` the update at step 0 changes nothing; `start=peak / steps` cures that. `steps=0` adds no warmup.
+
+    >>> from opt_scheduler import linear
+    >>> warmup(linear(1.0, 0.0, steps=10), steps=4).values([0, 1, 2, 3, 4, 5, 14])
+    [0.0, 0.25, 0.5, 0.75, 1.0, 0.9, 0.0]
+    """
+    check_number("warmup", low=0, steps=steps)
+    return join(ramp(start, schedule(0), steps=steps, shape=shape), schedule) if steps > 0 else schedule
+
+
+def repeat(schedule: Schedule, *, times: int | None = None) -> Schedule:
+    """`schedule` again from its start whenever it ends: `times` in all, or for ever. Past the last, its last value.
+
+    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
+
+    >>> from opt_scheduler import linear
+    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
+    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    return Repeat(schedule=schedule, times=times)
+
+
+def scale(schedule: Schedule, factor: float) -> Schedule:
+    """`factor` times `schedule`.
+
+    >>> from opt_scheduler import linear
+    >>> scale(linear(1.0, 0.0, steps=10), 0.5)(5)
+    0.25
+    """
+    return Scaled(schedule=schedule, factor=factor)
+
+
+def clip(schedule: Schedule, *, low: float | None = None, high: float | None = None) -> Schedule:
+    """`schedule`, but never below `low` nor above `high`. `boundaries` does not list where it meets them.
+
+    >>> from opt_scheduler import linear
+    >>> clip(linear(1.0, 0.0, steps=10), low=0.2).values([0, 7, 9])
+    [1.0, 0.30000000000000004, 0.2]
+    """
+    return Clipped(schedule=schedule, low=low, high=high)
+
+
+def shift(schedule: Schedule, steps: float) -> Schedule:
+    """`schedule` later by `steps`, having its first value until then; earlier if `steps` is negative.
+
+    >>> from opt_scheduler import linear
+    >>> shift(linear(1.0, 0.0, steps=10), 5).values([0, 5, 10, 15])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    return Moved(schedule=schedule, delay=steps)
+
+
+def stretch(schedule: Schedule, factor: float) -> Schedule:
+    """`schedule` slowed down `factor` times: steps to samples is a stretch by the batch size.
+
+    >>> from opt_scheduler import linear
+    >>> stretch(linear(1.0, 0.0, steps=10), 256)(1280)
+    0.5
+    """
+    return Moved(schedule=schedule, stretch=factor)
+
+
+def cut(schedule: Schedule, steps: float) -> Schedule:
+    """The first `steps` of `schedule`, keeping the value it has there.
+
+    >>> from opt_scheduler import linear
+    >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])
+    [0.6, 0.5, 0.5]
+    """
+    return Cut(schedule=schedule, steps=steps)
+
+
+def cooldown(schedule: Schedule, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt") -> Schedule:
+    """`schedule` until step `at`, and from the value it has there down to `end` over `steps`.
+
+    Branches a finished model off a run whose own schedule goes on.
+
+    >>> from opt_scheduler import constant
+    >>> cooldown(constant(1.0), at=1000, steps=100).values([999, 1000, 1025, 1100])
+    [1.0, 1.0, 0.5, 0.0]
+    """
+    check_number("cooldown", low=0, at=at)
+    tail = ramp(schedule(at), end, steps=steps, shape=shape)
+    return join(cut(schedule, at), tail) if at > 0 else tail
+
+
+def _before(schedule: Schedule) -> float:
+    """The value that a finite schedule tends to at its end; it may be about to jump there."""
+    end = schedule.length
+    return schedule.at(math.nextafter(end, 0.0)) if end in schedule.jumps else schedule.at(end)
+
+
+def _differ(a: float, b: float) -> bool:
+    return not math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)

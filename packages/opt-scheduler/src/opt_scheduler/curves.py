@@ -1,0 +1,266 @@
+"""The elementary schedules: each is one formula of the step. Everything else is composed of these in `compose`."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .errors import ScheduleError, unknown_name
+from .schedule import Schedule, check_number
+from .shapes import SHAPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant(Schedule):
+    """One value; see `constant`."""
+
+    kind: ClassVar[str] = "constant"
+    value: float
+    steps: float | None = None  # where a following schedule begins; None: nothing can follow
+
+    def __post_init__(self) -> None:
+        check_number("constant", value=self.value)
+        check_number("constant", above=0, steps=self.steps)
+
+    def at(self, step: float) -> float:
+        return self.value
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.steps is None else self.steps
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return () if self.steps is None else (self.steps,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finite(Schedule):
+    """What schedules with an end have in common: the value after it is the value at it."""
+
+    steps: float
+
+    @property
+    def length(self) -> float:
+        return self.steps
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return (self.steps,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp(_Finite):
+    """From one value to another along a named shape; see `ramp`."""
+
+    kind: ClassVar[str] = "ramp"
+    start: float
+    end: float
+    steps: float
+    shape: str = "linear"
+
+    def __post_init__(self) -> None:
+        check_number("ramp", start=self.start, end=self.end)
+        check_number("ramp", above=0, steps=self.steps)
+        if self.shape not in SHAPES:
+            raise ScheduleError(f"ramp: {unknown_name('shape', self.shape, SHAPES)}")
+
+    def at(self, step: float) -> float:
+        if step >= self.steps:
+            return self.end
+        return self.end + SHAPES[self.shape](step / self.steps) * (self.start - self.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Polynomial(_Finite):
+    """From one value to another along a power of what is left; see `polynomial`."""
+
+    kind: ClassVar[str] = "polynomial"
+    start: float
+    end: float
+    steps: float
+    power: float
+
+    def __post_init__(self) -> None:
+        check_number("polynomial", start=self.start, end=self.end)
+        check_number("polynomial", above=0, steps=self.steps, power=self.power)
+
+    def at(self, step: float) -> float:
+        left = 1.0 - min(step / self.steps, 1.0)
+        return float(self.end + left**self.power * (self.start - self.end))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponential(_Finite):
+    """From one value to another by equal factors in equal times; see `exponential`."""
+
+    kind: ClassVar[str] = "exponential"
+    start: float
+    end: float
+    steps: float
+
+    def __post_init__(self) -> None:
+        check_number("exponential", above=0, start=self.start, end=self.end, steps=self.steps)
+
+    def at(self, step: float) -> float:
+        if step >= self.steps:
+            return self.end
+        return float(self.start * (self.end / self.start) ** (step / self.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power(Schedule):
+    """A power law of the step; see `power`."""
+
+    kind: ClassVar[str] = "power"
+    start: float
+    exponent: float
+    timescale: float
+    steps: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number("power", start=self.start, exponent=self.exponent)
+        check_number("power", above=0, timescale=self.timescale, steps=self.steps)
+
+    def at(self, step: float) -> float:
+        step = min(step, self.length)
+        return float(self.start * (1.0 + step / self.timescale) ** self.exponent)
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.steps is None else self.steps
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return () if self.steps is None else (self.steps,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecewiseLinear(Schedule):
+    """Straight lines between points; see `piecewise_linear`."""
+
+    kind: ClassVar[str] = "piecewise_linear"
+    points: tuple[tuple[float, float], ...]  # (step, value), steps ascending from 0
+
+    def __post_init__(self) -> None:
+        steps = [step for step, _ in self.points]
+        for step, value in self.points:
+            check_number("piecewise_linear", step=step, value=value)
+        if not steps or steps[0] != 0 or any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+            raise ScheduleError(f"piecewise_linear: the steps of points={self.points!r} must ascend from 0")
+
+    def at(self, step: float) -> float:
+        for (s0, v0), (s1, v1) in zip(self.points, self.points[1:], strict=False):
+            if step < s1:
+                return v0 + (step - s0) / (s1 - s0) * (v1 - v0)
+        return self.points[-1][1]
+
+    @property
+    def length(self) -> float:
+        return self.points[-1][0]
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return tuple(step for step, _ in self.points[1:])
+
+
+def constant(value: float, *, steps: float | None = None) -> Schedule:
+    """`value` at every step. With `steps` it has an end, so that another schedule can be joined to it.
+
+    >>> constant(3e-4)(0), constant(3e-4)(10**9)
+    (0.0003, 0.0003)
+    """
+    return Constant(value=value, steps=steps)
+
+
+def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Schedule:
+    """From `start` at step 0 to `end` at step `steps`: end + f(n / steps) · (start - end), with f from `shapes.SHAPES`.
+
+    >>> ramp(1.0, 0.0, steps=100, shape="minus_sqrt").values([0, 25, 100, 101])
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, shape=shape)
+
+
+def linear(start: float, end: float, *, steps: float) -> Schedule:
+    """A straight line.
+
+    >>> linear(1.0, 0.0, steps=100).values([0, 25, 100, 101])
+    [1.0, 0.75, 0.0, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, shape="linear")
+
+
+def cosine(start: float, end: float, *, steps: float) -> Schedule:
+    """Half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5); it stays down past its end.
+
+    >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, shape="cosine")
+
+
+def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
+    """1 - √r, the anneal that https://arxiv.org/abs/2405.18392 found best after a constant phase.
+
+    >>> minus_sqrt(1.0, 0.0, steps=100).values([0, 25, 100])
+    [1.0, 0.5, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, shape="minus_sqrt")
+
+
+def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
+    """2 · 2^-r - 1, the reference's "exponential" anneal: shifted so that it reaches any `end`, 0 included.
+
+    >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
+    [1.0, 0.414214, 0.0]
+    """
+    return Ramp(start=start, end=end, steps=steps, shape="exponential")
+
+
+def exponential(start: float, end: float, *, steps: float) -> Schedule:
+    """A true exponential, start · (end / start)^r: equal factors in equal times. Neither value may be 0.
+
+    >>> [round(v, 6) for v in exponential(1.0, 0.01, steps=100).values([0, 50, 100])]
+    [1.0, 0.1, 0.01]
+    """
+    return Exponential(start=start, end=end, steps=steps)
+
+
+def polynomial(start: float, end: float, *, steps: float, power: float) -> Schedule:
+    """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
+
+    >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
+    [1.0, 0.25, 0.0]
+    """
+    return Polynomial(start=start, end=end, steps=steps, power=power)
+
+
+def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:
+    """start · (1 + n / timescale)^exponent: a power law of the samples seen, as in https://arxiv.org/abs/2408.13359.
+
+    It never ends unless `steps` says where; it then keeps the value it has there.
+
+    >>> power(1.0, exponent=-1.0, timescale=10, steps=90).values([0, 10, 90, 91])
+    [1.0, 0.5, 0.1, 0.1]
+    """
+    return Power(start=start, exponent=exponent, timescale=timescale, steps=steps)
+
+
+def inverse_sqrt(start: float, *, timescale: float, steps: float | None = None) -> Schedule:
+    """start · √(timescale / (n + timescale)): after a warmup of `timescale` steps, start · √(warmup / step).
+
+    The decay of https://arxiv.org/abs/1706.03762, section 5.3.
+
+    >>> inverse_sqrt(1.0, timescale=10).values([0, 30, 150])
+    [1.0, 0.5, 0.25]
+    """
+    return Power(start=start, exponent=-0.5, timescale=timescale, steps=steps)
+
+
+def piecewise_linear(*points: tuple[float, float]) -> Schedule:
+    """Straight lines between (step, value) points, the first at step 0.
+
+    >>> piecewise_linear((0, 0.0), (10, 1.0), (110, 0.0)).values([0, 5, 10, 60, 200])
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
+    return PiecewiseLinear(points=points)

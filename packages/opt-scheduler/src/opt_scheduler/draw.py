@@ -1,0 +1,66 @@
+"""Curves as text and as SVG, without any dependency. Knows functions of the step, not schedules."""
+
+from collections.abc import Callable, Sequence
+
+from .errors import ScheduleError
+
+Curve = Callable[[float], float]
+
+_MARKS = "•×+o*#"
+_COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9498a0")
+
+
+def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height: int = 14) -> str:
+    """`curves` over steps 0 to `steps` on one grid of `width` x `height` characters, with both axes labelled.
+
+    Raises:
+        ScheduleError: a grid of less than 2 x 2, or nothing to look at.
+    """
+    if width < 2 or height < 2 or not steps > 0:
+        raise ScheduleError(f"cannot plot {steps=} on a grid of {width=} x {height=}: need steps > 0 and at least 2 x 2")
+    columns = [steps * x / (width - 1) for x in range(width)]
+    samples = [[curve(step) for step in columns] for curve in curves]
+    low, high = _limits(samples)
+    grid = [[" "] * width for _ in range(height)]
+    for mark, values in zip(_MARKS * len(samples), samples, strict=False):
+        for x, value in enumerate(values):
+            grid[round((high - value) / (high - low) * (height - 1))][x] = mark
+    labels = [f"{high - (high - low) * y / (height - 1):10.3g}" if y % 3 == 0 or y == height - 1 else " " * 10 for y in range(height)]
+    lines = [f"{label} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)]
+    end = f"{steps:g}"
+    return "\n".join([*lines, " " * 11 + "└" + "─" * width, " " * 12 + "0" + end.rjust(width - 1)])
+
+
+def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height: int = 200, points: int = 281) -> str:
+    """`curves` over steps 0 to `steps` as a self-contained SVG of `width` x `height` pixels."""
+    columns = [steps * x / (points - 1) for x in range(points)]
+    samples = [[curve(step) for step in columns] for curve in curves]
+    low, high = _limits(samples)
+    left, bottom = 64, height - 24
+
+    def path(values: Sequence[float]) -> str:
+        xs = (left + (width - left - 12) * x / (points - 1) for x in range(points))
+        ys = (12 + (bottom - 12) * (high - value) / (high - low) for value in values)
+        return "M" + " L".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+
+    paths = "".join(
+        f'<path d="{path(values)}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        for values, colour in zip(samples, _COLOURS * len(samples), strict=False)
+    )
+    text = 'font-family="sans-serif" font-size="11" fill="currentColor"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<path d="M{left},12 V{bottom} H{width - 12}" fill="none" stroke="currentColor" opacity="0.4"/>{paths}'
+        f'<text x="{left - 6}" y="16" text-anchor="end" {text}>{high:.3g}</text>'
+        f'<text x="{left - 6}" y="{bottom}" text-anchor="end" {text}>{low:.3g}</text>'
+        f'<text x="{left}" y="{height - 8}" {text}>0</text>'
+        f'<text x="{width - 12}" y="{height - 8}" text-anchor="end" {text}>{steps:g}</text></svg>'
+    )
+
+
+def _limits(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The lowest and highest value to draw, never equal; 0 is shown where it is not far below."""
+    low, high = min(map(min, samples)), max(map(max, samples))
+    if 0 < low < high / 2 or low == high > 0:
+        low = 0.0
+    return (low, high) if high > low else (low, low + 1.0)

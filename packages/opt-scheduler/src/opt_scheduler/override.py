@@ -1,0 +1,96 @@
+"""What one parameter group sets for itself: a typed dict, its form as a key, and the union of several."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
+from typing import TypedDict, cast
+
+from .errors import ScheduleError
+
+
+class ParamGroupOverride(TypedDict, total=False):
+    """Values of one parameter group that take the place of the scheduler's.
+
+    A dict, so that it can be merged into the group as it stands. Keys beyond these are kept and end up in the group too,
+    where an optimizer or scheduler of one's own may read them.
+
+    >>> ParamGroupOverride(max_lr=1e-4, wd_mult=0.0)
+    {'max_lr': 0.0001, 'wd_mult': 0.0}
+    """
+
+    max_lr: float  # peak of the learning rate
+    min_lr: float  # floor of the learning rate
+    start_wd: float  # weight decay at step 0
+    end_wd: float  # weight decay once its ramp has ended
+    wd_mult: float  # multiplies the weight decay; 0 turns it off
+
+
+def param_group_override_to_tuple(
+    param_group_override: ParamGroupOverride | None,
+) -> tuple[tuple[str, Hashable], ...] | None:
+    """The override as a key for dicts: pairs sorted by name, so that the order of writing does not matter.
+
+    Lists, sets and dicts among the values become tuples and frozensets; None stays None.
+
+    >>> param_group_override_to_tuple({"min_lr": 0.0, "max_lr": 1e-3})
+    (('max_lr', 0.001), ('min_lr', 0.0))
+
+    Raises:
+        ScheduleError: a value that has no hashable form, such as an array.
+    """
+    if param_group_override is None:
+        return None
+    items = cast(Mapping[str, object], param_group_override).items()
+    return tuple((key, _hashable(value, key=key)) for key, value in sorted(items, key=itemgetter(0)))
+
+
+def combine_param_group_overrides(
+    param_group_overrides: Sequence[ParamGroupOverride | None],
+) -> ParamGroupOverride:
+    """The union of several overrides. None counts as empty; two may set the same key if they agree on its value.
+
+    >>> combine_param_group_overrides([{"wd_mult": 0.0}, None, {"max_lr": 1e-4}])
+    {'wd_mult': 0.0, 'max_lr': 0.0001}
+
+    Raises:
+        ScheduleError: two overrides set one key to different values; names the key and both values.
+    """
+    combined: dict[str, object] = {}
+    for override in param_group_overrides:
+        for key, value in cast(Mapping[str, object], override or {}).items():
+            if key in combined and not _same(combined[key], value):
+                raise ScheduleError(
+                    f"parameter group override {key!r} is set twice, to {combined[key]!r} and to {value!r}: "
+                    "a parameter matched by both would have two values; make the matches disjoint or the values equal"
+                )
+            combined[key] = value
+    return cast(ParamGroupOverride, combined)
+
+
+def _hashable(value: object, *, key: str) -> Hashable:
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(v, key=key) for v in value)
+    if isinstance(value, Mapping):
+        pairs = sorted(value.items(), key=lambda pair: repr(pair[0]))
+        return tuple((_hashable(k, key=key), _hashable(v, key=key)) for k, v in pairs)
+    if isinstance(value, set | frozenset):
+        return frozenset(_hashable(v, key=key) for v in value)
+    if isinstance(value, Hashable):
+        return value
+    raise ScheduleError(
+        f"parameter group override {key!r} is {value!r} ({type(value).__name__}), which cannot be part of a key: "
+        "use numbers, strings, tuples, lists, sets or dicts"
+    )
+
+
+def _same(a: object, b: object) -> bool:
+    """Equality that also works where `==` answers with an array: such values are the same if all their elements are."""
+    if a is b:
+        return True
+    equal = a == b
+    if isinstance(equal, bool):
+        return equal
+    elements = cast(Sequence[object], equal)
+    try:
+        return all(elements)
+    except TypeError:  # a 0-d array or tensor cannot be iterated, but has one truth value
+        return bool(equal)

@@ -1,0 +1,79 @@
+"""Schedules people know by name, composed of the others: wsd, one_cycle, cyclic, piecewise_constant, step_decay."""
+
+from collections.abc import Sequence
+
+from .compose import join, repeat, warmup
+from .curves import constant, linear, ramp
+from .errors import ScheduleError
+from .schedule import Schedule, check_number
+
+
+def wsd(
+    peak: float,
+    *,
+    warmup_steps: float,
+    stable_steps: float,
+    decay_steps: float,
+    start: float = 0.0,
+    end: float = 0.0,
+    shape: str = "minus_sqrt",
+) -> Schedule:
+    """Warmup, stable, decay (https://arxiv.org/abs/2404.06395): `repeat` or `join` several for WSD-S.
+
+    >>> wsd(1.0, warmup_steps=10, stable_steps=70, decay_steps=20, shape="linear").values([5, 10, 80, 90, 100])
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    return warmup(
+        join(constant(peak, steps=stable_steps), ramp(peak, end, steps=decay_steps, shape=shape)),
+        steps=warmup_steps,
+        start=start,
+    )
+
+
+def one_cycle(
+    peak: float, *, up_steps: float, down_steps: float, start: float | None = None, end: float = 0.0, shape: str = "cosine"
+) -> Schedule:
+    """One rise to `peak` and one longer fall (https://arxiv.org/abs/1708.07120). `start` is peak / 25 unless given.
+
+    torch's OneCycleLR(total_steps=T, pct_start=p) is up_steps=p·T - 1, down_steps=T - p·T, end=start / 1e4.
+
+    >>> [round(v, 6) for v in one_cycle(1.0, up_steps=30, down_steps=70).values([0, 30, 65, 100])]
+    [0.04, 1.0, 0.5, 0.0]
+    """
+    first = peak / 25 if start is None else start
+    return join(ramp(first, peak, steps=up_steps, shape=shape), ramp(peak, end, steps=down_steps, shape=shape))
+
+
+def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times: int | None = None) -> Schedule:
+    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them or for ever.
+
+    >>> cyclic(0.0, 1.0, up_steps=2, down_steps=4).values([0, 1, 2, 4, 6, 7])
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
+    """
+    return repeat(join(linear(low, high, steps=up_steps), linear(high, low, steps=down_steps)), times=times)
+
+
+def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Schedule:
+    """`values[0]`, then from step `at[0]` on `values[1]`, and so forth.
+
+    >>> piecewise_constant([1.0, 0.1, 0.01], at=[100, 150]).values([0, 99, 100, 149, 150])
+    [1.0, 1.0, 0.1, 0.1, 0.01]
+    """
+    edges = [0.0, *at]
+    if len(values) != len(edges):
+        raise ScheduleError(f"piecewise_constant: {len(values)} values need {len(values) - 1} steps in at=, not {len(at)}")
+    if any(b <= a for a, b in zip(edges, edges[1:], strict=False)):
+        raise ScheduleError(f"piecewise_constant: at={list(at)!r} must ascend from above 0")
+    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [constant(value, steps=steps) for value, steps in zip(values, lengths, strict=False)]
+    return join(*parts, constant(values[-1]))
+
+
+def step_decay(start: float, *, factor: float, every: float, times: int) -> Schedule:
+    """`start`, multiplied by `factor` after each `every` steps, `times` times.
+
+    >>> step_decay(1.0, factor=0.5, every=10, times=2).values([0, 9, 10, 20, 1000])
+    [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+    check_number("step_decay", low=1, times=times)
+    return piecewise_constant([start * factor**i for i in range(times + 1)], at=[every * (i + 1) for i in range(times)])

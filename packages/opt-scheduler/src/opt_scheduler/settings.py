@@ -1,0 +1,177 @@
+"""What an `OptimizerParamScheduler` was told, validated as a whole, and its numbers as pure functions of the step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from . import shapes
+from .errors import refuse, unknown_name
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # the reference's four, a subset of `shapes.SHAPES`
+WD_STYLES = ("constant", "linear", "cosine")
+
+WarmupFirst: TypeAlias = Literal["init", "one"] | float
+TwoToOne: TypeAlias = Callable[[float, float], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The arguments of the reference's scheduler. Steps are in whatever unit `step(increment)` counts; fractions are fine.
+
+    `lr_decay_steps` and `wd_incr_steps` count from step 0, so the warmup is part of the former.
+
+    Raises:
+        ScheduleError: lists every field that cannot be, with what is allowed.
+    """
+
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: float
+    lr_decay_steps: float
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: float
+    wd_incr_style: str
+    wsd_decay_steps: float | None = None
+    lr_wsd_decay_style: str | None = None
+    warmup_first: WarmupFirst = "init"
+
+    def __post_init__(self) -> None:
+        problems = [*_not_numbers(self)] or [*_lr_problems(self), *_wsd_problems(self), *_wd_problems(self)]
+        refuse(problems, where="OptimizerParamScheduler")
+
+    @property
+    def warmup_lead(self) -> float:
+        """How far the warmup runs ahead of the step count: 0 wastes the first update when `init_lr` is 0."""
+        if self.warmup_first == "init":
+            return 0.0
+        return 1.0 if isinstance(self.warmup_first, str) else self.warmup_first
+
+    def lr_formula(self, step: float) -> TwoToOne:
+        """The learning rate at `step` as a function of (max_lr, min_lr), which groups may set for themselves."""
+        warmup, init = self.lr_warmup_steps, self.init_lr
+        if warmup > 0 and step <= warmup:
+            done = float(min(step + self.warmup_lead, warmup))
+            return lambda high, low: init + (high - init) * done / warmup
+        if self.lr_decay_style == "constant":
+            return lambda high, low: high
+        if self.lr_decay_style == "inverse-square-root":
+            return self._inverse_sqrt(step)
+        if step > self.lr_decay_steps:
+            return lambda high, low: low
+        left = self.lr_left(step)
+        return lambda high, low: low + left * (high - low)
+
+    def lr_left(self, step: float) -> float:
+        """How much of `max_lr - min_lr` is left at a step between warmup and end; linear, cosine and WSD."""
+        if self.lr_decay_style != "WSD":
+            r = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+            return shapes.SHAPES[self.lr_decay_style](r)
+        assert self.wsd_decay_steps is not None and self.lr_wsd_decay_style is not None  # validated
+        anneal_start = self.lr_decay_steps - self.wsd_decay_steps
+        if step <= anneal_start:
+            return 1.0
+        return shapes.SHAPES[self.lr_wsd_decay_style]((step - anneal_start) / self.wsd_decay_steps)
+
+    def _inverse_sqrt(self, step: float) -> TwoToOne:
+        # The reference drops to min_lr after its last step, a jump by any factor; here the last value is held.
+        root_peak = math.sqrt(max(self.lr_warmup_steps, 1))
+        root_step = math.sqrt(max(min(step, self.lr_decay_steps), 1))
+        return lambda high, low: max(low, high * root_peak / root_step)
+
+    def wd_formula(self, step: float) -> TwoToOne:
+        """The weight decay at `step`, before `wd_mult`, as a function of (start_wd, end_wd)."""
+        if step > self.wd_incr_steps or self.wd_incr_style == "constant":
+            return lambda start, end: end
+        r = step / self.wd_incr_steps
+        done = r if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0)
+        return lambda start, end: start + done * (end - start)
+
+
+_NUMBERS = (
+    "init_lr", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps",
+    "start_wd", "end_wd", "wd_incr_steps", "wsd_decay_steps",
+)  # fmt: skip
+
+
+def _not_numbers(s: Settings) -> list[str]:
+    def is_number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    return [
+        f"{name}={value!r} must be a finite number"
+        for name in _NUMBERS
+        if not is_number(value := getattr(s, name)) and not (name == "wsd_decay_steps" and value is None)
+    ]
+
+
+def _lr_problems(s: Settings) -> list[str]:
+    found = []
+    if s.init_lr < 0:
+        found.append(f"init_lr={s.init_lr!r} must not be negative")
+    if s.min_lr < 0:
+        found.append(f"min_lr={s.min_lr!r} must not be negative")
+    if s.max_lr < s.min_lr:
+        found.append(f"max_lr={s.max_lr!r} must be at least min_lr={s.min_lr!r}")
+    if s.init_lr > s.max_lr:
+        found.append(f"init_lr={s.init_lr!r} must be at most max_lr={s.max_lr!r}: warmup rises from one to the other")
+    if s.lr_warmup_steps < 0:
+        found.append(f"lr_warmup_steps={s.lr_warmup_steps!r} must not be negative; 0 turns warmup off")
+    if s.lr_decay_steps <= 0:
+        found.append(f"lr_decay_steps={s.lr_decay_steps!r} must be positive")
+    elif s.lr_warmup_steps >= s.lr_decay_steps:
+        found.append(
+            f"lr_warmup_steps={s.lr_warmup_steps!r} must be less than lr_decay_steps={s.lr_decay_steps!r}, "
+            "which counts from step 0 and contains the warmup"
+        )
+    if s.lr_decay_style not in LR_STYLES:
+        found.append(unknown_name("lr_decay_style", s.lr_decay_style, LR_STYLES))
+    first = s.warmup_first
+    if first not in ("init", "one") and (isinstance(first, str) or not 0 < first < math.inf):
+        found.append(f"warmup_first={first!r} must be 'init', 'one' or a positive number: the size of the first increment")
+    return found
+
+
+def _wsd_problems(s: Settings) -> list[str]:
+    found = []
+    if s.lr_wsd_decay_style is not None and s.lr_wsd_decay_style not in WSD_STYLES:
+        found.append(unknown_name("lr_wsd_decay_style", s.lr_wsd_decay_style, WSD_STYLES))
+    if s.lr_decay_style != "WSD":
+        return found  # launchers pass the WSD fields whatever the style: they only have to make sense by themselves
+    if s.lr_wsd_decay_style is None:
+        found.append(f"lr_wsd_decay_style=None, but lr_decay_style='WSD' needs one of {', '.join(map(repr, WSD_STYLES))}")
+    if s.wsd_decay_steps is None:
+        found.append("wsd_decay_steps=None, but lr_decay_style='WSD' needs the length of its anneal")
+    elif s.wsd_decay_steps <= 0:
+        found.append(f"wsd_decay_steps={s.wsd_decay_steps!r} must be positive; without an anneal, use 'constant'")
+    elif s.wsd_decay_steps > s.lr_decay_steps - s.lr_warmup_steps:
+        found.append(
+            f"wsd_decay_steps={s.wsd_decay_steps!r} must fit between the warmup and the end: "
+            f"lr_decay_steps - lr_warmup_steps = {s.lr_decay_steps - s.lr_warmup_steps!r}"
+        )
+    return found
+
+
+def _wd_problems(s: Settings) -> list[str]:
+    found = []
+    if s.start_wd < 0:
+        found.append(f"start_wd={s.start_wd!r} must not be negative")
+    if s.end_wd < s.start_wd:
+        found.append(
+            f"end_wd={s.end_wd!r} must be at least start_wd={s.start_wd!r}; "
+            "for a falling weight decay pass schedules=[FieldSchedule(field='weight_decay', ...)]"
+        )
+    if s.wd_incr_style not in WD_STYLES:
+        found.append(unknown_name("wd_incr_style", s.wd_incr_style, WD_STYLES))
+    elif s.wd_incr_style == "constant":
+        if s.start_wd != s.end_wd:
+            found.append(f"wd_incr_style='constant' needs start_wd={s.start_wd!r} equal to end_wd={s.end_wd!r}")
+        if s.wd_incr_steps < 0:
+            found.append(f"wd_incr_steps={s.wd_incr_steps!r} must not be negative")
+    elif s.wd_incr_steps <= 0:
+        found.append(f"wd_incr_steps={s.wd_incr_steps!r} must be positive for wd_incr_style={s.wd_incr_style!r}")
+    return found
