@@ -95,19 +95,17 @@ def _set_of(kind: CoefficientType) -> _Set:
         case CoefficientType.CUBIC5:
             return _Set(_Repeat.NEVER, _CUBIC5)
         case CoefficientType.AOL:
-            # p(1) = a + b + c = -0.585 in its first step. Rescaling the rows as AOL does bounds the singular values
-            # by 1 but does not keep them off it: every matrix with orthogonal rows, and every one of rank one, gets there.
+            # In its first step a + b + c = -0.585: 1 is sent below zero. AOL's rescaling of the rows bounds the singular
+            # values by 1 but does not keep them off it: orthogonal rows, or rank one, make them 1.
             raise ValueError(
                 "coefficient_type 'aol' is refused: its polynomial is negative for singular values above 0.884 of the "
-                "norm, so a momentum near rank one would be applied with its sign reversed; use 'polar_express' or 'quintic'"
+                "norm, so that a momentum near rank one would be applied with its sign reversed; use 'polar_express'"
             )
         case CoefficientType.CUSTOM:
-            raise ValueError("coefficient_type 'custom' needs custom_coefficients: a sequence of (a, b, c), one per step")
+            raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
 
 
-def schedule(
-    kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()
-) -> Schedule:
+def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
     """The coefficients of each of `num_steps` steps.
 
     Raises ValueError if `num_steps` is below 1, if the set has one fixed length and this is another, for `AOL`, and

@@ -2,9 +2,9 @@
 
 Written on the Gram matrix R = XXᵀ, the steps of a segment multiply (m, m) matrices only, and X (m, n) is touched twice
 per segment: once to form R, once to apply the product of the steps. That is cheaper the longer X is, but R carries the
-squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative, which
-every step multiplies by a². When that product nears 1 the iteration would diverge, so the segment has to end before:
-X is brought up to date and R formed anew. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
+squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative,
+which every step multiplies by a². When that product nears 1 the iteration would diverge, so the segment has to end
+before: X is brought up to date and R formed anew. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
 here the schedule and the dtype say where.)
 """
 
@@ -14,8 +14,8 @@ import torch
 
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, Schedule
 
-# An eigenvalue of R that is all rounding may grow to about this before the polynomials stop contracting it. Quintic
-# coefficients in bf16 reach 1.02 after two steps and are as accurate there as one step at a time; with three they are not.
+# An eigenvalue of R that is all rounding may grow to about this before the polynomials stop contracting it. In bf16
+# the quintic set reaches 1.02 after two steps, where it is about as accurate as one step at a time; after three it is not.
 GROWTH_LIMIT = 1.1
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 

@@ -1,0 +1,134 @@
+"""Orthogonalisation as Muon does it: which precision, which products, which ranks, and what scale."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from opt_kernels.dispatch import Backend, parse_backend, version
+from opt_kernels.ops.newton_schulz import reference, torch_native
+from opt_kernels.ops.newton_schulz.coefficients import Schedule
+from opt_kernels.ops.newton_schulz.segments import cut
+from opt_kernels.ops.syrk.torch_native import dense_product
+from opt_kernels.rules.base import TensorParallel
+
+
+class Choice(StrEnum):
+    """An option by its name in a configuration; an unknown name is an error that lists the known ones."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Choice":
+        allowed = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{value!r} is not a {cls.__name__}; give one of {allowed}")
+
+
+class ScaleMode(Choice):
+    """What the orthogonal matrix (rows, cols) is multiplied by, so that one learning rate suits every shape."""
+
+    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): with an extra factor of 0.2, AdamW's root mean square
+    UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
+    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): Keller Jordan's
+
+
+class MatmulPrecision(Choice):
+    """In what the matrix products are done; the names are torch's."""
+
+    MEDIUM = "medium"  # 16 bits: fp16 on GPUs (three more bits, and normalised numbers need no range), bf16 elsewhere
+    HIGH = "high"  # fp32 numbers, TF32 products where the device has them
+    HIGHEST = "highest"  # fp32
+
+
+class TpMode(Choice):
+    """How a matrix that tensor parallelism cuts is orthogonalised."""
+
+    BLOCKWISE = "blockwise"  # each rank its own block: no communication, another update for every number of ranks
+    DUPLICATED = "duplicated"  # gathered, and done by every rank: the update of the whole matrix, bit for bit
+    DISTRIBUTED = "distributed"  # on the blocks, with Gram matrices summed over ranks: the same update, to rounding
+
+
+def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
+    """The factor of `mode` for a matrix of that size; under tensor parallelism the size of the whole."""
+    match mode:
+        case ScaleMode.SPECTRAL:
+            return float(max(rows, cols) ** 0.5)
+        case ScaleMode.UNIT_RMS_NORM:
+            return float((rows / cols) ** 0.5)
+        case ScaleMode.SHAPE_SCALING:
+            return float(max(1.0, rows / cols) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonalization:
+    """The polar factor of matrices, by Newton-Schulz (see `ops/newton_schulz`)."""
+
+    schedule: Schedule
+    precision: MatmulPrecision = MatmulPrecision.MEDIUM
+    use_syrk: bool = True
+    tp_mode: TpMode = TpMode.BLOCKWISE
+    backend: str | None = None
+
+    def __call__(
+        self,
+        x: Tensor,  # (batch, rows, cols) float32 or float64, read only: this rank's part
+        *,
+        cut_dim: int | None = None,  # -2 or -1: what tensor parallelism cuts
+        tensor_parallel: TensorParallel | None = None,
+    ) -> Tensor:
+        """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
+        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
+            return self._oriented(x, transpose=x.shape[-2] > x.shape[-1])
+        if self.tp_mode is TpMode.DISTRIBUTED:
+            # Ranks must hold columns, so that their Gram matrices add up to that of the whole.
+            return self._oriented(x, transpose=cut_dim == -2, all_reduce=tensor_parallel.all_reduce)
+        whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
+        part = x.shape[cut_dim]
+        done = self._oriented(whole, transpose=whole.shape[-2] > whole.shape[-1])
+        return done.narrow(cut_dim, tensor_parallel.rank * part, part)
+
+    def _oriented(self, x: Tensor, *, transpose: bool, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """With the Gram matrix of the rows, or of the columns where `transpose`."""
+        done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce).to(x.dtype)
+        return done.mT if transpose else done
+
+    def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+        dtype = self._dtype(x)
+        if parse_backend(self.backend) is Backend.REFERENCE:
+            return reference.newton_schulz(x, segments=(self.schedule,), all_reduce=all_reduce)
+        segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
+        with _Fp32Products(self.precision):
+            return torch_native.newton_schulz(
+                x, segments=segments, dtype=dtype, product=self._product(x), all_reduce=all_reduce
+            )
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        if x.dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
+            return x.dtype
+        return torch.float16 if x.is_cuda else torch.bfloat16
+
+    def _product(self, x: Tensor) -> Callable[..., Tensor]:
+        if not self.use_syrk:
+            return dense_product
+        return version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
+
+
+class _Fp32Products:
+    """While entered, fp32 matrix products are what `precision` says.
+
+    torch keeps this in one place for the whole process, and by default a user's own choice would reach in here. It is
+    set only where it differs, and set back.
+    """
+
+    def __init__(self, precision: MatmulPrecision) -> None:
+        self._wanted = "high" if precision is MatmulPrecision.HIGH else "highest"
+        self._found = self._wanted
+
+    def __enter__(self) -> None:
+        self._found = torch.get_float32_matmul_precision()
+        if self._found != self._wanted:
+            torch.set_float32_matmul_precision(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        if self._found != self._wanted:
+            torch.set_float32_matmul_precision(self._found)
