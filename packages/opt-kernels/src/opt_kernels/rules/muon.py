@@ -24,6 +24,8 @@ from opt_kernels.rules.matrices import (
 )
 from opt_kernels.rules.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
 
+MOMENTUM = "momentum_buffer"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon:
@@ -54,7 +56,7 @@ class Muon:
 
     def __post_init__(self) -> None:
         parse_backend(self.backend)
-        codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
+        codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
     @property
@@ -66,8 +68,9 @@ class Muon:
         return Needs.MATRICES
 
     @property
-    def momentum_buffer_codec(self) -> StateCodec:
-        return codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
+    def codecs(self) -> dict[str, StateCodec]:
+        """How each state is stored."""
+        return {MOMENTUM: codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)}
 
     @property
     def orthogonalization(self) -> Orthogonalization:
@@ -82,10 +85,10 @@ class Muon:
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        return state_specs({"momentum_buffer": self.momentum_buffer_codec})
+        return state_specs(self.codecs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return init_state({"momentum_buffer": self.momentum_buffer_codec}, main)
+        return init_state(self.codecs, main)
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
@@ -98,7 +101,7 @@ class Muon:
 
 
 def directions(rule: Muon, tasks: Sequence[Task], grad_scale: float | Tensor, skip: Tensor | None) -> Tensor:
-    """The orthogonalised momenta of works of one layout, a new (len(tasks), *shape), not scaled. Updates the momenta."""
+    """The orthogonalised momenta of works of one layout, not scaled: a new (len(tasks), *shape). Updates momenta."""
     momenta = scaled_grads(tasks, grad_scale)
     for momentum, task in zip(momenta, tasks):
         accumulate_(rule, task, momentum, skip)
@@ -121,9 +124,9 @@ def accumulate_(
     hyper, work = task
     if not rule.decoupled:
         grad.add_(read_main(work) * hyper.weight_decay)
-    codec = rule.momentum_buffer_codec
-    momentum = read_state(work, "momentum_buffer", codec).lerp_(grad, 1.0 - hyper.momentum)
-    write_state_(work, "momentum_buffer", codec, momentum, skip)
+    codec = rule.codecs[MOMENTUM]
+    momentum = read_state(work, MOMENTUM, codec).lerp_(grad, 1.0 - hyper.momentum)
+    write_state_(work, MOMENTUM, codec, momentum, skip)
     if rule.nesterov:
         grad.lerp_(momentum, hyper.momentum)
     else:
@@ -137,7 +140,7 @@ def scale_(rule: Muon, work: Work, updates: Tensor) -> None:
     ranks = 1 if group is None else group.size
     split_rows = work.matrix.split_rows or (rows,)
     grouped = updates.view(*updates.shape[:-2], -1, sum(split_rows), cols)
-    for part, part_rows in zip(grouped.split(split_rows, dim=-2), split_rows):
+    for part, part_rows in zip(torch.split(grouped, split_rows, dim=-2), split_rows):
         whole_rows = part_rows * grouped.shape[-3] * (ranks if cut_dim == -2 else 1)
         whole_cols = cols * (ranks if cut_dim == -1 else 1)
         part.mul_(scale_factor(rule.scale_mode, rows=whole_rows, cols=whole_cols) * rule.extra_scale_factor)

@@ -95,8 +95,8 @@ def _set_of(kind: CoefficientType) -> _Set:
         case CoefficientType.CUBIC5:
             return _Set(_Repeat.NEVER, _CUBIC5)
         case CoefficientType.AOL:
-            # In its first step a + b + c = -0.585: 1 is sent below zero. AOL's rescaling of the rows bounds the singular
-            # values by 1 but does not keep them off it: orthogonal rows, or rank one, make them 1.
+            # In its first step a + b + c = -0.585: 1 is sent below zero. AOL's rescaling of the rows bounds the
+            # singular values by 1 but does not keep them off it: orthogonal rows, or rank one, make them 1.
             raise ValueError(
                 "coefficient_type 'aol' is refused: its polynomial is negative for singular values above 0.884 of the "
                 "norm, so that a momentum near rank one would be applied with its sign reversed; use 'polar_express'"

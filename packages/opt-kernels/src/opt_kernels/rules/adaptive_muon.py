@@ -1,0 +1,114 @@
+"""AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by row (NorMuon)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import Plain, StateCodec
+from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Work
+from opt_kernels.rules.matrices import Task, matrix_dim, read_state, stacks, write_state_
+from opt_kernels.rules.muon import Muon, descend_, directions, scale_
+from opt_kernels.rules.orthogonalization import Choice
+
+SECOND_MOMENT = "moment2_buffer"
+
+
+class SecondMoment(Choice):
+    """Of what the second moment is kept."""
+
+    ADAMUON = "adamuon"  # of every element
+    NORMUON = "normuon"  # of every row: one number a neuron
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMuon:
+    """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
+
+        adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                            (arXiv 2507.11005)
+        normuon   v <- v + (1 - b2)(mean of O² over a row - v);  U = O / sqrt(max(v, eps)), times ‖O‖ / ‖U‖
+                                                                                                 (arXiv 2510.05491)
+        p <- p - lr wd p - lr s e U
+
+    without bias correction, as the reference has it. The scale s e is applied once, here: an O that was scaled before
+    would have its scale divided out again, or squared. The reference averages over the columns of a wide matrix; we over
+    rows always, as the paper does, so that the state has one shape whatever the shape of the part of the matrix that
+    is here. Rows and norms are those of the whole matrix: they are summed over tensor-parallel ranks in every mode.
+    """
+
+    muon: Muon = Muon()
+    second_moment: SecondMoment = SecondMoment.ADAMUON
+
+    @property
+    def name(self) -> str:
+        return "adaptive_muon"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.MATRICES
+
+    @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """How each state is stored."""
+        return self.muon.codecs | {SECOND_MOMENT: Plain()}
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        if self.second_moment is SecondMoment.ADAMUON:
+            return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT))
+        return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,)))
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        shape = main.shape if self.second_moment is SecondMoment.ADAMUON else main.shape[:-1]
+        second = torch.zeros(shape, dtype=torch.float32, device=main.device)
+        return self.muon.init_state(main) | {SECOND_MOMENT: second}
+
+    def update_(
+        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+    ) -> None:
+        for tasks in stacks(batches):
+            updates = directions(self.muon, tasks, grad_scale, skip)
+            for update, task in zip(updates, tasks):
+                self._adapt_(task, update, skip)
+            scale_(self.muon, tasks[0].work, updates)
+            for update, task in zip(updates, tasks):
+                descend_(self.muon, task, update, skip)
+
+    def _adapt_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Divides `update` (*shape), O, by its history, and updates the history."""
+        hyper, work = task
+        if self.second_moment is SecondMoment.ADAMUON:
+            squares = update.square()
+        else:
+            squares = _row_mean(work, update)
+        second = read_state(work, SECOND_MOMENT, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
+        write_state_(work, SECOND_MOMENT, Plain(), second, skip)
+        if self.second_moment is SecondMoment.ADAMUON:
+            update.div_(second.sqrt_().add_(hyper.eps))
+        else:
+            _divide_rows_(work, update, second, hyper)
+
+
+def _row_mean(work: Work, update: Tensor) -> Tensor:
+    """The mean square of each row of the whole matrix, (*shape without the last dim)."""
+    mean = update.square().mean(-1)
+    group = work.matrix.tensor_parallel
+    if matrix_dim(work) != -1 or group is None:
+        return mean
+    return group.all_reduce(mean) / group.size
+
+
+def _divide_rows_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
+    """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, the norms being those of the whole matrix."""
+    before = _sum_of_squares(work, update)
+    update.mul_(second.clamp_min(hyper.eps).rsqrt_().unsqueeze(-1))
+    after = _sum_of_squares(work, update)
+    update.mul_((before.sqrt() / after.sqrt().clamp_min(hyper.eps))[..., None, None])
+
+
+def _sum_of_squares(work: Work, update: Tensor) -> Tensor:
+    """‖·‖² of each matrix of `update`, whole: a 0-d tensor, or one number for each matrix of a stack."""
+    squares = update.square().sum((-2, -1))
+    group = work.matrix.tensor_parallel
+    return squares if matrix_dim(work) is None or group is None else group.all_reduce(squares)
