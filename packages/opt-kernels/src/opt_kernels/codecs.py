@@ -5,8 +5,9 @@ suffices, and one outlier spoils 128 neighbours instead of a million. What a cod
 holds: that is float32, decoded.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -161,25 +162,44 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     )
 
 
+@runtime_checkable
+class Coded(Protocol):
+    """A rule that keeps states by codecs."""
+
+    @property
+    def codecs(self) -> Mapping[str, StateCodec]:
+        """How each state is stored, by its name."""
+        ...
+
+
+def codecs_of(rule: object) -> Mapping[str, StateCodec]:
+    """The codecs of a rule; none for a rule that keeps its states as they are."""
+    return rule.codecs if isinstance(rule, Coded) else {}
+
+
 def scale_name(name: str) -> str:
     """The state that holds the block scales of the state `name`."""
     return f"{name}_scale"
 
 
-def state_specs(name: str, codec: StateCodec) -> tuple[StateSpec, ...]:
-    """What a rule declares for a state kept by `codec`: its codes under `name`, and their scales."""
-    codes = StateSpec(name=name, dtype=codec.dtype)
-    if not codec.block:
-        return (codes,)
-    return (codes, StateSpec(name=scale_name(name), kind=StateKind.BLOCK_SCALES, block=codec.block))
+def state_specs(codecs: Mapping[str, StateCodec]) -> tuple[StateSpec, ...]:
+    """What a rule declares whose states are kept by `codecs`: the codes under each state's name, and their scales."""
+    specs = []
+    for name, codec in codecs.items():
+        specs.append(StateSpec(name=name, dtype=codec.dtype))
+        if codec.block:
+            specs.append(StateSpec(name=scale_name(name), kind=StateKind.BLOCK_SCALES, block=codec.block))
+    return tuple(specs)
 
 
-def init_state(name: str, codec: StateCodec, main: Tensor) -> dict[str, Tensor]:
-    """The state `name` of one parameter, all zero, in the layout and on the device of `main`."""
-    state = {name: torch.zeros_like(main, dtype=codec.dtype, requires_grad=False)}
-    if codec.block:
-        num_blocks = -(-main.numel() // codec.block)
-        state[scale_name(name)] = torch.zeros(num_blocks, dtype=torch.float32, device=main.device)
+def init_state(codecs: Mapping[str, StateCodec], main: Tensor) -> dict[str, Tensor]:
+    """The states of one parameter, all zero, in the layout and on the device of `main`."""
+    state = {}
+    for name, codec in codecs.items():
+        state[name] = torch.zeros_like(main, dtype=codec.dtype, requires_grad=False)
+        if codec.block:
+            num_blocks = -(-main.numel() // codec.block)
+            state[scale_name(name)] = torch.zeros(num_blocks, dtype=torch.float32, device=main.device)
     return state
 
 

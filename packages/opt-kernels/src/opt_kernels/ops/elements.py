@@ -59,13 +59,13 @@ def run_of(work: Work) -> Run:
     if anchor is None:
         raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
     return Run(
-        grad=_flat(_arranged(work.grad, anchor), anchor, "grad"),
-        main=None if work.main is None else _flat(work.main, anchor, "main"),
-        out=None if work.out is None else _flat(work.out, anchor, "out"),
-        remainder=None if work.remainder is None else _flat(work.remainder, anchor, "remainder"),
+        grad=flat(_arranged(work.grad, anchor), anchor, "grad"),
+        main=None if work.main is None else flat(work.main, anchor, "main"),
+        out=None if work.out is None else flat(work.out, anchor, "out"),
+        remainder=None if work.remainder is None else flat(work.remainder, anchor, "remainder"),
         state={
             # Scales are one number a block: another length, and always flat.
-            name: tensor if tensor.shape != anchor.shape else _flat(tensor, anchor, name)
+            name: tensor if tensor.shape != anchor.shape else flat(tensor, anchor, name)
             for name, tensor in work.state.items()
         },
         first=work.first,
@@ -126,7 +126,7 @@ def _arranged(grad: Tensor, anchor: Tensor) -> Tensor:
     return torch.empty_like(anchor, dtype=grad.dtype).copy_(grad)
 
 
-def _flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
+def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory."""
     if tensor.dim() == 1 and tensor.is_contiguous():
         return tensor

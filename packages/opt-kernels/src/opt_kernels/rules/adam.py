@@ -51,11 +51,16 @@ class Adam:
         return codec_for("exp_avg_sq", self.exp_avg_sq_dtype, signed=False)
 
     @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """How each state is stored."""
+        return {"exp_avg": self.exp_avg_codec, "exp_avg_sq": self.exp_avg_sq_codec}
+
+    @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        return state_specs("exp_avg", self.exp_avg_codec) + state_specs("exp_avg_sq", self.exp_avg_sq_codec)
+        return state_specs(self.codecs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return init_state("exp_avg", self.exp_avg_codec, main) | init_state("exp_avg_sq", self.exp_avg_sq_codec, main)
+        return init_state(self.codecs, main)
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None

@@ -39,11 +39,16 @@ class Lion:
         return codec_for("exp_avg", self.exp_avg_dtype, signed=True)
 
     @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """How each state is stored."""
+        return {"exp_avg": self.exp_avg_codec}
+
+    @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        return state_specs("exp_avg", self.exp_avg_codec)
+        return state_specs(self.codecs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return init_state("exp_avg", self.exp_avg_codec, main)
+        return init_state(self.codecs, main)
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None

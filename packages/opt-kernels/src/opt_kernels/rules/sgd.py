@@ -49,13 +49,17 @@ class SGD:
         return codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
 
     @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
+    def codecs(self) -> dict[str, StateCodec]:
+        """How each state is stored."""
         codec = self.momentum_buffer_codec
-        return () if codec is None else state_specs("momentum_buffer", codec)
+        return {} if codec is None else {"momentum_buffer": codec}
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return state_specs(self.codecs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        codec = self.momentum_buffer_codec
-        return {} if codec is None else init_state("momentum_buffer", codec, main)
+        return init_state(self.codecs, main)
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None

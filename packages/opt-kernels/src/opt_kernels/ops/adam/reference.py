@@ -15,6 +15,7 @@ The two orders agree but for rounding: the first is torch.optim.AdamW's, the sec
 within the update. `p` takes the new moments before they are rounded to what they are stored in.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -66,7 +67,7 @@ def updated(
 ) -> Tensor:
     """The new parameter, by the formula above."""
     beta1, beta2 = row.betas
-    correction1, correction2 = 1 - beta1**row.step, 1 - beta2**row.step
+    correction1, correction2 = 1 - math.pow(beta1, row.step), 1 - math.pow(beta2, row.step)
     if not decoupled:
         g = g + row.weight_decay * p
     m.copy_(m + (1 - beta1) * (g - m))
@@ -74,7 +75,8 @@ def updated(
     decay = row.weight_decay * p if decoupled else p.new_zeros(())
     if order == "te":
         return p - row.lr * ((m / correction1) / ((v / correction2).sqrt() + row.eps) + decay)
-    return p - row.lr * decay - (row.lr / correction1) * m / (v.sqrt() / correction2**0.5 + row.eps)
+    step_size = row.lr / correction1
+    return p - row.lr * decay - step_size * m / (v.sqrt() / math.sqrt(correction2) + row.eps)
 
 
 def _decoded(run: Run, name: str, codec: StateCodec) -> Tensor:

@@ -1,0 +1,9 @@
+"""Drop-in torch.optim.Optimizers over the rules."""
+
+from opt_kernels.optim.adam import Adam, AdamW
+from opt_kernels.optim.base import RuleOptimizer
+from opt_kernels.optim.lion import Lion
+from opt_kernels.optim.sgd import SGD
+from opt_kernels.optim.state import StateDictError
+
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "RuleOptimizer", "StateDictError"]

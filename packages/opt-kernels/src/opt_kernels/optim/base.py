@@ -1,0 +1,202 @@
+"""`RuleOptimizer`: a torch.optim.Optimizer over rules, in torch's state_dict form."""
+
+import math
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import codecs_of
+from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.ops.grad_stats import grad_stats
+from opt_kernels.optim.mains import MAIN, REMAINDER, parse_mains
+from opt_kernels.optim.state import STEP, StateDictError, init_state, loaded_state, saved_state
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Work
+
+ParamGroup = dict[str, Any]
+Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
+
+
+class RuleOptimizer(torch.optim.Optimizer, ABC):
+    """What the optimizers of this package share. A final class gives its rule and its groups' defaults.
+
+    A parameter's state is made at its first step: `step` (0-d float32, on the host, as in torch.optim), the rule's own
+    states, and what `mains` asks for. Gradients are never written. DTensor parameters are updated shard by shard.
+
+    With `max_norm` the gradients' total norm is clipped at it within the update, as if by `clip_grad_norm_`, and a step
+    whose gradients are not all finite changes nothing.
+    """
+
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` on the optimizer for the time of its step.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: Params, rule: Rule, defaults: ParamGroup, *, mains: str = "param", max_norm: float | None = None
+    ) -> None:
+        self.rule = rule
+        self.mains = parse_mains(mains)
+        self.max_norm = max_norm
+        self.grad_norm: float | None = None  # of the last step, before clipping; None without max_norm
+        _check(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
+        super().__init__(params, defaults)
+
+    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that moves `param`; the same at every step."""
+        return self.rule
+
+    def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
+        """What a matrix rule must know of `param`."""
+        return MatrixSpec()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; runs `closure` first and returns its loss.
+
+        Under torch.compile the graph breaks here: the sweeps are compiled already.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update_()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
+        packed = super().state_dict()
+        for index, (group, param) in enumerate(self._params()):
+            if param in self.state:
+                codecs = codecs_of(self.rule_of(group, param))
+                packed["state"][index] = saved_state(codecs, param, self.state[param])
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets groups and states from torch's form; also from one that torch.optim's namesake saved.
+
+        Unlike torch's own it leaves every state in its dtype. A `main` that was saved is written to its parameter, too.
+        Raises StateDictError where a state is missing or misshapen, or was saved with an option that is not ours.
+        """
+        for group in state_dict["param_groups"]:
+            _refuse_options(group)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, (group, param) in zip(indices, self._params(), strict=True):
+            if index in state_dict["state"]:
+                rule, saved = self.rule_of(group, param), state_dict["state"][index]
+                self.state[param] = loaded_state(rule, codecs_of(rule), self.mains, param, saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
+        return super().__getstate__() | own
+
+    def _params(self) -> list[tuple[ParamGroup, Tensor]]:
+        return [(group, param) for group in self.param_groups for param in group["params"]]
+
+    def _update_(self) -> None:
+        # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
+        found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and bool(found_inf):
+            return
+        scale = 1.0 if loss_scale is None else 1 / float(loss_scale)
+        if self.max_norm is not None:
+            self.grad_norm = scale * self._norm_of_gradients()
+            if not self.grad_norm < float("inf"):
+                return
+            scale *= min(1.0, self.max_norm / (self.grad_norm + 1e-6))
+        for sweep, batches in self._batches().items():
+            sweep.rule.update_(batches, grad_scale=scale)
+
+    def _norm_of_gradients(self) -> float:
+        """The total norm over every device, read on the host; infinite or NaN where a gradient is."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for _, param in self._params():
+            if is_dtensor(param):
+                raise ValueError(
+                    f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
+                    "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
+                )
+            if param.grad is not None:
+                by_device.setdefault(param.grad.device, []).append(param.grad)
+        sums = [grad_stats(grads, count_zeros=False).sum_of_squares for grads in by_device.values()]
+        return math.sqrt(sum(float(total) for total in sums))
+
+    def _batches(self) -> "dict[_Sweep, list[Batch]]":
+        """The works of this step, by rule and device, within them by hyper row; counts each parameter's step."""
+        rows: dict[_Sweep, dict[tuple[int, float], list[Work]]] = {}
+        first = 0
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    rule = self.rule_of(group, param)
+                    work = self._work(group, param, rule, first)
+                    row = (index, float(self.state[param][STEP]))
+                    rows.setdefault(_Sweep(rule, work.grad.device), {}).setdefault(row, []).append(work)
+                first += param.numel()
+        return {
+            sweep: [Batch(_hyper(self.param_groups[index], step), works) for (index, step), works in of_sweep.items()]
+            for sweep, of_sweep in rows.items()
+        }
+
+    def _work(self, group: ParamGroup, param: Tensor, rule: Rule, first: int) -> Work:
+        assert param.grad is not None
+        state = self.state[param]
+        if not state:
+            state.update(init_state(rule, self.mains, param))
+        state[STEP] += 1
+        shard, grad = local(param.detach()), local(param.grad)
+        if grad.is_sparse:
+            raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
+        return Work(
+            grad=grad,
+            main=None if REMAINDER in state else state.get(MAIN, shard),
+            out=shard if MAIN in state or REMAINDER in state else None,
+            remainder=state.get(REMAINDER),
+            state={name: tensor for name, tensor in state.items() if name not in (STEP, MAIN, REMAINDER)},
+            matrix=self.matrix_of(group, param),
+            first=first,
+        )
+
+
+class _Sweep(NamedTuple):
+    """What one call of a rule can take."""
+
+    rule: Rule
+    device: torch.device
+
+
+def _hyper(group: ParamGroup, step: float) -> Hyper:
+    """The group's numbers at this step: those that it has."""
+    names = ("lr", "weight_decay", "betas", "eps", "momentum")
+    return Hyper(step=int(step), **{name: group[name] for name in names if name in group})
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number that no rule can work with."""
+    at_least_zero = ("lr", "weight_decay", "eps", "momentum", "max_norm")
+    for name in at_least_zero:
+        if name in options and not float(options[name]) >= 0:
+            raise ValueError(f"{name}={options[name]!r} is not allowed; give a number of at least 0")
+    for beta in options.get("betas", ()):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas={options['betas']!r} are not allowed; give numbers of at least 0 and below 1")
+
+
+def _refuse_options(group: Mapping[str, Any]) -> None:
+    """Raises StateDictError for options of torch.optim that these optimizers do not have."""
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise StateDictError(
+                f"the state_dict was saved with {name}=True, which is not offered; train on without it"
+            )

@@ -1,0 +1,64 @@
+"""In which numbers an optimizer keeps a parameter between steps."""
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from opt_kernels.ops.elements import flat
+from opt_kernels.ops.remainder.reference import join, split_
+
+MAIN, REMAINDER = "main", "remainder"  # names in the state
+
+
+class Mains(Enum):
+    """In which numbers a parameter is kept. A float32 or float64 parameter is always kept as it is."""
+
+    PARAM = "param"  # the parameter itself, in its own dtype
+    FLOAT32 = "float32"  # a float32 copy beside it, in the state `main`: 4 bytes per element
+    REMAINDER = "remainder"  # float32, a bfloat16 parameter being its upper half; the rest in `remainder`: 2 bytes
+
+
+def parse_mains(name: str) -> Mains:
+    """The choice of that name. Raises ValueError for any other."""
+    try:
+        return Mains(name)
+    except ValueError:
+        allowed = ", ".join(repr(mains.value) for mains in Mains)
+        raise ValueError(f"mains={name!r} is unknown; give one of {allowed}") from None
+
+
+def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
+    """The states that `mains` asks for beside `param`, as they are before the first step.
+
+    Raises ValueError for a remainder beside a dtype that is not bfloat16.
+    """
+    if mains is Mains.PARAM or param.dtype in (torch.float32, torch.float64):
+        return {}
+    if mains is Mains.FLOAT32:
+        return {MAIN: param.to(torch.float32, copy=True)}
+    if param.dtype is not torch.bfloat16:
+        raise ValueError(
+            f"mains='remainder' with a {param.dtype} parameter: only bfloat16 is the upper half of a float32; "
+            "give mains='float32'"
+        )
+    return {REMAINDER: torch.zeros_like(param, dtype=torch.int16, requires_grad=False)}
+
+
+def saved_main(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
+    """The float32 main of a parameter that has one, whichever way it is kept."""
+    if REMAINDER in state:
+        main = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
+        flat(main, main, MAIN).copy_(join(flat(param, param, "param"), flat(state[REMAINDER], param, REMAINDER)))
+        return main
+    return state.get(MAIN)
+
+
+def load_main_(param: Tensor, state: dict[str, Tensor], saved: Tensor) -> None:
+    """Writes the float32 main `saved` to `state`; and to `param`, of which it is the truth, rounded."""
+    if REMAINDER in state:
+        main = torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(saved)
+        split_(flat(param, param, "param"), flat(state[REMAINDER], param, REMAINDER), flat(main, main, MAIN))
+    elif MAIN in state:
+        state[MAIN].copy_(saved)
+        param.copy_(saved)
