@@ -1,3 +1,25 @@
 """The optimizer stack for large models: get_optimizer and its plan."""
 
+from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups
+from opt_distributed.step.stepper import StepResult
+from opt_stack.factory import describe_optimizer, get_megatron_optimizer, get_optimizer, list_optimizers
+from opt_stack.optimizer import MegatronOptimizer, Optimizer
+from opt_stack.plan import Plan
+from opt_stack.registry import Registry, RuleEntry
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "MegatronOptimizer",
+    "Optimizer",
+    "Plan",
+    "ProcessGroupCollection",
+    "ProcessGroups",
+    "Registry",
+    "RuleEntry",
+    "StepResult",
+    "describe_optimizer",
+    "get_megatron_optimizer",
+    "get_optimizer",
+    "list_optimizers",
+]

@@ -59,7 +59,7 @@ def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
 def _source(buffer: BufferPlan, model: Model, axes: Axes) -> Source:
     """Gradients stay where autograd put them where nobody else has a part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
-    if axes.reduce.size == 1 or buffer.spread is Spread.LAID_OUT:
+    if axes.num_replicas == 1 or buffer.spread is Spread.LAID_OUT:
         return OwnGrads(params)
     memory = ParamAndGradBuffer(
         buffer.layout,

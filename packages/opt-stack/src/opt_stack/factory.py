@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
-from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.collectives import agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
-from opt_paramgroups import describe, get_param_groups
-from opt_scheduler import ParamGroupOverride
+from opt_paramgroups import describe, get_param_groups, parameters_by_id
+from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index
 from opt_stack.optimizer import Optimizer
 from opt_stack.plan import Plan
@@ -48,7 +48,7 @@ def get_optimizer(
     roles = roles_of(pg_collection, sharded=_is_sharded(config))
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     groups, plan = _agreed_plan(config, chunks, config_overrides, roles, rules or Registry().with_installed())
-    model = Model(params=_parameters(chunks, plan), metas=describe(chunks), group_of=group_index(groups))
+    model = Model(params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups))
     stepper = build_stepper(plan, model, roles, sources={})
     return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=f"{roles.dense.dp.rank}:{plan.fingerprint()}")
 
@@ -73,41 +73,12 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-class _Gather:
-    """`gather_objects` that also carries the error of a rank that never came to call it."""
-
-    def __init__(self, comm: Comm):
-        self.comm = comm
-        self.called = False
-
-    def __call__(self, value: Any) -> list[Any]:
-        self.called = True
-        return self._exchange(None, value)
-
-    def fail(self, error: Exception) -> None:
-        """Tells the ranks that wait in a call that this one will not come; nobody waits after the first."""
-        if not self.called:
-            self._exchange(f"{type(error).__name__}: {error}", None)
-
-    def _exchange(self, error: str | None, value: Any) -> list[Any]:
-        told = self.comm.gather_objects((error, value))
-        for rank, (text, _) in enumerate(told):
-            if text is not None and rank != self.comm.rank:
-                raise ConfigError(f"rank {rank} refused: {text}")
-        return [value for _, value in told]
-
-
 def _agreed_plan(
     config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Overrides | None, roles: Roles, rules: Registry
 ) -> tuple[list[dict[str, Any]], Plan]:
     """Groups and plan; an error of one rank is every rank's."""
-    gather = _Gather(roles.everyone)
-    try:
-        metas = describe(chunks)
-        groups = get_param_groups(chunks, config, overrides, gather=gather)
-    except Exception as error:
-        gather.fail(error)
-        raise
+    groups = get_param_groups(chunks, config, overrides, gather=roles.everyone.gather_objects)
+    metas = describe(chunks)
     error: Exception | None = None
     try:
         _fill_hyper(groups, config, rules)
@@ -124,7 +95,6 @@ def _agreed_plan(
 def _fill_hyper(groups: Sequence[dict[str, Any]], config: OptimizerConfig, rules: Registry) -> None:
     """Writes into every group what its rule reads and the group does not say itself."""
     for group in groups:
-        group.setdefault("lr", 0.0)
         for key, value in rules[group["optimizer"]].hyper(config).items():
             group.setdefault(key, value)
 
@@ -140,11 +110,6 @@ def _check_peers(plan: Plan, roles: Roles, *, num_params: int) -> None:
             f"data-parallel ranks {others} planned another step than rank 0: config, overrides and model must be equal "
             "on all ranks that share parameters"
         )
-
-
-def _parameters(chunks: Sequence[nn.Module], plan: Plan) -> dict[Any, nn.Parameter]:
-    by_name = [dict(chunk.named_parameters()) for chunk in chunks]
-    return {shape.id: by_name[shape.id.chunk][shape.id.name] for buffer in plan.buffers for shape in buffer.params}
 
 
 def _is_sharded(config: OptimizerConfig) -> bool:

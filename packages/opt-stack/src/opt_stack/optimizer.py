@@ -13,7 +13,7 @@ from opt_paramgroups import ParamId
 from opt_stack.plan import Plan
 
 VERSION = 1  # of `state_dict`
-_OWN_KEYS = ("params", "param_ids", "param_names")  # of a group: what it holds, not how it is trained
+_HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,7 +37,7 @@ class Optimizer(torch.optim.Optimizer):
         self._built = False
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
-        super().__init__([_torch_group(group) for group in groups] or [{"params": [], "name": "stub"}], defaults={})
+        super().__init__([dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}], defaults={})
         self._built = True
         self._owned: dict[ParamId, tuple[Unit, OwnedPiece]] = {
             piece.id: (unit, piece) for unit in stepper.units for piece in unit.pieces
@@ -158,10 +158,10 @@ class Optimizer(torch.optim.Optimizer):
     def _packed_groups(self) -> list[dict[str, Any]]:
         packed, start = [], 0
         for group in self.param_groups:
-            count = len(group["params"])
-            kept = {key: value for key, value in group.items() if key != "params"}
-            packed.append({**kept, "params": list(range(start, start + count))})
-            start += count
+            names = [_name(id) for id in group["param_ids"]]
+            kept = {key: value for key, value in group.items() if key not in _HELD}
+            packed.append({**kept, "params": list(range(start, start + len(names))), "param_names": names})
+            start += len(names)
         return packed
 
     def _match_groups(self, state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -193,13 +193,13 @@ class Optimizer(torch.optim.Optimizer):
     ) -> dict[ParamId, Mapping[str, Any]]:
         """Saved state by parameter: by name inside a group where names were saved, else by position."""
         found: dict[ParamId, Mapping[str, Any]] = {}
-        ids = iter(self._ids)
         for ours, theirs in zip(self.param_groups, saved_groups, strict=True):
-            positions = dict(zip(theirs.get("param_names", ours["param_names"]), theirs["params"], strict=True))
-            for name in ours["param_names"]:
-                if name not in positions:
+            names = [_name(id) for id in ours["param_ids"]]
+            index = dict(zip(theirs.get("param_names", names), theirs["params"], strict=True))
+            for id, name in zip(ours["param_ids"], names, strict=True):
+                if name not in index:
                     raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
-                found[next(ids)] = state_dict["state"].get(positions[name], {})
+                found[id] = state_dict["state"].get(index[name], {})
         return found
 
     def _device(self) -> torch.device:
@@ -215,11 +215,6 @@ class Optimizer(torch.optim.Optimizer):
 MegatronOptimizer = Optimizer  # the reference's name
 
 
-def _torch_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in group.items() if key != "param_ids"}
-    return {**kept, "params": list(group["params"]), "param_names": [_name(id) for id in group["param_ids"]]}
-
-
 def _name(id: ParamId) -> str:
     """A parameter's name in a state dict; the first chunk's are the module's own."""
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
@@ -228,7 +223,7 @@ def _name(id: ParamId) -> str:
 def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Takes over a saved group's hyper-parameters; a tensor is written in place, so that who holds it sees it."""
     for key, value in saved.items():
-        if key in _OWN_KEYS:
+        if key in _HELD:
             continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(float(value))

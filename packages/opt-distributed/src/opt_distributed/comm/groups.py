@@ -1,7 +1,7 @@
 """Process groups by the role they play, given by the caller; and what the step makes of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch.distributed as dist
@@ -73,10 +73,15 @@ ProcessGroupCollection = ProcessGroups  # the reference's name
 class Axes:
     """Where one family of parameters is spread: `dp` shares or shards each of them, `mp` holds the others."""
 
-    dp: Comm  # ranks among which state is sharded, if it is
+    dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
     mp: Comm  # the rest of one model: a sum over dp, then mp, is over every parameter once
-    reduce: Comm  # ranks whose gradients make the mean; `dp`, and the other instances where there are several
     tp: Comm
+    inter: Comm = field(default_factory=Alone)  # the other instances, which hold the same shards
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks whose gradients make the mean."""
+        return self.dp.size * self.inter.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     """
     world = TorchComm(_world()) if dist.is_initialized() else Alone()
     if groups is None:
-        axes = Axes(dp=world, mp=Alone(), reduce=world, tp=Alone())
+        axes = Axes(dp=world, mp=Alone(), tp=Alone())
         return Roles(dense=axes, expert=axes, everyone=world)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
@@ -105,20 +110,19 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         groups.require("intra_dist_opt", because="where optimizer state is sharded")
     if _size(groups.inter_dist_opt) > 1:
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
-    dense = comm_of(groups.dp_cp or groups.dp)
-    expert = comm_of(groups.expt_dp)
+    inter = comm_of(groups.inter_dist_opt)
     return Roles(
         dense=Axes(
-            dp=comm_of(groups.intra_dp_cp) if groups.intra_dp_cp else dense,
+            dp=comm_of(groups.intra_dp_cp or groups.dp_cp or groups.dp),
             mp=comm_of(groups.mp),
-            reduce=dense,
             tp=comm_of(groups.tp),
+            inter=inter,
         ),
         expert=Axes(
-            dp=comm_of(groups.intra_expt_dp) if groups.intra_expt_dp else expert,
+            dp=comm_of(groups.intra_expt_dp or groups.expt_dp),
             mp=comm_of(groups.tp_ep_pp),
-            reduce=expert,
             tp=comm_of(groups.expt_tp),
+            inter=inter,
         ),
         everyone=world,
     )

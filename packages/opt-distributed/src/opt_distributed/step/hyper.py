@@ -10,5 +10,10 @@ _FIELDS = tuple(field.name for field in fields(Hyper) if field.name != "step")
 
 
 def read_hyper(group: Mapping[str, Any], *, step: int) -> Hyper:
-    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; a rule reads its own."""
+    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; a rule reads its own.
+
+    Raises ValueError where the group has no learning rate yet.
+    """
+    if group["lr"] is None:
+        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
     return Hyper(step=step, **{name: group[name] for name in _FIELDS if name in group})

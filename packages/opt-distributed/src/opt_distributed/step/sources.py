@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
 
 
@@ -66,3 +68,43 @@ class OwnGrads:
 
     def publish_(self) -> None:
         return None
+
+
+class BufferedGrads:
+    """Plain modules on several ranks: in the step, gradients are copied into a flat buffer and reduced there.
+
+    Where state is sharded, each rank's shard of the buffer holds what it owns, and new values are gathered at the end of
+    the step; where it is replicated, every rank updates everything and nothing is gathered.
+    """
+
+    def __init__(self, memory: ParamAndGradBuffer, params: Mapping[ParamId, nn.Parameter], axes: Axes):
+        self.memory = memory
+        self.params = params
+        self.axes = axes
+        self.grad_scale = 1.0 / axes.num_replicas
+        self._ids = [slot.id for slot in memory.layout.slots()]
+        self._present: frozenset[ParamId] = frozenset()
+
+    def reduce_(self) -> None:
+        for id in self._ids:
+            grad, place = self.params[id].grad, self.memory.grad_view(id)
+            if grad is None:
+                place.zero_()
+            else:
+                place.copy_(grad)
+        self.memory.reduce_(self.axes)
+
+    def flags(self) -> Tensor:
+        return torch.tensor([self.params[id].grad is not None for id in self._ids], dtype=torch.float64)
+
+    def settle_(self, flags: Tensor) -> None:
+        self._present = frozenset(id for id, count in zip(self._ids, flags.tolist(), strict=True) if count)
+
+    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
+        if id not in self._present:
+            return None
+        whole = self.memory.grad_view(id)
+        return whole if of_param == slice(0, whole.numel()) else whole.view(-1)[of_param]
+
+    def publish_(self) -> None:
+        self.memory.gather_(self.axes.dp)

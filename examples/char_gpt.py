@@ -1,0 +1,81 @@
+"""What the examples train: a character-level GPT, and real text that every machine has (Python's own standard library)."""
+
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB = 128  # ASCII; any other character becomes one stand-in
+
+
+def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
+    """The standard library's modules, in a fixed order, as character codes (n,) int64."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)
+    text, size = [], 0
+    for path in files:
+        text.append(path.read_bytes())
+        size += len(text[-1])
+        if size >= num_bytes:
+            break
+    codes = torch.frombuffer(bytearray(b"".join(text)[:num_bytes]), dtype=torch.uint8).long()
+    return codes.clamp(max=VOCAB - 1)
+
+
+def bigram_bits(train: Tensor, held_out: Tensor) -> float:
+    """Bits per character of held-out text when each character is guessed from the one before it, counted on `train`."""
+    counts = torch.ones(VOCAB, VOCAB, dtype=torch.float64)
+    counts.view(-1).index_add_(0, train[:-1] * VOCAB + train[1:], torch.ones(len(train) - 1, dtype=torch.float64))
+    probability = counts / counts.sum(1, keepdim=True)
+    return -probability[held_out[:-1], held_out[1:]].log2().mean().item()
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class CharGPT(nn.Module):
+    """A GPT over characters; `forward` gives the mean loss in nats."""
+
+    def __init__(self, *, dim: int = 144, depth: int = 4, num_heads: int = 4, context: int = 128):
+        super().__init__()
+        self.context = context
+        self.embedding, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(context, dim)
+        self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
+        self.apply(self._init)
+        for block in self.blocks:  # residual branches start small, so that depth does not change the scale of the output
+            nn.init.normal_(block.proj.weight, std=0.02 / math.sqrt(2 * depth))
+            nn.init.normal_(block.down.weight, std=0.02 / math.sqrt(2 * depth))
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:  # (batch, context + 1)
+        inputs, targets = codes[:, :-1], codes[:, 1:]
+        x = self.embedding(inputs) + self.position.weight[: inputs.size(1)]
+        logits = self.head(self.norm(self.blocks(x)))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def batch_at(step: int, text: Tensor, *, size: int, context: int) -> Tensor:
+    """The global batch of a step (size, context + 1): a function of the step alone, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + 17)
+    starts = torch.randint(len(text) - context - 1, (size,), generator=generator)
+    return text[starts[:, None] + torch.arange(context + 1)]

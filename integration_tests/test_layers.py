@@ -1,0 +1,93 @@
+"""The layers of the house hold, and the checks that say so notice when one is broken."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
+NO_DISTRIBUTED = ("opt-config", "opt-paramgroups", "opt-kernels", "opt-scheduler")
+# The one file of a package that may tell DTensors from tensors.
+RECOGNISES_DTENSORS = "dtensor.py"
+
+
+def imports_of(source: str) -> set[str]:
+    """Dotted names that a module's text imports, or reaches as attributes of `torch`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{node.value.id}.{node.attr}")
+    return found
+
+
+def knows_distributed(source: str) -> bool:
+    return any(name == "torch.distributed" or name.startswith("torch.distributed.") for name in imports_of(source))
+
+
+@pytest.mark.parametrize("package", NO_DISTRIBUTED)
+def test_packages_below_the_step_do_not_know_torch_distributed(package: str) -> None:
+    for path in (ROOT / "packages" / package / "src").rglob("*.py"):
+        if path.name != RECOGNISES_DTENSORS:
+            assert not knows_distributed(path.read_text()), f"{path} knows torch.distributed"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch.distributed as dist", "from torch import distributed", "import torch\ntorch.distributed.barrier()"],
+)
+def test_every_way_to_reach_torch_distributed_is_noticed(source: str) -> None:
+    assert knows_distributed(source)
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The contracts of `folder`'s pyproject.toml, checked against the packages of `folder`."""
+    paths = [str(path) for path in folder.glob("packages/*/src")]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; from importlinter.cli import lint_imports_command as c; c(['--no-cache'])"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for package in PACKAGES:
+        shutil.copytree(package / "src", tmp_path / "packages" / package.name / "src")
+    return tmp_path
+
+
+def test_the_contracts_hold(copy: Path) -> None:
+    done = lint_imports(copy)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("opt-config/src/opt_config/errors.py", "import opt_paramgroups"),
+        ("opt-kernels/src/opt_kernels/dispatch.py", "import opt_config"),
+        ("opt-checkpoint/src/opt_checkpoint/errors.py", "import opt_kernels"),
+        ("opt-distributed/src/opt_distributed/layout/padding.py", "import opt_stack"),
+        ("opt-distributed/src/opt_distributed/layout/padding.py", "import opt_distributed.step.clip"),
+        ("opt-scheduler/src/opt_scheduler/override.py", "import torch"),
+    ],
+    ids=lambda value: value.split("/")[-1],
+)
+def test_an_upward_import_breaks_them(copy: Path, module: str, line: str) -> None:
+    path = copy / "packages" / module
+    path.write_text(path.read_text() + f"\n{line}\n")
+    done = lint_imports(copy)
+    assert done.returncode != 0, done.stdout
+    assert "BROKEN" in done.stdout
+
+
+def test_the_scheduler_imports_where_torch_is_absent() -> None:
+    block = "import sys; sys.modules['torch'] = None; import opt_scheduler; print(opt_scheduler.__version__)"
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

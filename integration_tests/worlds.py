@@ -1,0 +1,104 @@
+"""Worlds of ranks for tests: gloo processes on this machine, or threads; and the small model they train."""
+
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+TIMEOUT_S = 60
+
+
+def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs `rank_main(*args)` on `size` gloo ranks and returns what each gave back, or its exception, in rank order.
+
+    `rank_main` is a function of an importable module; it finds the world in `torch.distributed`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        port = _free_port()
+        ranks = [context.Process(target=_rank, args=(r, size, port, folder, rank_main, args)) for r in range(size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(2 * TIMEOUT_S)
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+        return [_result(Path(folder) / f"{rank}.pkl", rank) for rank in range(size)]
+
+
+def _rank(rank: int, size: int, port: int, folder: str, rank_main: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        result = rank_main(*args)
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        result = error
+    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def _result(path: Path, rank: int) -> Any:
+    if not path.exists():
+        raise RuntimeError(f"rank {rank} died or hung without a result")
+    return pickle.loads(path.read_bytes())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------
+
+DIM, CONTEXT, VOCAB = 16, 12, 31
+
+
+class Tiny(nn.Module):
+    """A transformer of one layer: matrices, biases, norms, an embedding, a head. `forward` gives the mean loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        # No biases inside: a key's bias has no effect on the loss, so its gradient is rounding noise, and Adam turns
+        # noise into full-size steps that differ between any two orders of summation.
+        self.layer = nn.TransformerEncoderLayer(DIM, 2, 4 * DIM, 0.0, batch_first=True, norm_first=True, bias=False)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        logits = self.head(self.layer(self.embedding(codes[:, :-1])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), codes[:, 1:].flatten())
+
+
+def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tiny:
+    """The same weights for the same seed, on every rank and in every dtype (rounded)."""
+    torch.manual_seed(seed)
+    return Tiny().to(dtype)
+
+
+def joined_batch(step: int, *, size: int = 8) -> Tensor:
+    """What all ranks together see in a step."""
+    return torch.randint(VOCAB, (size, CONTEXT + 1), generator=torch.Generator().manual_seed(100 + step))
+
+
+def my_batch(step: int) -> Tensor:
+    """This rank's equal part of the joined batch."""
+    return joined_batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
