@@ -19,6 +19,7 @@ _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.build"
+_RULES = "opt_stack.registry"
 _CHOICE_TESTS = "packages/opt-config/tests/test_choices.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
@@ -67,31 +68,31 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "min_loss_scale": _scaling(),
         "loss_scale_window": _scaling(),
         "hysteresis": _scaling(),
-        "adam_beta1": FieldUse(_BUILD),
-        "adam_beta2": FieldUse(_BUILD),
-        "adam_eps": FieldUse(_BUILD),
-        "decoupled_weight_decay": FieldUse(_BUILD),
-        "sgd_momentum": FieldUse(_BUILD),
-        "muon_momentum": FieldUse(_BUILD),
+        "adam_beta1": FieldUse(_RULES),
+        "adam_beta2": FieldUse(_RULES),
+        "adam_eps": FieldUse(_RULES),
+        "decoupled_weight_decay": FieldUse(_RULES),
+        "sgd_momentum": FieldUse(_RULES),
+        "muon_momentum": FieldUse(_RULES),
         "muon_split_qkv": FieldUse(_BUILD),
-        "muon_nesterov": FieldUse(_BUILD),
-        "muon_scale_mode": FieldUse(_BUILD),
-        "muon_fp32_matmul_prec": FieldUse(_BUILD),
-        "muon_coefficient_type": FieldUse(_BUILD),
-        "muon_num_ns_steps": FieldUse(_BUILD),
-        "muon_tp_mode": FieldUse(_BUILD),
-        "muon_extra_scale_factor": FieldUse(_BUILD),
+        "muon_nesterov": FieldUse(_RULES),
+        "muon_scale_mode": FieldUse(_RULES),
+        "muon_fp32_matmul_prec": FieldUse(_RULES),
+        "muon_coefficient_type": FieldUse(_RULES),
+        "muon_num_ns_steps": FieldUse(_RULES),
+        "muon_tp_mode": FieldUse(_RULES),
+        "muon_extra_scale_factor": FieldUse(_RULES),
         "muon_scalar_optimizer": FieldUse(
             _PRESETS, f"{_PRESET_TESTS}::test_what_is_no_hidden_matrix_goes_to_the_scalar_optimizer"
         ),
-        "lion_beta1": FieldUse(_BUILD),
-        "lion_beta2": FieldUse(_BUILD),
-        "soap_shampoo_beta": FieldUse(_BUILD),
-        "soap_precondition_frequency": FieldUse(_BUILD),
-        "soap_use_kl_shampoo": FieldUse(_BUILD),
-        "adaptive_muon_moment2_method": FieldUse(_BUILD),
-        "adaptive_muon_beta2": FieldUse(_BUILD),
-        "adaptive_muon_eps": FieldUse(_BUILD),
+        "lion_beta1": FieldUse(_RULES),
+        "lion_beta2": FieldUse(_RULES),
+        "soap_shampoo_beta": FieldUse(_RULES),
+        "soap_precondition_frequency": FieldUse(_RULES),
+        "soap_use_kl_shampoo": FieldUse(_RULES),
+        "adaptive_muon_moment2_method": FieldUse(_RULES),
+        "adaptive_muon_beta2": FieldUse(_RULES),
+        "adaptive_muon_eps": FieldUse(_RULES),
         "use_distributed_optimizer": _sharding(),
         "use_layer_wise_distributed_optimizer": _sharding(),
         "overlap_param_gather": _sharding(),
@@ -108,7 +109,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "timers": FieldUse(_BUILD),
         "config_logger_dir": FieldUse("opt_stack.factory"),
         "optimizer_cuda_graph": FieldUse(_BUILD, built=False),
-        "muon_use_syrk": FieldUse(_BUILD),
+        "muon_use_syrk": FieldUse(_RULES),
         "grad_norm_skip_threshold": FieldUse(_BUILD),
     }
 )

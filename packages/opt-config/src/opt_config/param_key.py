@@ -85,9 +85,9 @@ class ParamKey:
 
     def __post_init__(self) -> None:
         for field_name, kind in _KINDS:
-            values = many(getattr(self, field_name))
-            if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                raise ConfigError(f"ParamKey: {field_name}={values!r}: must be one {kind.__name__} or a tuple of them")
+            given = getattr(self, field_name)
+            if not all(isinstance(value, kind) for value in many(given)):
+                raise ConfigError(f"ParamKey: {field_name}={given!r}: must be one {kind.__name__} or a tuple of them")
         if not self.label:
             raise ConfigError("ParamKey: matches nothing; give a name, attr, predicate or with_name_predicate")
 

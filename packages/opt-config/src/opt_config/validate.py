@@ -88,7 +88,8 @@ def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) 
         value = getattr(config, name)
         if value is not None and value not in allowed:
             known = [str(choice) for choice in allowed]
-            yield Problem(name, value, f"must be one of {', '.join(known)}.{did_you_mean(str(value), known)}")
+            hint = did_you_mean(value, known) if isinstance(value, str) else ""
+            yield Problem(name, value, f"must be one of {', '.join(known)}.{hint}")
 
 
 def options(hint: Any) -> tuple[Any, ...]:

@@ -1,0 +1,108 @@
+"""DistributedDataParallelConfig: its defaults, its refusals, and what is not built yet."""
+
+import dataclasses
+
+import pytest
+from opt_config import DATA_PARALLEL_FIELDS, ConfigError, DistributedDataParallelConfig, data_parallel_config
+
+DEFAULTS: dict[str, object] = {
+    "grad_reduce_in_fp32": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "align_param_gather": False,
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "check_for_nan_in_grad": False,
+    "check_for_large_grads": False,
+    "bucket_size": None,
+    "num_buckets": None,
+    "pad_buckets_for_high_nccl_busbw": False,
+    "reduce_scatter_with_fp32_accumulation": False,
+    "param_name_patterns_for_fp32_local_accumulation": (),
+    "average_in_collective": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
+
+OWNER = "DistributedDataParallelConfig: "
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "an empty bucket": ({"bucket_size": 0}, "bucket_size=0: must be at least 1 and finite"),
+    "two ways to size buckets": (
+        {"bucket_size": 10, "num_buckets": 2},
+        "num_buckets=2: excludes bucket_size=10; give one of them",
+    ),
+    "instances of nothing": (
+        {"num_distributed_optimizer_instances": 2},
+        "num_distributed_optimizer_instances=2: instances share shards; set use_distributed_optimizer=True",
+    ),
+    "aligning what does not overlap": (
+        {"align_param_gather": True},
+        "align_param_gather=True: means nothing without overlap_param_gather=True; set that too",
+    ),
+    "reuse without fp8": (
+        {"reuse_grad_buf_for_mxfp8_param_ag": True},
+        "reuse_grad_buf_for_mxfp8_param_ag=True: means nothing without fp8_param_gather=True",
+    ),
+    "fp32 twice": (
+        {"param_name_patterns_for_fp32_local_accumulation": ("all",), "grad_reduce_in_fp32": True},
+        "param_name_patterns_for_fp32_local_accumulation=('all',): gradients accumulate in fp32 already; leave it out, "
+        "or set grad_reduce_in_fp32=False",
+    ),
+    "fp32 accumulation of fp32": (
+        {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": True},
+        "reduce_scatter_with_fp32_accumulation=True: excludes grad_reduce_in_fp32=True, which sends fp32 already; "
+        "choose one",
+    ),
+    "fp32 accumulation of averages": (
+        {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True},
+        "reduce_scatter_with_fp32_accumulation=True: excludes average_in_collective=True: it only sums; choose one",
+    ),
+    "fp32 accumulation over instances": (
+        {
+            "reduce_scatter_with_fp32_accumulation": True,
+            "use_distributed_optimizer": True,
+            "num_distributed_optimizer_instances": 2,
+        },
+        "reduce_scatter_with_fp32_accumulation=True: excludes more than one distributed optimizer instance; choose one",
+    ),
+    "a list of patterns": (
+        {"param_name_patterns_for_fp32_local_accumulation": ["all"]},
+        "param_name_patterns_for_fp32_local_accumulation=['all']: must be a tuple, each item a string",
+    ),
+}
+
+
+def test_defaults():
+    fields = dataclasses.fields(DistributedDataParallelConfig)
+    assert {field.name: field.default for field in fields} == DEFAULTS
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_configuration_is_refused_with_its_message(monkeypatch, given, message):
+    # Relations hold whether or not a capability is built: the table of what is not built is emptied.
+    monkeypatch.setattr(data_parallel_config, "UNBUILT_DATA_PARALLEL", frozenset())
+    with pytest.raises(ConfigError) as caught:
+        DistributedDataParallelConfig(**given)
+    assert str(caught.value) == OWNER + message
+
+
+@pytest.mark.parametrize("name", [name for name, use in DATA_PARALLEL_FIELDS.items() if not use.built])
+def test_what_is_not_built_is_refused_off_its_default(name):
+    off_default = {bool: True, tuple: ("all",), type(None): 3}[type(DEFAULTS[name])]
+    with pytest.raises(ConfigError) as caught:
+        DistributedDataParallelConfig(**{name: off_default})
+    assert str(caught.value) == f"{OWNER}{name}={off_default!r}: is not built yet; leave it at {DEFAULTS[name]!r}"
+
+
+def test_a_full_configuration_is_accepted():
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=2,
+        bucket_size=40_000_000,
+        pad_buckets_for_high_nccl_busbw=True,
+        average_in_collective=True,
+    )
+    assert DistributedDataParallelConfig.from_dict(config.to_dict()) == config

@@ -1,0 +1,171 @@
+"""Files in, plain values out: what files cannot say is read, what they say wrongly is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, load_config, resolved
+from opt_config.__main__ import main
+
+FULL = OptimizerConfig(
+    lr=3e-4,
+    min_lr=3e-5,
+    bf16=True,
+    params_dtype=torch.bfloat16,
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype=torch.float16,
+    clip_grad=0.5,
+    grad_norm_skip_threshold=math.inf,
+    use_distributed_optimizer=True,
+    overlap_param_gather=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param({"lr": "1e-4"}, {"lr": 1e-4}, id="what YAML makes of 1e-4"),
+        pytest.param({"lr": 1}, {"lr": 1}, id="an int for a float"),
+        pytest.param({"lr": None}, {"lr": None}, id="unset"),
+        pytest.param({"grad_norm_skip_threshold": "inf"}, {"grad_norm_skip_threshold": math.inf}, id="infinity"),
+        pytest.param(
+            {"params_dtype": "torch.bfloat16"}, {"params_dtype": torch.bfloat16}, id="dtype as torch prints it"
+        ),
+        pytest.param({"params_dtype": "bf16"}, {"params_dtype": torch.bfloat16}, id="dtype, short"),
+        pytest.param({"optimizer": "1e-4x"[4:]}, {"optimizer": "x"}, id="a string stays one"),
+    ],
+)
+def test_values_are_read_as_files_hold_them(given, expected):
+    config = OptimizerConfig.from_dict(given)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_lists_become_tuples(monkeypatch):
+    monkeypatch.setattr("opt_config.data_parallel_config.UNBUILT_DATA_PARALLEL", frozenset())
+    config = DistributedDataParallelConfig.from_dict({"param_name_patterns_for_fp32_local_accumulation": ["*.router"]})
+    assert config.param_name_patterns_for_fp32_local_accumulation == ("*.router",)
+
+
+def test_every_problem_of_reading_and_meaning_is_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig.from_dict(
+            {"adam_beta_1": 0.9, "colour": 1, "lr": "fast", "params_dtype": "bfloat", "timers": "t", "clip_grad": -1}
+        )
+    assert str(caught.value).splitlines() == [
+        "OptimizerConfig: 6 problems",
+        "  adam_beta_1=0.9: is no field. Did you mean adam_beta1 or adam_beta2?",
+        "  colour=1: is no field.",
+        "  lr='fast': must be a number or None",
+        "  params_dtype='bfloat': must name a dtype: float32, fp32, float16, fp16, bfloat16, bf16, uint8",
+        "  timers='t': is a callable, which a file cannot hold; set it in code",
+        "  clip_grad=-1: must be at least 0 and finite",
+    ]
+
+
+def test_a_dict_is_read_back_as_it_was_written():
+    assert OptimizerConfig.from_dict(FULL.to_dict()) == FULL
+    assert OptimizerConfig.from_json(FULL.to_json()) == FULL
+
+
+def test_json_written_is_strict_json():
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    written = json.loads(FULL.to_json(), parse_constant=refuse)
+    assert written["grad_norm_skip_threshold"] == "inf"
+    assert written["params_dtype"] == "torch.bfloat16"
+
+
+def test_a_callable_is_described_and_refused_on_the_way_back():
+    config = OptimizerConfig(timers=print)
+    assert config.to_dict()["timers"] == "callable <built-in function print>"
+    with pytest.raises(ConfigError, match="is a callable, which a file cannot hold"):
+        OptimizerConfig.from_dict(config.to_dict())
+
+
+TOML = """
+seed = 1
+[train.optimizer]
+lr = 3e-4
+min_lr = 3e-5
+bf16 = true
+params_dtype = "bfloat16"
+use_precision_aware_optimizer = true
+exp_avg_dtype = "float16"
+clip_grad = 0.5
+grad_norm_skip_threshold = inf
+use_distributed_optimizer = true
+overlap_param_gather = true
+"""
+
+
+def test_toml_is_read_from_a_section(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    assert load_config(path, section="train.optimizer") == FULL
+
+
+def test_json_is_read_from_a_file(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(FULL.to_json())
+    assert load_config(str(path)) == FULL
+
+
+def test_yaml_is_read_with_its_extra(tmp_path):
+    pytest.importorskip("yaml", reason="the yaml extra is not installed")
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1e-4\nadam_eps: 1e-8\nbf16: true\nparams_dtype: bfloat16\nmin_lr: null\n")
+    assert load_config(path) == OptimizerConfig(lr=1e-4, adam_eps=1e-8, bf16=True, params_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="this is not YAML"):
+        OptimizerConfig.from_yaml("lr: [")
+
+
+def test_yaml_without_its_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"^YAML needs the package pyyaml; install opt-config\[yaml\]$"):
+        OptimizerConfig.from_yaml("lr: 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "section", "message"),
+    [
+        ("run.ini", "", "", "the suffix '.ini' is none of .json, .toml, .yaml, .yml"),
+        ("run.json", "{", "", "this is not JSON: "),
+        ("run.toml", "lr =", "", "this is not TOML: "),
+        ("run.json", "[1]", "", "a configuration is a table of fields, not [1]"),
+        ("run.toml", "[a]\nlr = 1", "a.b", "there is no table 'a.b'"),
+        ("run.toml", "cilp_grad = 1", "", "OptimizerConfig: cilp_grad=1: is no field. Did you mean clip_grad?"),
+    ],
+    ids=["suffix", "JSON", "TOML", "no table", "no section", "a misspelt key"],
+)
+def test_a_bad_file_is_refused_by_its_path(tmp_path, name, text, section, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, section=section)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_the_resolved_configuration_is_plain_and_complete():
+    said = json.loads(json.dumps(resolved(FULL)))
+    assert said["config"] == FULL.to_dict()
+    assert said["precision"]["remainder"] is True
+    assert said["sharding"] == {"is": "FlatShards", "overlap_gather": True, "overlap_gather_with_step": False}
+    assert said["loss_scaling"] == {"is": "NoScale"}
+    assert said["placement"] == {"is": "OnDevice"}
+
+
+def test_the_command_line_checks_a_file(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    assert main(["check", str(path), "--section", "train.optimizer"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["lr"] == 3e-4
+    assert main(["check", str(path)]) == 1
+    assert "seed=1: is no field." in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "none.toml")]) == 1
+
+
+def test_the_command_line_prints_the_fields(capsys):
+    assert main(["fields"]) == 0
+    assert "| `clip_grad` |" in capsys.readouterr().out
