@@ -1,0 +1,1 @@
+"""Contiguous buffers of parameters and gradients, and when they travel."""

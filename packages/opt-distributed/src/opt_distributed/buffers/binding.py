@@ -1,0 +1,51 @@
+"""The only place that hangs something on a parameter: `main_grad`, and the flags of fused weight-gradient kernels.
+
+Such a kernel adds its product straight into ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and
+returns a gradient of any content to autograd, so that hooks still run. What it returned is dropped, or, where the
+kernel also set ``param.zero_out_wgrad = True`` because it holds zeros, added.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
+    """Sets ``param.main_grad``: a view of a gradient buffer in its shape, where its gradient accumulates."""
+    param.main_grad = view  # type: ignore[attr-defined]
+    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def main_grad(param: nn.Parameter) -> Tensor:
+    """The bound gradient of a parameter."""
+    view: Tensor = param.main_grad  # type: ignore[attr-defined]
+    return view
+
+
+def begin_accumulation(param: nn.Parameter) -> None:
+    """Forgets what a fused kernel said about the last iteration."""
+    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def take_grad_(param: nn.Parameter) -> None:
+    """Adds ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and lets go of it.
+
+    Raises:
+        ValueError: the gradient is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.layout is not torch.strided:
+        raise ValueError(f"a gradient is {grad.layout}; buffers take dense ones (nn.Embedding(sparse=False))")
+    fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
+    if not fused:
+        main_grad(param).add_(grad)
+    param.grad = None
+
+
+def unbind(param: nn.Parameter) -> None:
+    """Removes what `bind_main_grad` set."""
+    for name in ("main_grad", "grad_added_to_main_grad"):
+        if hasattr(param, name):
+            delattr(param, name)

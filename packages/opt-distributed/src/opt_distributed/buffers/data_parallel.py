@@ -1,0 +1,373 @@
+"""`DistributedDataParallel`: a model chunk over contiguous buffers that travel beside compute."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from opt_config import DistributedDataParallelConfig
+from opt_paramgroups import ParamId, ParamMeta, describe
+from opt_paramgroups.names import parameters_by_id
+from torch import Tensor, nn
+
+from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, take_grad_
+from opt_distributed.buffers.bucket import GradBucket, Travel
+from opt_distributed.buffers.grad_sync import GradSync, Reduces, from_all_replicas
+from opt_distributed.buffers.grouping import (
+    BufferPlan,
+    IsWhole,
+    NumShards,
+    nothing_whole,
+    order_of_use,
+    plan_buffers,
+)
+from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
+from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
+from opt_distributed.layout import LayoutError
+
+
+class _Buffers(NamedTuple):
+    plans: tuple[BufferPlan, ...]
+    memories: tuple[ParamAndGradBuffer, ...]
+
+
+class SyncedBuffer:
+    """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
+
+    grad_scale = 1.0
+
+    def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, axes: Axes, chunk: "DistributedDataParallel"):
+        self.plan, self.memory, self.axes = plan, memory, axes
+        self._chunk = chunk
+
+    @property
+    def params(self) -> Mapping[ParamId, nn.Parameter]:
+        """The parameters that live here."""
+        return self.memory.params
+
+    def reduce_(self) -> None:
+        """Completes the reduction of the whole chunk's gradients; a second call in an iteration changes nothing."""
+        self._chunk.finish_grad_sync()
+
+    def flags(self) -> Tensor:
+        """(0,) float64: a parameter without a gradient has zeros in the buffer, on every rank."""
+        return torch.empty(0, dtype=torch.float64)
+
+    def settle_(self, flags: Tensor) -> None:
+        """Nothing is in doubt."""
+
+    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
+        """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
+        return self.memory.grad_piece(id, of_param)
+
+    def publish_(self) -> None:
+        """This rank's parameters have been written; the chunk gathers when that is said of its last buffer."""
+        if self.memory.param_data is not None:
+            self._chunk.publish(self.memory)
+
+    def results(self) -> Iterator[Tensor]:
+        """What this rank holds of the reduced gradients: a view for each bucket."""
+        for index in range(len(self.plan.layout.buckets)):
+            yield self.memory.result(index, self.axes.dp.rank)
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps one model chunk: gradients accumulate in `param.main_grad`, in buffers that are reduced bucket by bucket.
+
+    One iteration::
+
+        for microbatch in microbatches[:-1]:
+            with ddp.no_sync():
+                loss(ddp(microbatch)).backward()
+        loss(ddp(last)).backward()      # with overlap_grad_reduce, buckets are reduced while this runs
+        optimizer.step()                # finishes the reduction, updates, publishes
+        ddp.zero_grad_buffer()
+
+    After the reduction, this rank's part of a gradient is the mean over the dense replicas: for dense parameters and
+    for experts, whose gradients a smaller group sums. With `calculate_per_token_loss` it is the sum, and the caller
+    divides by the number of tokens (`scale_gradients`, `finalize_model_grads`). Where state is sharded, other parts
+    of `main_grad` are undefined after the reduction.
+
+    Args:
+        config: read, never written.
+        module: the chunk. Its parameters move into the buffers: wrap it when it is on its device, in its dtype.
+        groups: process groups by role, or ready `Roles`; None: all of `torch.distributed`'s world, or this process
+        alone. is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
+        calculate_per_token_loss: losses are sums over tokens. chunk: the number of the chunk in a virtual pipeline.
+
+    Raises:
+        LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out, or ranks' layouts or
+            configurations differ.
+    """
+
+    def __init__(
+        self,
+        config: DistributedDataParallelConfig,
+        module: nn.Module,
+        *,
+        groups: ProcessGroups | Roles | None = None,
+        is_whole: IsWhole = nothing_whole,
+        calculate_per_token_loss: bool = False,
+        chunk: int = 0,
+    ):
+        super().__init__()
+        self.config = config
+        self.module = module
+        self._roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
+        self._params = parameters_by_id([module], model_chunk_offset=chunk)
+        self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
+        plans, memories = self._agreed_buffers(is_whole, per_token=calculate_per_token_loss)
+        travels = [self._travel(plan, per_token=calculate_per_token_loss) for plan in plans]
+        in_backward = list(order_of_use(plans, self._params))[::-1]
+        overlaps = config.overlap_grad_reduce or config.overlap_param_gather
+        self._grad_sync = GradSync(
+            [GradBucket(memories[number], index, travels[number]) for number, index in in_backward],
+            reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
+            axes=self._roles.dense if overlaps else None,
+        )
+        self._param_sync = ParamSync(
+            [
+                ParamBucket(memories[number], index, travels[number].comm)
+                for number, index in in_backward
+                if config.use_distributed_optimizer
+            ],
+            gathers=Gathers.BEFORE_USE if config.overlap_param_gather else Gathers.IN_STEP,
+        )
+        self.synced_buffers = tuple(
+            SyncedBuffer(plan, memory, self._axes(plan), self) for plan, memory in zip(plans, memories, strict=True)
+        )
+        self._use_hooks: UseHooks | None = None
+        if config.overlap_param_gather:
+            self.enable_forward_pre_hook()
+        self._bind(memories)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; each of its submodules waits for its parameters, where they are still on their way."""
+        if self._use_hooks is not None:
+            self._use_hooks.before_model()
+        return self.module(*args, **kwargs)
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only accumulate: for all microbatches but the last."""
+        return self._grad_sync.no_sync()
+
+    def start_grad_sync(self) -> None:
+        """Starts the reduction of every bucket that is not under way yet."""
+        self._param_sync.wait()
+        self._grad_sync.start()
+
+    def finish_grad_sync(self) -> None:
+        """Completes the reduction of this iteration's gradients; a second call changes nothing.
+
+        Raises:
+            CollectiveError: a collective failed, or ran into the group's timeout; it names the bucket and the
+            iteration. GradientError: on every rank, where gradients are not finite and `check_for_nan_in_grad` is
+            set.
+        """
+        self.start_grad_sync()
+        self._grad_sync.finish()
+        self._param_sync.order = self._grad_sync.order[::-1]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients: what was reduced to this rank, or, before the reduction, all of them.
+
+        Raises:
+            GradientError: a reduction is under way; finish it first.
+        """
+        for bucket in self._grad_sync.buckets:
+            bucket.scale_(factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Begins an iteration: all gradients are zero, and may accumulate."""
+        self._grad_sync.begin()
+        for buffer in self.synced_buffers:
+            buffer.memory.zero_grads_()
+        for param in self._params.values():
+            begin_accumulation(param)
+
+    def offload_grad_buffers(self) -> None:
+        """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
+        self._grad_sync.begin()
+        for buffer in self.synced_buffers:
+            buffer.memory.release_grads_()
+
+    def restore_grad_buffers(self) -> None:
+        """Takes the gradients' memory again, as zeros."""
+        for buffer in self.synced_buffers:
+            buffer.memory.restore_grads_()
+
+    # --- parameters -----------------------------------------------------------------------------
+
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """Gathers every bucket from its owners, in the background where gathers overlap and `force_sync` is not set."""
+        self._param_sync.start()
+        if force_sync or not self.config.overlap_param_gather:
+            self._param_sync.wait()
+
+    def publish(self, memory: ParamAndGradBuffer) -> None:
+        """This rank's part of one of the chunk's buffers has been updated; with the last of them, gathers start."""
+        self._param_sync.publish(memory)
+
+    def finish_param_sync(self) -> None:
+        """Waits for parameters on their way. Nothing has to be called before a forward of this wrapper."""
+        self._param_sync.wait()
+
+    def disable_forward_pre_hook(self) -> None:
+        """Completes the parameters; from now on gathers complete in the step, until hooks are enabled again."""
+        self._param_sync.wait()
+        self._param_sync.gathers = Gathers.IN_STEP
+        if self._use_hooks is not None:
+            self._use_hooks.remove()
+            self._use_hooks = None
+
+    def enable_forward_pre_hook(self) -> None:
+        """Lets gathers overlap with the forward.
+
+        Raises:
+            ValueError: `overlap_param_gather` is not set.
+        """
+        if not self.config.overlap_param_gather:
+            raise ValueError(
+                "overlap_param_gather=False: parameters are complete after each step; there is no hook to enable"
+            )
+        if self._use_hooks is None:
+            ids = {param: id for id, param in self._params.items()}
+            self._use_hooks = UseHooks(self.module, ids, self._param_sync)
+            self._param_sync.gathers = Gathers.BEFORE_USE
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Writes every parameter: the first replica's values."""
+        self._param_sync.wait()
+        for id, param in self._params.items():
+            axes = self._roles.expert if self.metas[id].is_expert else self._roles.dense
+            axes.inter.broadcast_(param.data)
+            axes.dp.broadcast_(param.data)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's, under the module's own names, once its parameters are complete."""
+        self._param_sync.wait()
+        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Writes the module's parameters and buffers.
+
+        Raises:
+            ValueError: `assign` is set, which would take parameters out of their buffers.
+        """
+        if assign:
+            raise ValueError("assign=True would take parameters out of their buffers; load with assign=False")
+        self._param_sync.wait()
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    # --- construction ---------------------------------------------------------------------------
+
+    def _axes(self, plan: BufferPlan) -> Axes:
+        return self._roles.expert if plan.key.is_expert else self._roles.dense
+
+    def _agreed_buffers(self, is_whole: IsWhole, *, per_token: bool) -> _Buffers:
+        """Plans and memory; an error of one rank, or a difference between ranks, is every rank's error."""
+        buffers, error = _Buffers((), ()), None
+        try:
+            check_config(self.config, self._roles, per_token=per_token)
+            buffers = self._make_buffers(is_whole)
+        except ValueError as caught:
+            error = caught
+        for axes, is_expert in ((self._roles.dense, False), (self._roles.expert, True)):
+            print_ = f"{self.config}" + "".join(
+                f"|{plan.key}:{plan.layout.fingerprint()}" for plan in buffers.plans if plan.key.is_expert == is_expert
+            )
+            agree_on(axes, print_, error)
+        return buffers
+
+    def _make_buffers(self, is_whole: IsWhole) -> _Buffers:
+        shards = NumShards(dense=self._roles.dense.dp.size, expert=self._roles.expert.dp.size)
+        ranks = self._roles.dense.num_replicas
+        plans = plan_buffers(self.metas, self.config, num_shards=shards, num_ranks=ranks, is_whole=is_whole)
+        return _Buffers(plans, tuple(self._allocate(plan) for plan in plans))
+
+    def _allocate(self, plan: BufferPlan) -> ParamAndGradBuffer:
+        params = {shape.id: self._params[shape.id] for shape in plan.params}
+        return ParamAndGradBuffer(
+            plan.layout,
+            params,
+            param_dtype=plan.key.param_dtype,
+            grad_dtype=plan.key.grad_dtype,
+            device=next(iter(params.values())).device,
+            sharded=self.config.use_distributed_optimizer,
+        )
+
+    def _travel(self, plan: BufferPlan, *, per_token: bool) -> Travel:
+        axes = self._axes(plan)
+        mean = 1.0 if per_token else 1.0 / self._roles.dense.num_replicas
+        return Travel(
+            name=f"{plan.key}",
+            wire=self._wire(plan, axes),
+            comm=axes.dp,
+            scale_before=1.0 if self.config.average_in_collective else mean,
+            scale_after=mean if self.config.average_in_collective else 1.0,
+            check_for_nan=self.config.check_for_nan_in_grad,
+        )
+
+    def _wire(self, plan: BufferPlan, axes: Axes) -> Wire:
+        if self.config.reduce_scatter_with_fp32_accumulation:
+            return SumInFp32(axes.dp)
+        return sum_over(axes, num_shards=plan.layout.num_shards)
+
+    def _bind(self, memories: Sequence[ParamAndGradBuffer]) -> None:
+        for memory in memories:
+            for id, param in memory.params.items():
+                bind_main_grad(param, memory.grad_view(id))
+                param.register_post_accumulate_grad_hook(partial(self._on_grad, id))  # type: ignore[no-untyped-call]
+
+    def _on_grad(self, id: ParamId, param: Tensor) -> None:
+        """Runs in backward, once a parameter's gradient of this backward pass is complete."""
+        assert isinstance(param, nn.Parameter)
+        self._grad_sync.check_accumulating(id)
+        take_grad_(param)
+        self._grad_sync.note(id)
+
+
+def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
+    """What only the groups and the loss decide about a configuration.
+
+    Raises:
+        ValueError: a field that does not go with the groups or with the loss.
+    """
+    instances = roles.dense.inter.size
+    if config.num_distributed_optimizer_instances != instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make "
+            f"{instances}; give the inter_dist_opt group of that size"
+        )
+    if config.reduce_scatter_with_fp32_accumulation and not config.use_distributed_optimizer:
+        raise ValueError("reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True")
+    if config.average_in_collective and per_token:
+        raise ValueError("average_in_collective=True takes means, calculate_per_token_loss sums; choose one")
+
+
+def agree_on(axes: Axes, fingerprint: str, error: ValueError | None) -> None:
+    """Raises on every replica if one brings an error, or if their fingerprints differ.
+
+    Raises:
+        LayoutError: another rank's error, or the ranks that differ from the first. This rank's own error as it is.
+    """
+    told = from_all_replicas(axes, (None if error is None else str(error), fingerprint))
+    if error is not None:
+        raise error
+    for rank, (text, _) in enumerate(told):
+        if text is not None:
+            raise LayoutError(f"data-parallel rank {rank} refused: {text}")
+    odd = [rank for rank, (_, print_) in enumerate(told) if print_ != told[0][1]]
+    if odd:
+        raise LayoutError(
+            f"data-parallel ranks {odd} laid their buffers out differently from rank 0; model and configuration must "
+            "be equal on all ranks that share parameters"
+        )

@@ -1,0 +1,145 @@
+"""Which parameters share a buffer, and the layout of each: values only, from what is known of the parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from opt_config import DistributedDataParallelConfig
+from opt_paramgroups import ParamId, ParamMeta
+
+from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
+
+IsWhole = Callable[[ParamMeta], bool]
+"""Which parameters a rule needs whole, so that sharding must not cut them."""
+
+
+def nothing_whole(meta: ParamMeta) -> bool:
+    """Every rule can work on any elements of a parameter."""
+    return False
+
+
+def matrices_whole(meta: ParamMeta) -> bool:
+    """What a matrix rule moves stays whole: matrices that are neither embedding nor output."""
+    return meta.moved_as_matrix
+
+
+class BufferKey(NamedTuple):
+    """Parameters with the same key share a buffer."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_expert: bool
+    is_whole: bool
+
+    def __str__(self) -> str:
+        kind = ("expert" if self.is_expert else "dense") + (" whole" if self.is_whole else "")
+        dtypes = f"{self.param_dtype}, {self.grad_dtype} gradients".replace("torch.", "")
+        return f"{kind} {dtypes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """One buffer: its key, its parameters in registration order, its layout."""
+
+    key: BufferKey
+    params: tuple[ParamShape, ...]
+    layout: Layout
+
+
+class NumShards(NamedTuple):
+    """Ranks that share each kind of buffer; 1 where nothing is sharded."""
+
+    dense: int
+    expert: int
+
+
+def default_bucket_size(num_ranks: int) -> int:
+    """Elements after which a bucket closes: large enough that every rank still sends a million in each."""
+    return max(40_000_000, 1_000_000 * num_ranks)
+
+
+def plan_buffers(
+    metas: Mapping[ParamId, ParamMeta],
+    config: DistributedDataParallelConfig,
+    *,
+    num_shards: NumShards,
+    num_ranks: int,  # dense replicas, over all instances
+    is_whole: IsWhole = nothing_whole,
+) -> tuple[BufferPlan, ...]:
+    """The buffers of a model chunk, in order of first appearance.
+
+    Without any overlap there is nothing to cut a buffer into buckets for, and each has one.
+
+    Raises:
+        LayoutError: a parameter is a DTensor, which is laid out already.
+    """
+    by_key: dict[BufferKey, list[ParamShape]] = {}
+    for meta in metas.values():
+        if meta.is_dtensor:
+            raise LayoutError(
+                f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
+            )
+        key = _key(meta, config, is_whole)
+        shape = ParamShape(id=meta.id, shape=meta.shape, shared_embedding=meta.shared_embedding)
+        by_key.setdefault(key, []).append(shape)
+    numel = sum(meta.numel for meta in metas.values())
+    bucket_size = _bucket_size(config, numel=numel, num_ranks=num_ranks)
+    return tuple(
+        BufferPlan(
+            key=key,
+            params=tuple(params),
+            layout=_layout(
+                key,
+                params,
+                config,
+                num_shards=num_shards.expert if key.is_expert else num_shards.dense,
+                size=bucket_size,
+            ),
+        )
+        for key, params in by_key.items()
+    )
+
+
+def _key(meta: ParamMeta, config: DistributedDataParallelConfig, is_whole: IsWhole) -> BufferKey:
+    return BufferKey(
+        param_dtype=meta.dtype,
+        grad_dtype=torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
+        is_expert=meta.is_expert,
+        is_whole=config.use_distributed_optimizer and is_whole(meta),
+    )
+
+
+def _bucket_size(config: DistributedDataParallelConfig, *, numel: int, num_ranks: int) -> int | None:
+    if not (config.overlap_grad_reduce or config.overlap_param_gather):
+        return None
+    if config.num_buckets is not None:
+        return max(-(-numel // config.num_buckets), 1)
+    return config.bucket_size if config.bucket_size is not None else default_bucket_size(num_ranks)
+
+
+def _layout(
+    key: BufferKey,
+    params: list[ParamShape],
+    config: DistributedDataParallelConfig,
+    *,
+    num_shards: NumShards,
+    size: int | None,
+) -> Layout:
+    if not config.use_distributed_optimizer:
+        return replicated_layout(params, bucket_size=size)
+    planner = whole_layout if key.is_whole else flat_layout
+    pad = config.pad_buckets_for_high_nccl_busbw
+    shards = num_shards.expert if key.is_expert else num_shards.dense
+    return planner(params, num_shards=shards, bucket_size=size, pad_for_high_busbw=pad)
+
+
+def order_of_use(plans: Sequence[BufferPlan], registered: Iterable[ParamId]) -> Iterator[tuple[int, int]]:
+    """(buffer, bucket) pairs in the order in which a forward that follows registration needs them."""
+    place = {id: index for index, id in enumerate(registered)}
+    found = [
+        (min(place[slot.id] for slot in bucket.slots), buffer, index)
+        for buffer, plan in enumerate(plans)
+        for index, bucket in enumerate(plan.layout.buckets)
+    ]
+    return ((buffer, index) for _, buffer, index in sorted(found))

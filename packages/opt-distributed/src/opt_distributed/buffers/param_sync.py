@@ -1,0 +1,118 @@
+"""When updated parameters are gathered: in the step, or in the background and awaited by the modules that use them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+from opt_paramgroups import ParamId
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.wire import InFlight
+from opt_distributed.comm.collectives import Comm
+
+
+class Gathers(Enum):
+    """When a rank sees the parameters that other ranks have updated."""
+
+    IN_STEP = auto()  # when `publish` returns
+    BEFORE_USE = auto()  # before a module that holds one of them runs; `wait` before anybody else reads them
+
+
+class ParamBucket:
+    """One bucket of a sharded parameter buffer, which a gather completes in place."""
+
+    def __init__(self, memory: ParamAndGradBuffer, index: int, comm: Comm):
+        self.memory, self.index, self.comm = memory, index, comm
+        self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
+        self._flight: InFlight | None = None
+
+    def start(self) -> None:
+        """Starts the gather; waits for one that is under way."""
+        self.wait()
+        self._flight = self.memory.start_gather(self.index, self.comm)
+
+    def wait(self) -> None:
+        """Returns once the parameters are complete.
+
+        Raises:
+            CollectiveError: the gather failed, or ran into the group's timeout.
+        """
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.finish()
+
+
+class ParamSync:
+    """Gathers the buckets of one model chunk in the order of their use.
+
+    The step publishes buffers one by one; gathers start when it has published them all, so that their order does not
+    depend on buffers but on use. All start at once: they land in the buffer itself, so early ones cost no memory, the
+    next bucket is on its way while this one computes, and no rank can come to a collective late because its forward
+    took another path.
+    """
+
+    def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers):
+        self.buckets = tuple(buckets)
+        self.gathers = gathers
+        self.order: Sequence[int] = range(len(self.buckets))  # positions in `buckets`, first used first
+        self._published: set[int] = set()  # buffers, by identity of their memory
+        self._bucket_of = {id: bucket for bucket in self.buckets for id in bucket.ids}
+
+    def publish(self, memory: ParamAndGradBuffer) -> None:
+        """This rank's shards of a buffer have been written; with the last buffer's, gathers start."""
+        self._published.add(id(memory))
+        if self._published >= {id(bucket.memory) for bucket in self.buckets}:
+            self.start()
+            if self.gathers is Gathers.IN_STEP:
+                self.wait()
+
+    def start(self) -> None:
+        """Starts the gather of every bucket."""
+        self._published.clear()
+        for index in self.order:
+            self.buckets[index].start()
+
+    def wait(self) -> None:
+        """Returns once every parameter is complete."""
+        self.wait_for(self._bucket_of)
+
+    def wait_for(self, ids: Iterable[ParamId]) -> None:
+        """Returns once these parameters are complete; starts gathers if only some buffers were published."""
+        if self._published:
+            self.start()
+        for id in ids:
+            if id in self._bucket_of:
+                self._bucket_of[id].wait()
+
+
+class UseHooks:
+    """Makes every module wait for its own parameters before it runs.
+
+    A parameter may also be read by a module that does not hold it: attention blocks read their projections' weights and
+    never call them. What no module of its own asked for in the first forward is waited for before the whole model runs.
+    """
+
+    def __init__(self, model: nn.Module, ids: Mapping[nn.Parameter, ParamId], sync: ParamSync):
+        self._sync = sync
+        self._unseen: set[ParamId] = set(ids.values())
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            own = [ids[param] for param in module.parameters(recurse=False) if param in ids]
+            if own:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, own)))
+
+    def before_model(self) -> None:
+        """Waits for what modules do not ask for themselves."""
+        self._sync.wait_for(self._unseen)
+
+    def remove(self) -> None:
+        """Takes the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, own: Collection[ParamId], module: nn.Module, args: Any) -> None:
+        self._unseen.difference_update(own)
+        self._sync.wait_for(own)

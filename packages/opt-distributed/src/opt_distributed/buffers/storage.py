@@ -1,0 +1,191 @@
+"""The memory: one contiguous tensor of gradients, one of parameters where they are sharded."""
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from opt_paramgroups import ParamId
+from torch import Tensor, nn
+
+from opt_distributed.buffers.wire import InFlight, sum_over
+from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.comm.groups import Axes
+from opt_distributed.layout import Layout, LayoutError, Slot
+
+
+class StorageError(ValueError):
+    """Parameters that cannot share one buffer, or a buffer used out of turn."""
+
+
+class _Range(NamedTuple):
+    """The bytes of one parameter."""
+
+    start: int
+    stop: int
+    id: ParamId
+
+
+class ParamAndGradBuffer:
+    """Gradients of many parameters in one tensor, and the parameters in another; everything else is views of the two.
+
+    `grad_data` (layout.numel,) of `grad_dtype`, zeros. `param_data` (layout.numel,) of `param_dtype`, or None: it
+    holds the parameters' values, and the parameters themselves are re-pointed into it (`param.data` becomes a view),
+    so that an in-place all-gather of a bucket is all it takes to publish them. Padding is zero and stays so.
+
+    Raises:
+        StorageError: parameters and layout differ in ids or sizes; a parameter of another dtype or device, frozen, or
+        sharing
+            memory with another one.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Mapping[ParamId, nn.Parameter],
+        *,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        device: torch.device,
+        sharded: bool,  # the parameters move into the buffer
+    ):
+        self.layout = layout
+        self.params = dict(params)
+        self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
+        self._slot_of = {slot.id: slot for slot in layout.slots()}
+        _check(self._slot_of, self.params, dtype=param_dtype, device=device)
+        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        self.param_data = self._move_params_in() if sharded else None
+
+    def grad_view(self, id: ParamId) -> Tensor:
+        """The gradient of a parameter, in its shape: a view."""
+        slot = self._slot_of[id]
+        return self.grad_data[slot.start : slot.stop].view(self.params[id].shape)
+
+    def grad_bucket(self, index: int) -> Tensor:
+        """(bucket.numel,) The gradients of a bucket, padding included: a view."""
+        bucket = self.layout.buckets[index]
+        return self.grad_data[bucket.start : bucket.stop]
+
+    def grad_shard(self, index: int, rank: int) -> Tensor:
+        """(bucket.numel / num_shards,) Rank `rank`'s part of a bucket's gradients: a view."""
+        return self.grad_data[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
+
+    def grad_piece(self, id: ParamId, of_param: slice) -> Tensor:
+        """The gradient of some flat elements of a parameter; in its shape where they are all of it. A view."""
+        grad = self.grad_view(id)
+        return grad if of_param == slice(0, grad.numel()) else grad.view(-1)[of_param]
+
+    def result(self, index: int, rank: int) -> Tensor:
+        """What a reduction of a bucket leaves on rank `rank`: its shard; all of it where there is one shard. A view."""
+        return self.grad_shard(index, rank if self.layout.num_shards > 1 else 0)
+
+    def param_bucket(self, index: int) -> Tensor:
+        """(bucket.numel,) The parameters of a bucket, padding included: a view."""
+        bucket = self.layout.buckets[index]
+        return self._param_data()[bucket.start : bucket.stop]
+
+    def param_shard(self, index: int, rank: int) -> Tensor:
+        """(bucket.numel / num_shards,) Rank `rank`'s part of a bucket's parameters: a view."""
+        return self._param_data()[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
+
+    @torch.no_grad()
+    def reduce_(self, axes: Axes) -> None:
+        """Writes `grad_data`: each bucket's `result` becomes the sum over all replicas; the rest is undefined.
+
+        Raises:
+            CollectiveError: a collective failed, or ran into the group's timeout.
+        """
+        wire = sum_over(axes, num_shards=self.layout.num_shards)
+        flights = [
+            InFlight(wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank)), f"gradient bucket {index}")
+            for index in range(len(self.layout.buckets))
+        ]
+        for flight in flights:
+            flight.finish()
+
+    @torch.no_grad()
+    def gather_(self, comm: Comm) -> None:
+        """Writes `param_data`, if the buffer has one: every rank's shards. Parameters are complete on return.
+
+        Raises:
+            CollectiveError: a collective failed, or ran into the group's timeout.
+        """
+        if self.param_data is None:
+            return
+        flights = [self.start_gather(index, comm) for index in range(len(self.layout.buckets))]
+        for flight in reversed(flights):
+            flight.finish()
+
+    def start_gather(self, index: int, comm: Comm) -> InFlight:
+        """Starts to write a bucket of `param_data`: every rank's shard of it."""
+
+        def stages() -> Iterator[Pending]:
+            yield comm.all_gather_(self.param_bucket(index), self.param_shard(index, comm.rank), async_op=True)
+
+        return InFlight(stages(), f"parameter bucket {index}")
+
+    @torch.no_grad()
+    def zero_grads_(self) -> None:
+        """Writes `grad_data`: zeros, padding too. Takes back its memory if it was given away."""
+        self.restore_grads_()
+        self.grad_data.zero_()
+
+    def release_grads_(self) -> None:
+        """Gives the memory of `grad_data` back; every view of it is unreadable until `restore_grads_`."""
+        self.grad_data.untyped_storage().resize_(0)
+
+    def restore_grads_(self) -> None:
+        """Writes `grad_data`, if its memory was given away: new memory, zeros."""
+        storage = self.grad_data.untyped_storage()
+        if storage.nbytes() == 0 and self.grad_data.numel() > 0:
+            storage.resize_(self.grad_data.numel() * self.grad_data.element_size())
+            self.grad_data.zero_()
+
+    @torch.no_grad()
+    def _move_params_in(self) -> Tensor:
+        data = torch.zeros(self.layout.numel, dtype=self.param_dtype, device=self.device)
+        for id, slot in self._slot_of.items():
+            param = self.params[id]
+            view = data[slot.start : slot.stop].view(param.shape)
+            view.copy_(param)
+            param.data = view
+        return data
+
+    def _param_data(self) -> Tensor:
+        if self.param_data is None:
+            raise StorageError("this buffer holds gradients only; its parameters are not sharded")
+        return self.param_data
+
+
+def _check(
+    slots: Mapping[ParamId, Slot], params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device
+) -> None:
+    if slots.keys() != params.keys():
+        odd = ", ".join(sorted(str(id) for id in slots.keys() ^ params.keys()))
+        raise LayoutError(f"layout and parameters differ in: {odd}; make the layout from exactly these parameters")
+    for id, param in params.items():
+        if param.numel() != slots[id].numel:
+            raise LayoutError(f"{id} has {param.numel()} elements, but {slots[id].numel} in the layout; plan it again")
+        if param.dtype != dtype:
+            raise StorageError(f"{id} is {param.dtype} in a buffer of {dtype}; parameters of one dtype share a buffer")
+        if param.device != device:
+            raise StorageError(f"{id} is on {param.device}, the buffer on {device}; move the model before wrapping it")
+        if not param.requires_grad:
+            raise StorageError(f"{id} does not require a gradient; leave frozen parameters out of the layout")
+    _check_apart(params)
+
+
+def _check_apart(params: Mapping[ParamId, nn.Parameter]) -> None:
+    """Parameters of one memory would be torn apart: each moves to a place of its own."""
+    ranges = sorted(_range(id, param) for id, param in params.items() if param.numel())
+    for one, other in pairwise(ranges):
+        if other.start < one.stop:
+            raise StorageError(
+                f"{one.id} and {other.id} share memory; tie parameters by using one nn.Parameter twice, not by views"
+            )
+
+
+def _range(id: ParamId, param: nn.Parameter) -> _Range:
+    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    return _Range(param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size(), id)

@@ -1,0 +1,130 @@
+"""How a bucket's gradients are summed over ranks: in place, into shards, or in fp32 from what came over a 16-bit wire.
+
+A `Wire` is a recipe of stages: a generator that starts a collective, yields what is pending, and goes on once it is
+done. `InFlight` drives it, so that one bucket's stages overlap with whatever runs between two calls.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.comm.groups import Axes
+
+
+class Wire(Protocol):
+    """Sums a bucket over ranks."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether something is left to do, or memory to free, when the first collective is done."""
+        ...
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Writes `shard` (n,): this rank's part of the sum of `full` (size * n,), of which `shard` is a view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SumEverywhere:
+    """An all-reduce in one instance, then over the others: every rank has the sum of all of it."""
+
+    comm: Comm
+    across: Comm  # a world of one where there is one instance
+
+    @property
+    def is_staged(self) -> bool:
+        """Only with several instances."""
+        return self.across.size > 1
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Writes `full`."""
+        yield self.comm.all_reduce_(full, async_op=True)
+        if self.is_staged:
+            yield self.across.all_reduce_(full, async_op=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SumToShards:
+    """A reduce-scatter in one instance of the optimizer, then an all-reduce of the shard over the other instances."""
+
+    comm: Comm
+    across: Comm  # a world of one where there is one instance
+
+    @property
+    def is_staged(self) -> bool:
+        """Only with several instances."""
+        return self.across.size > 1
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Writes `shard`; what is left in the rest of `full` is undefined."""
+        yield self.comm.reduce_scatter_(shard, full, async_op=True)
+        if self.is_staged:
+            yield self.across.all_reduce_(shard, async_op=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SumInFp32:
+    """Parts travel in the gradients' own dtype, are summed in fp32 in rank order, and rounded once."""
+
+    comm: Comm
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Writes `shard`; holds a second bucket until the end of its only stage."""
+        received = torch.empty_like(full)
+        yield self.comm.all_to_all_(received, full, async_op=True)
+        first, *others = received.view(self.comm.size, shard.numel())
+        total = first.to(torch.float32)
+        for part in others:
+            total.add_(part)
+        shard.copy_(total)
+
+
+def sum_over(axes: Axes, *, num_shards: int) -> Wire:
+    """The plain sum over all replicas: to shards where a buffer has several, else everywhere."""
+    if num_shards > 1:
+        return SumToShards(axes.dp, axes.inter)
+    return SumEverywhere(axes.dp, axes.inter)
+
+
+class CollectiveError(RuntimeError):
+    """A collective that did not complete: a peer died, raised, or never came to it."""
+
+
+class InFlight:
+    """The stages of one bucket, under way."""
+
+    def __init__(self, stages: Iterator[Pending], what: str):
+        self._stages = stages
+        self._what = what
+        self._pending: Pending | None = self._next()
+
+    def advance(self) -> None:
+        """Waits for the present stage and starts the next; nothing where all are done.
+
+        Raises:
+            CollectiveError: it failed, or ran into the group's timeout.
+        """
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+        except Exception as error:
+            raise CollectiveError(f"{self._what}: {error}") from error
+        self._pending = self._next()
+
+    def finish(self) -> None:
+        """Waits for all stages."""
+        while self._pending is not None:
+            self.advance()
+
+    @torch.no_grad()
+    def _next(self) -> Pending | None:
+        try:
+            return next(self._stages, None)
+        except Exception as error:
+            raise CollectiveError(f"{self._what}: {error}") from error
