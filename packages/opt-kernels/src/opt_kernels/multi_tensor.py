@@ -15,7 +15,7 @@ that stay where they are (flat buffers always do), a step builds and copies noth
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class ChunkTableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One tensor of each work, as a column of addresses: `item_bytes` for every `elements` elements of the parameter."""
+    """One tensor of each work, as a column of addresses: so many bytes for so many elements of the parameter."""
 
     item_bytes: int
     elements: int = 1  # 1, or the block size where the column holds one scale per block
@@ -159,7 +159,7 @@ class DeviceTables:
         return table
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_tables(device: torch.device) -> DeviceTables:
     """The tables on `device`: one collection for the process, since what is in it is true for whoever asks."""
     return DeviceTables(device)

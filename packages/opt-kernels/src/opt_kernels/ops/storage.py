@@ -3,6 +3,7 @@
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops.lanes import load, nearest, store
 from opt_kernels.ops.remainder.triton import join, lower_half, upper_half
+from opt_kernels.ops.rounding.triton import by_chance
 
 
 @jit
@@ -28,9 +29,12 @@ def write_main(
     p: tl.tensor,  # float32, the new mains
     at: tl.tensor,
     n: tl.tensor,
+    first: tl.tensor,  # int64, number of the chunk's first element
+    step: tl.tensor,  # int32
     MAIN: tl.constexpr,  # dtype of the main
     OUT: tl.constexpr,  # dtype of the out, or None
     REMAINDER: tl.constexpr,
+    BY_CHANCE: tl.constexpr,  # whether a bfloat16 main is rounded stochastically
     FULL: tl.constexpr,
 ) -> None:
     """Writes the mains and their rounded copy, or both halves."""
@@ -38,6 +42,9 @@ def write_main(
         store(out, at, n, upper_half(p), FULL)
         store(main, at, n, lower_half(p), FULL)
     else:
-        store(main, at, n, nearest(p, MAIN), FULL)
+        if BY_CHANCE and tl.bfloat16 == MAIN:
+            store(main, at, n, by_chance(p, at, first, step), FULL)
+        else:
+            store(main, at, n, nearest(p, MAIN), FULL)
         if OUT is not None:
             store(out, at, n, nearest(p, OUT), FULL)

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.jit import tl
 from opt_kernels.multi_tensor import (
     ChunkTable,
@@ -33,7 +34,7 @@ class Formats(NamedTuple):
     grad: torch.dtype
     main: torch.dtype | None  # None: the main is joined from out and remainder
     out: torch.dtype | None
-    states: tuple[torch.dtype, ...]
+    states: tuple[torch.dtype, ...]  # of the values or codes; scales are float32
     aligned: bool
 
     @property
@@ -79,7 +80,7 @@ class _Member(NamedTuple):
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The dtype of the same name in Triton. Raises LayoutError for one that a sweep does not know."""
+    """What tensors of `dtype` are in Triton. Raises LayoutError for one that a sweep does not know."""
     names = {
         torch.float32: tl.float32,
         torch.bfloat16: tl.bfloat16,
@@ -87,13 +88,40 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
         torch.int16: tl.int16,
         torch.int8: tl.int8,
         torch.uint8: tl.uint8,
-        torch.float8_e4m3fn: tl.float8e4nv,
-        torch.float8_e5m2: tl.float8e5,
+        torch.float8_e4m3fn: tl.uint8,  # bytes: see ops/quantize/triton.py
     }
     if dtype not in names:
         allowed = ", ".join(map(str, names))
         raise LayoutError(f"the triton backend cannot sweep {dtype}; allowed are {allowed}; use backend='torch'")
     return names[dtype]
+
+
+def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
+    """The arguments that every sweep takes by these names: formats, shape of the launch, compiler options."""
+    return {
+        "GRAD": triton_dtype(formats.grad),
+        "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
+        "OUT": None if formats.out is None else triton_dtype(formats.out),
+        "REMAINDER": formats.remainder,
+        "IEEE": formats.ieee,
+        "WIDTH": table.records.shape[1],
+        "CHUNK": table.chunk,
+        "BLOCK": BLOCK,
+        "E": formats.vector,
+        "num_warps": NUM_WARPS,
+        # Said at every launch: the default changes between versions of Triton, and with it the bits of the result.
+        "enable_fp_fusion": not formats.ieee,
+    }
+
+
+def rounds_by_chance(formats: Formats, wanted: bool) -> bool:
+    """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
+    if wanted and formats.main is torch.float16:
+        raise LayoutError(
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
+            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+        )
+    return wanted and formats.main is torch.bfloat16
 
 
 def processors(device: torch.device) -> int:
@@ -105,20 +133,24 @@ def processors(device: torch.device) -> int:
 
 def sweeps(
     batches: Sequence[Batch],
-    names: tuple[str, ...],  # the states, in the order of their columns
-    blocks: dict[str, int],  # elements per scale, for the states that are scales
+    states: Sequence[tuple[str, StateCodec]],  # names and codecs, in the order of their columns
 ) -> list[Sweep]:
     """One sweep for every combination of dtypes among the works; empty works take part in none.
 
+    Columns: main or remainder, out, the states, then the scales of those that have any.
+
     Raises LayoutError where tensors are not of one device, or have holes.
     """
+    names = tuple(name for name, _ in states)
+    blocks = {scale_name(name): codec.block for name, codec in states if codec.block}
     members = [
         _Member(_plain(work), row) for row, batch in enumerate(batches) for work in batch.works if work.grad.numel()
     ]
     by_formats: dict[Formats, list[_Member]] = {}
     for member in members:
         by_formats.setdefault(_formats(member.work, names), []).append(member)
-    return [Sweep(formats, _table(formats, group, names, blocks)) for formats, group in by_formats.items()]
+    everything = (*names, *blocks)
+    return [Sweep(formats, _table(formats, group, everything, blocks)) for formats, group in by_formats.items()]
 
 
 def _plain(work: Work) -> Work | Run:
@@ -155,7 +187,7 @@ def _table(formats: Formats, group: list[_Member], names: tuple[str, ...], block
     lanes = [_columns(work, names) for work in works]
     addresses = tuple(tuple(0 if t is None else t.data_ptr() for t in lane) for lane in zip(*lanes))
     numels = tuple(work.grad.numel() for work in works)
-    extents = Extents(numels, tuple(member.row for member in group), _firsts(numels))
+    extents = Extents(numels, tuple(member.row for member in group), tuple(work.first for work in works))
     columns = tuple(
         Column(item_bytes=0 if t is None else t.dtype.itemsize, elements=blocks.get(name, 1))
         for name, t in zip(("main", "out", *names), lanes[0])
@@ -175,15 +207,6 @@ def _table(formats: Formats, group: list[_Member], names: tuple[str, ...], block
         tables.get((grads, numels, formats.grad.itemsize, chunk), grad_column),
         chunk,
     )
-
-
-def _firsts(numels: tuple[int, ...]) -> tuple[int, ...]:
-    """Where each run begins when all stand in one row, each from a multiple of 64 on."""
-    firsts, total = [], 0
-    for numel in numels:
-        firsts.append(total)
-        total += -(-numel // 64) * 64
-    return tuple(firsts)
 
 
 def _check(works: Sequence[Work | Run], names: tuple[str, ...], blocks: dict[str, int], device: torch.device) -> None:

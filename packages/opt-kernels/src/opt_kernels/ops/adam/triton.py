@@ -12,9 +12,10 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.adam.reference import Order
-from opt_kernels.ops.lanes import divide, load, nearest, pointer, root, store
+from opt_kernels.ops.lanes import divide, load, pointer, root
+from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
-from opt_kernels.ops.sweep import BLOCK, NUM_WARPS, sweeps, triton_dtype
+from opt_kernels.ops.sweep import launch_options, rounds_by_chance, sweeps, triton_dtype
 from opt_kernels.rules.base import Batch
 
 
@@ -42,32 +43,37 @@ def stepped(
 @jit
 def adam_tile(
     main: tl.tensor, out: tl.tensor, grad: tl.tensor, exp_avg: tl.tensor, exp_avg_sq: tl.tensor,
-    row: tl.tensor, at: tl.tensor, n: tl.tensor,
+    exp_avg_scale: tl.tensor, exp_avg_sq_scale: tl.tensor,
+    row: tl.tensor, start: tl.tensor, n: tl.tensor, first: tl.tensor,
     MAIN: tl.constexpr, OUT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr,
-    REMAINDER: tl.constexpr, DECOUPLED: tl.constexpr, TE: tl.constexpr, IEEE: tl.constexpr, FULL: tl.constexpr,
+    SCHEME: tl.constexpr, SCHEME_SQ: tl.constexpr, REMAINDER: tl.constexpr, BY_CHANCE: tl.constexpr,
+    DECOUPLED: tl.constexpr, TE: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Updates the elements `at` of one chunk."""
+    """Updates BLOCK elements of one chunk, from `start` on."""
+    at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
-    m = load(exp_avg, at, n, FULL).to(tl.float32)
-    v = load(exp_avg_sq, at, n, FULL).to(tl.float32)
+    m = read_state(exp_avg, exp_avg_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
+    v = read_state(exp_avg_sq, exp_avg_sq_scale, start, n, BLOCK, SCHEME_SQ, False, IEEE, FULL)
     if not DECOUPLED:
         g += tl.load(row + scalars.WEIGHT_DECAY) * p
     m += tl.load(row + scalars.ONE_MINUS_BETA1) * (g - m)
     v = tl.load(row + scalars.BETA2) * v + tl.load(row + scalars.ONE_MINUS_BETA2) * g * g
     p = stepped(p, m, v, row, DECOUPLED, TE, IEEE)
-    write_main(main, out, p, at, n, MAIN, OUT, REMAINDER, FULL)
-    store(exp_avg, at, n, nearest(m, EXP_AVG), FULL)
-    store(exp_avg_sq, at, n, nearest(v, EXP_AVG_SQ), FULL)
+    step = tl.load(row + scalars.STEP).to(tl.int32, bitcast=True)
+    write_main(main, out, p, at, n, first, step, MAIN, OUT, REMAINDER, BY_CHANCE, FULL)
+    write_state(exp_avg, exp_avg_scale, m, start, n, EXP_AVG, BLOCK, SCHEME, True, IEEE, FULL)
+    write_state(exp_avg_sq, exp_avg_sq_scale, v, start, n, EXP_AVG_SQ, BLOCK, SCHEME_SQ, False, IEEE, FULL)
 
 
 @jit
 def adam_sweep(
-    records: tl.tensor,  # (chunks, WIDTH) int64: main or remainder, out, exp_avg, exp_avg_sq ... n, row, first
+    records: tl.tensor,  # (chunks, WIDTH) int64: main or remainder, out, moments, their scales ... n, row, first
     grads: tl.tensor,  # (chunks,) int64
     block: tl.tensor,  # (rows, 16) float32
     GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr,
-    REMAINDER: tl.constexpr, DECOUPLED: tl.constexpr, TE: tl.constexpr, IEEE: tl.constexpr,
+    SCHEME: tl.constexpr, SCHEME_SQ: tl.constexpr, REMAINDER: tl.constexpr, BY_CHANCE: tl.constexpr,
+    DECOUPLED: tl.constexpr, TE: tl.constexpr, IEEE: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per chunk; writes nothing at all where the scalar block says not to proceed."""
@@ -77,18 +83,26 @@ def adam_sweep(
     out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)
     exp_avg = pointer(tl.load(record + 2), EXP_AVG, E)
     exp_avg_sq = pointer(tl.load(record + 3), EXP_AVG_SQ, E)
+    exp_avg_scale = pointer(tl.load(record + 4), tl.float32, 1)
+    exp_avg_sq_scale = pointer(tl.load(record + (4 if SCHEME == "plain" else 5)), tl.float32, 1)
     grad = pointer(tl.load(grads + chunk), GRAD, E)
     row = block + tl.load(record + WIDTH - 2) * scalars.WIDTH
-    n = tl.where(tl.load(row + scalars.PROCEED) != 0.0, tl.load(record + WIDTH - 3), 0)
-    lanes = tl.arange(0, BLOCK)
+    first = tl.load(record + WIDTH - 1)
+    n = tl.where(tl.load(row + scalars.PROCEED) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)
     if n == CHUNK:
         for start in range(0, CHUNK, BLOCK):
-            adam_tile(main, out, grad, exp_avg, exp_avg_sq, row, start + lanes, n,
-                      MAIN, OUT, EXP_AVG, EXP_AVG_SQ, REMAINDER, DECOUPLED, TE, IEEE, True)  # fmt: skip
+            adam_tile(
+                main, out, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, row, start, n, first,
+                MAIN, OUT, EXP_AVG, EXP_AVG_SQ, SCHEME, SCHEME_SQ, REMAINDER, BY_CHANCE,
+                DECOUPLED, TE, IEEE, BLOCK, True,
+            )  # fmt: skip
     else:
         for start in range(0, n, BLOCK):
-            adam_tile(main, out, grad, exp_avg, exp_avg_sq, row, start + lanes, n,
-                      MAIN, OUT, EXP_AVG, EXP_AVG_SQ, REMAINDER, DECOUPLED, TE, IEEE, False)  # fmt: skip
+            adam_tile(
+                main, out, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, row, start, n, first,
+                MAIN, OUT, EXP_AVG, EXP_AVG_SQ, SCHEME, SCHEME_SQ, REMAINDER, BY_CHANCE,
+                DECOUPLED, TE, IEEE, BLOCK, False,
+            )  # fmt: skip
 
 
 def adam_(
@@ -106,7 +120,7 @@ def adam_(
 
     Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
     """
-    found = sweeps(batches, ("exp_avg", "exp_avg_sq"), {})
+    found = sweeps(batches, [("exp_avg", exp_avg_codec), ("exp_avg_sq", exp_avg_sq_codec)])
     if not found:
         return
     device = found[0].table.grads.device
@@ -116,19 +130,12 @@ def adam_(
             table.records,
             table.grads,
             block,
-            GRAD=triton_dtype(formats.grad),
-            MAIN=tl.int16 if formats.main is None else triton_dtype(formats.main),
-            OUT=None if formats.out is None else triton_dtype(formats.out),
             EXP_AVG=triton_dtype(formats.states[0]),
             EXP_AVG_SQ=triton_dtype(formats.states[1]),
-            REMAINDER=formats.remainder,
+            SCHEME=scheme(exp_avg_codec),
+            SCHEME_SQ=scheme(exp_avg_sq_codec),
+            BY_CHANCE=rounds_by_chance(formats, stochastic_rounding),
             DECOUPLED=decoupled,
             TE=order == "te",
-            IEEE=formats.ieee,
-            WIDTH=table.records.shape[1],
-            CHUNK=table.chunk,
-            BLOCK=BLOCK,
-            E=formats.vector,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=not formats.ieee,
+            **launch_options(formats, table),
         )
