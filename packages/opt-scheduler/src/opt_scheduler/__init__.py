@@ -15,8 +15,48 @@ from .curves import (
     shifted_exponential,
 )
 from .errors import ScheduleError
+from .field_scheduler import FieldScheduler
+from .fields import FieldSchedule
 from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
 from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
 from .schedule import Schedule
+from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "FieldSchedule",
+    "FieldScheduler",
+    "OptimizerParamScheduler",
+    "ParamGroupOverride",
+    "Schedule",
+    "ScheduleError",
+    "clip",
+    "combine_param_group_overrides",
+    "constant",
+    "cooldown",
+    "cosine",
+    "cut",
+    "cyclic",
+    "exponential",
+    "get_canonical_lr_for_logging",
+    "inverse_sqrt",
+    "join",
+    "linear",
+    "minus_sqrt",
+    "one_cycle",
+    "param_group_override_to_tuple",
+    "piecewise_constant",
+    "piecewise_linear",
+    "polynomial",
+    "power",
+    "ramp",
+    "repeat",
+    "scale",
+    "shift",
+    "shifted_exponential",
+    "step_decay",
+    "stretch",
+    "warmup",
+    "wsd",
+]

@@ -26,7 +26,9 @@ class Join(Schedule):
             if not isinstance(part, Schedule):
                 raise ScheduleError(f"join: part {i} must be a Schedule, not {part!r}")
             if i + 1 < len(self.parts) and math.isinf(part.length):
-                raise ScheduleError(f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps=")
+                raise ScheduleError(
+                    f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps="
+                )
 
     @cached_property
     def starts(self) -> tuple[float, ...]:
@@ -97,9 +99,10 @@ class Repeat(Schedule):
         return tuple(sorted(i * self.schedule.length + step for i in range(self.times or 1) for step in steps))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Wrapped(Schedule):
     """What schedules that change another's values, not its times, have in common."""
+
+    __slots__ = ()
 
     schedule: Schedule
 
@@ -121,6 +124,7 @@ class Scaled(_Wrapped):
     """Another schedule times a factor; see `scale`."""
 
     kind: ClassVar[str] = "scale"
+    schedule: Schedule
     factor: float
 
     def __post_init__(self) -> None:
@@ -135,6 +139,7 @@ class Clipped(_Wrapped):
     """Another schedule kept between bounds; see `clip`."""
 
     kind: ClassVar[str] = "clip"
+    schedule: Schedule
     low: float | None = None
     high: float | None = None
 

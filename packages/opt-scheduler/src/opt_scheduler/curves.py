@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from .errors import ScheduleError, unknown_name
@@ -9,20 +10,12 @@ from .schedule import Schedule, check_number
 from .shapes import SHAPES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constant(Schedule):
-    """One value; see `constant`."""
+class _Timed(Schedule):
+    """What schedules with a field `steps` have in common: they end there, or never if it is None."""
 
-    kind: ClassVar[str] = "constant"
-    value: float
-    steps: float | None = None  # where a following schedule begins; None: nothing can follow
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        check_number("constant", value=self.value)
-        check_number("constant", above=0, steps=self.steps)
-
-    def at(self, step: float) -> float:
-        return self.value
+    steps: float | None
 
     @property
     def length(self) -> float:
@@ -34,22 +27,23 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Finite(Schedule):
-    """What schedules with an end have in common: the value after it is the value at it."""
+class Constant(_Timed):
+    """One value; see `constant`."""
 
-    steps: float
+    kind: ClassVar[str] = "constant"
+    value: float
+    steps: float | None = None
 
-    @property
-    def length(self) -> float:
-        return self.steps
+    def __post_init__(self) -> None:
+        check_number("constant", value=self.value)
+        check_number("constant", above=0, steps=self.steps)
 
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return (self.steps,)
+    def at(self, step: float) -> float:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ramp(_Finite):
+class Ramp(_Timed):
     """From one value to another along a named shape; see `ramp`."""
 
     kind: ClassVar[str] = "ramp"
@@ -71,7 +65,7 @@ class Ramp(_Finite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Polynomial(_Finite):
+class Polynomial(_Timed):
     """From one value to another along a power of what is left; see `polynomial`."""
 
     kind: ClassVar[str] = "polynomial"
@@ -90,7 +84,7 @@ class Polynomial(_Finite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exponential(_Finite):
+class Exponential(_Timed):
     """From one value to another by equal factors in equal times; see `exponential`."""
 
     kind: ClassVar[str] = "exponential"
@@ -108,7 +102,7 @@ class Exponential(_Finite):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Power(Schedule):
+class Power(_Timed):
     """A power law of the step; see `power`."""
 
     kind: ClassVar[str] = "power"
@@ -125,14 +119,6 @@ class Power(Schedule):
         step = min(step, self.length)
         return float(self.start * (1.0 + step / self.timescale) ** self.exponent)
 
-    @property
-    def length(self) -> float:
-        return math.inf if self.steps is None else self.steps
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return () if self.steps is None else (self.steps,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiecewiseLinear(Schedule):
@@ -145,11 +131,11 @@ class PiecewiseLinear(Schedule):
         steps = [step for step, _ in self.points]
         for step, value in self.points:
             check_number("piecewise_linear", step=step, value=value)
-        if not steps or steps[0] != 0 or any(b <= a for a, b in zip(steps, steps[1:], strict=False)):
+        if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
             raise ScheduleError(f"piecewise_linear: the steps of points={self.points!r} must ascend from 0")
 
     def at(self, step: float) -> float:
-        for (s0, v0), (s1, v1) in zip(self.points, self.points[1:], strict=False):
+        for (s0, v0), (s1, v1) in pairwise(self.points):
             if step < s1:
                 return v0 + (step - s0) / (s1 - s0) * (v1 - v0)
         return self.points[-1][1]

@@ -17,7 +17,9 @@ def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height:
         ScheduleError: a grid of less than 2 x 2, or nothing to look at.
     """
     if width < 2 or height < 2 or not steps > 0:
-        raise ScheduleError(f"cannot plot {steps=} on a grid of {width=} x {height=}: need steps > 0 and at least 2 x 2")
+        raise ScheduleError(
+            f"cannot plot {steps=} on a grid of {width=} x {height=}: need steps > 0 and at least 2 x 2"
+        )
     columns = [steps * x / (width - 1) for x in range(width)]
     samples = [[curve(step) for step in columns] for curve in curves]
     low, high = _limits(samples)
@@ -25,7 +27,10 @@ def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height:
     for mark, values in zip(_MARKS * len(samples), samples, strict=False):
         for x, value in enumerate(values):
             grid[round((high - value) / (high - low) * (height - 1))][x] = mark
-    labels = [f"{high - (high - low) * y / (height - 1):10.3g}" if y % 3 == 0 or y == height - 1 else " " * 10 for y in range(height)]
+    labels = [
+        f"{high - (high - low) * y / (height - 1):10.3g}" if y % 3 == 0 or y == height - 1 else " " * 10
+        for y in range(height)
+    ]
     lines = [f"{label} ┤{''.join(row)}".rstrip() for label, row in zip(labels, grid, strict=True)]
     end = f"{steps:g}"
     return "\n".join([*lines, " " * 11 + "└" + "─" * width, " " * 12 + "0" + end.rjust(width - 1)])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 
-# Also an AssertionError, because the reference refuses with bare asserts: code (and tests) that catch those keep working.
+# Also an AssertionError: the reference refuses with bare asserts, and code or tests that catch those keep working.
 class ScheduleError(ValueError, AssertionError):
     """A schedule, a scheduler, or a state to be loaded that cannot mean anything."""
 

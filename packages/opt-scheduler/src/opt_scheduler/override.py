@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from .errors import ScheduleError
 
@@ -10,8 +10,8 @@ from .errors import ScheduleError
 class ParamGroupOverride(TypedDict, total=False):
     """Values of one parameter group that take the place of the scheduler's.
 
-    A dict, so that it can be merged into the group as it stands. Keys beyond these are kept and end up in the group too,
-    where an optimizer or scheduler of one's own may read them.
+    A dict, so that it can be merged into the group as it stands. Other keys are kept and end up in the group too, where
+    an optimizer or scheduler of one's own may read them.
 
     >>> ParamGroupOverride(max_lr=1e-4, wd_mult=0.0)
     {'max_lr': 0.0001, 'wd_mult': 0.0}
@@ -86,7 +86,7 @@ def _same(a: object, b: object) -> bool:
     """Equality that also works where `==` answers with an array: such values are the same if all their elements are."""
     if a is b:
         return True
-    equal = a == b
+    equal: object = cast(Any, a) == b
     if isinstance(equal, bool):
         return equal
     elements = cast(Sequence[object], equal)

@@ -1,6 +1,7 @@
 """Schedules people know by name, composed of the others: wsd, one_cycle, cyclic, piecewise_constant, step_decay."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .compose import join, repeat, warmup
 from .curves import constant, linear, ramp
@@ -31,7 +32,13 @@ def wsd(
 
 
 def one_cycle(
-    peak: float, *, up_steps: float, down_steps: float, start: float | None = None, end: float = 0.0, shape: str = "cosine"
+    peak: float,
+    *,
+    up_steps: float,
+    down_steps: float,
+    start: float | None = None,
+    end: float = 0.0,
+    shape: str = "cosine",
 ) -> Schedule:
     """One rise to `peak` and one longer fall (https://arxiv.org/abs/1708.07120). `start` is peak / 25 unless given.
 
@@ -61,10 +68,10 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
     """
     edges = [0.0, *at]
     if len(values) != len(edges):
-        raise ScheduleError(f"piecewise_constant: {len(values)} values need {len(values) - 1} steps in at=, not {len(at)}")
-    if any(b <= a for a, b in zip(edges, edges[1:], strict=False)):
+        raise ScheduleError(f"piecewise_constant: {len(values)} values need {len(values) - 1} steps, not {len(at)}")
+    if any(b <= a for a, b in pairwise(edges)):
         raise ScheduleError(f"piecewise_constant: at={list(at)!r} must ascend from above 0")
-    lengths = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(edges)]
     parts = [constant(value, steps=steps) for value, steps in zip(values, lengths, strict=False)]
     return join(*parts, constant(values[-1]))
 

@@ -14,8 +14,8 @@ class Schedule(ABC):
     """A pure function of the step, as a value: equal if built equally, printable, and convertible to plain types.
 
     Steps may be fractions. Before step 0 a schedule has its first value, past its end its last: nothing extrapolates.
-    Subclasses are frozen dataclasses with a `kind`, the name under which `to_dict` records them; a kind of your own takes
-    part in everything once its class exists.
+    Subclasses are frozen dataclasses with a `kind`, the name under which `to_dict` records them; a kind of your own
+    takes part in everything once its class exists.
 
     >>> from opt_scheduler import cosine, warmup
     >>> lr = warmup(cosine(1e-3, 1e-4, steps=100), steps=10)
@@ -99,13 +99,13 @@ class Schedule(ABC):
         return svg_plot([self], steps=self.horizon())
 
     def horizon(self) -> float:
-        """How far to look to see all there is to see: a little past the end, or three periods of an endless repetition."""
+        """How far to look to see it all: a little past the end, or three periods of an endless repetition."""
         last = self.boundaries[-1] if self.boundaries else 1.0
         return 3 * last if math.isinf(self.length) else 1.05 * last
 
 
 def check_number(where: str, *, low: float = -math.inf, above: float = -math.inf, **given: float | None) -> None:
-    """Refuse what is not a finite number of at least `low` and more than `above`. None is a field that was not given."""
+    """Refuse what is not a finite number, at least `low` and more than `above`. None is a field not given."""
     for name, value in given.items():
         if value is None:
             continue
@@ -130,9 +130,9 @@ def _unplain(value: object) -> object:
 
 
 def _kinds() -> dict[str, type[Schedule]]:
-    """All concrete kinds by name. Python's own record of subclasses is the registry, so there is none to keep in step."""
+    """All kinds by name. Python's own record of subclasses is the registry, so there is none to keep in step."""
     found: dict[str, type[Schedule]] = {}
-    waiting: list[type[Schedule]] = [Schedule]
+    waiting = Schedule.__subclasses__()
     while waiting:
         cls = waiting.pop(0)
         waiting += cls.__subclasses__()

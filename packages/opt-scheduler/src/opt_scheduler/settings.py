@@ -18,7 +18,7 @@ TwoToOne: TypeAlias = Callable[[float, float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of the reference's scheduler. Steps are in whatever unit `step(increment)` counts; fractions are fine.
+    """The arguments of the reference's scheduler. Steps are in the unit that `step(increment)` counts, fractions too.
 
     `lr_decay_steps` and `wd_incr_steps` count from step 0, so the warmup is part of the former.
 
@@ -71,7 +71,8 @@ class Settings:
         if self.lr_decay_style != "WSD":
             r = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
             return shapes.SHAPES[self.lr_decay_style](r)
-        assert self.wsd_decay_steps is not None and self.lr_wsd_decay_style is not None  # validated
+        assert self.wsd_decay_steps is not None  # as validated
+        assert self.lr_wsd_decay_style is not None
         anneal_start = self.lr_decay_steps - self.wsd_decay_steps
         if step <= anneal_start:
             return 1.0
@@ -132,7 +133,7 @@ def _lr_problems(s: Settings) -> list[str]:
         found.append(unknown_name("lr_decay_style", s.lr_decay_style, LR_STYLES))
     first = s.warmup_first
     if first not in ("init", "one") and (isinstance(first, str) or not 0 < first < math.inf):
-        found.append(f"warmup_first={first!r} must be 'init', 'one' or a positive number: the size of the first increment")
+        found.append(f"warmup_first={first!r} must be 'init', 'one' or a positive number, the size of an increment")
     return found
 
 
@@ -143,9 +144,9 @@ def _wsd_problems(s: Settings) -> list[str]:
     if s.lr_decay_style != "WSD":
         return found  # launchers pass the WSD fields whatever the style: they only have to make sense by themselves
     if s.lr_wsd_decay_style is None:
-        found.append(f"lr_wsd_decay_style=None, but lr_decay_style='WSD' needs one of {', '.join(map(repr, WSD_STYLES))}")
+        found.append(f"lr_wsd_decay_style=None, but 'WSD' needs one of {', '.join(map(repr, WSD_STYLES))}")
     if s.wsd_decay_steps is None:
-        found.append("wsd_decay_steps=None, but lr_decay_style='WSD' needs the length of its anneal")
+        found.append("wsd_decay_steps=None, but 'WSD' needs the length of its anneal")
     elif s.wsd_decay_steps <= 0:
         found.append(f"wsd_decay_steps={s.wsd_decay_steps!r} must be positive; without an anneal, use 'constant'")
     elif s.wsd_decay_steps > s.lr_decay_steps - s.lr_warmup_steps:

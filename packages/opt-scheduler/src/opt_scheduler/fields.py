@@ -1,0 +1,158 @@
+"""A schedule for one field of some parameter groups, and how a value gets into a group."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from .errors import ScheduleError
+from .schedule import Schedule
+
+Group: TypeAlias = MutableMapping[str, Any]
+
+
+@runtime_checkable
+class HasParamGroups(Protocol):
+    """All that is asked of an optimizer: the groups, read anew at every step."""
+
+    @property
+    def param_groups(self) -> Iterable[Group]: ...
+
+
+Optimizers: TypeAlias = HasParamGroups | Sequence[HasParamGroups]
+
+
+def groups_of(optimizer: Optimizers) -> list[Group]:
+    """The groups of one optimizer, or of several, as they are now."""
+    if isinstance(optimizer, list | tuple):
+        return [group for one in optimizer for group in one.param_groups]
+    return list(optimizer.param_groups)  # type: ignore[union-attr]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSchedule:
+    """`schedule` for the field named `field` of the groups whose entries equal those of `where`; {} means all groups.
+
+    `field` is a key of the group, such as "lr", "momentum" or "eps", or one place of a tuple, such as "betas[0]".
+
+    >>> from opt_scheduler import constant, linear
+    >>> FieldSchedule(field="betas[0]", schedule=linear(0.95, 0.85, steps=100)).name
+    'betas'
+    >>> FieldSchedule(field="lr", schedule=constant(1e-4), where={"name": "head"}).matches({"name": "head", "lr": 1.0})
+    True
+
+    Raises:
+        ScheduleError: a field that is neither a name nor a name with an index.
+    """
+
+    field: str
+    schedule: Schedule
+    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        name, bracket, index = self.field.partition("[")
+        if not name.isidentifier() or (bracket and not (index.endswith("]") and index[:-1].isdigit())):
+            raise ScheduleError(
+                f"FieldSchedule: field={self.field!r} must be a key of the groups, as 'lr' or 'betas[0]'"
+            )
+        if not isinstance(self.schedule, Schedule):
+            raise ScheduleError(f"FieldSchedule: schedule={self.schedule!r} must be a Schedule")
+
+    @property
+    def name(self) -> str:
+        """The key of the group, without the index."""
+        return self.field.partition("[")[0]
+
+    @property
+    def index(self) -> int | None:
+        """The place in the tuple under that key, or None for the whole entry."""
+        _, bracket, index = self.field.partition("[")
+        return int(index[:-1]) if bracket else None
+
+    def matches(self, group: Mapping[str, Any]) -> bool:
+        """Whether this schedule is for `group`."""
+        return all(key in group and group[key] == value for key, value in self.where.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain types, for the state dict of a scheduler."""
+        return {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
+
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> "FieldSchedule":
+        """What `to_dict` made `plain` from.
+
+        Raises:
+            ScheduleError: fields that are missing or unknown, or a schedule that cannot be.
+        """
+        if set(plain) != {"field", "schedule", "where"}:
+            raise ScheduleError(f"FieldSchedule: its dict needs field, schedule and where, not {sorted(plain)}")
+        return FieldSchedule(
+            field=plain["field"], schedule=Schedule.from_dict(plain["schedule"]), where=dict(plain["where"])
+        )
+
+
+def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
+    """Refuse a schedule that no group matches, a key the group lacks, and two schedules for one field of one group.
+
+    Raises:
+        ScheduleError: names the field and the group.
+    """
+    for schedule in schedules:
+        if not any(schedule.matches(group) for group in groups):
+            raise ScheduleError(f"schedules: {schedule.field!r}: no group matches where={dict(schedule.where)!r}")
+    for i, group in enumerate(groups):
+        taken: set[str] = set()
+        for schedule in (s for s in schedules if s.matches(group)):
+            _check_entry(schedule, group, where=f"schedules: group {i}")
+            if {schedule.field, schedule.name} & taken or (schedule.index is None and _indexed(schedule.name, taken)):
+                raise ScheduleError(f"schedules: group {i} has two for {schedule.field!r}; make their where disjoint")
+            taken.add(schedule.field)
+
+
+def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float) -> None:
+    """Set every scheduled field of every matching group to its value at `step`. Writes the groups."""
+    for schedule in schedules:
+        value = schedule.schedule(step)
+        for group in groups:
+            if schedule.matches(group):
+                _set_field_(group, schedule, value)
+
+
+def set_(group: Group, key: str, value: float) -> None:
+    """Set one entry of a group. Writes the group, or in place the tensor that it holds.
+
+    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`,
+    so that torch need not be imported.
+    """
+    old: Any = group.get(key)
+    if hasattr(old, "fill_"):
+        old.fill_(value)
+    else:
+        group[key] = value
+
+
+def _set_field_(group: Group, schedule: FieldSchedule, value: float) -> None:
+    if schedule.index is None:
+        set_(group, schedule.name, value)
+        return
+    entry = group[schedule.name]
+    old = entry[schedule.index]
+    if hasattr(old, "fill_"):
+        old.fill_(value)
+        return
+    places = list(entry)
+    places[schedule.index] = value
+    group[schedule.name] = type(entry)(places)
+
+
+def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
+    if schedule.name not in group and schedule.name not in ("lr", "weight_decay"):
+        raise ScheduleError(f"{where} has no {schedule.name!r} to schedule; it has {sorted(set(group) - {'params'})}")
+    if schedule.index is None:
+        return
+    entry = group[schedule.name]
+    if not isinstance(entry, list | tuple) or schedule.index >= len(entry):
+        raise ScheduleError(f"{where}: {schedule.field!r} does not exist, {schedule.name!r} is {entry!r}")
+
+
+def _indexed(name: str, taken: set[str]) -> bool:
+    return any(other.partition("[")[0] == name for other in taken)

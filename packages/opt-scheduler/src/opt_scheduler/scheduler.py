@@ -1,0 +1,275 @@
+"""`OptimizerParamScheduler`: learning rate and weight decay of every parameter group, by the reference's rules."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Generic, TypeVar, overload
+
+from . import closed_form
+from .errors import ScheduleError, refuse
+from .fields import FieldSchedule, Group, Optimizers, check_fields, set_, write_fields_
+from .group_scheduler import GroupScheduler
+from .group_values import GroupValues, bounds_of, group_values, refuse_one_cycle
+from .schedule import Schedule
+from .settings import Settings, WarmupFirst
+from .state import VERSION, read_state
+
+T = TypeVar("T")
+
+
+class _Setting(Generic[T]):
+    """A field of `settings` as an attribute of the scheduler. To assign is to validate all of them anew."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "_Setting[T]": ...
+    @overload
+    def __get__(self, instance: "OptimizerParamScheduler", owner: type) -> T: ...
+    def __get__(self, instance: "OptimizerParamScheduler | None", owner: type) -> "_Setting[T] | T":
+        return self if instance is None else getattr(instance.settings, self.name)
+
+    def __set__(self, instance: "OptimizerParamScheduler", value: T) -> None:
+        changed: dict[str, Any] = {self.name: value}
+        instance.settings = replace(instance.settings, **changed)
+
+
+class OptimizerParamScheduler(GroupScheduler):
+    """Anneals the learning rate and ramps the weight decay of the groups of `optimizer`, or of a list of optimizers.
+
+    Megatron-Core's class, to the number: warmup from `init_lr` to `max_lr` over `lr_warmup_steps`, then
+    `lr_decay_style` ("constant", "linear", "cosine", "inverse-square-root" or "WSD") down to `min_lr` at
+    `lr_decay_steps`, which counts from step 0. "WSD" stays at `max_lr` and falls over the last `wsd_decay_steps` along
+    `lr_wsd_decay_style` ("linear", "cosine", "exponential" or "minus_sqrt"). Weight decay goes from `start_wd` to
+    `end_wd` over `wd_incr_steps` ("constant", "linear" or "cosine"). A group may set `max_lr, min_lr, start_wd,
+    end_wd, wd_mult` for itself; None there means not set.
+
+    Steps are whatever `step(increment)` counts; the reference counts samples. The groups are written on construction,
+    and always completely: a `weight_decay` already in a group is replaced, `wd_mult=0` keeps it at 0. Where a group
+    holds a tensor it is filled in place. Every setting is an attribute; assigning one validates all, and the next step
+    uses it.
+
+    Beyond the reference: `min_lr=None` means 0. `warmup_first="one"` lets the warmup run one step ahead, so that the
+    first update is not made with `init_lr`; where steps are samples, give the batch size instead. `schedules` sets any
+    field of any groups, the learning rate included, from pure schedules; they have the last word on what they name.
+
+    On load, `use_checkpoint_opt_param_scheduler` takes the saved settings, `override_opt_param_scheduler` keeps those
+    given here (those not None), and with neither any difference is refused. Instead of True,
+    `override_opt_param_scheduler` may name the fields to keep.
+
+    >>> from types import SimpleNamespace
+    >>> optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": [], "max_lr": 1e-4, "wd_mult": 0.0}])
+    >>> scheduler = OptimizerParamScheduler(
+    ...     optimizer, init_lr=0.0, max_lr=1e-3, min_lr=0.0, lr_warmup_steps=10, lr_decay_steps=110,
+    ...     lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=110, wd_incr_style="constant",
+    ... )
+    >>> scheduler.step(60)
+    >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    [(0.0005, 0.1), (5e-05, 0.0)]
+    >>> scheduler.lr_at(110)
+    0.0
+
+    Raises:
+        ScheduleError: lists every argument that cannot be, with what is allowed.
+    """
+
+    init_lr = _Setting[float]()
+    max_lr = _Setting[float]()
+    min_lr = _Setting[float]()
+    lr_warmup_steps = _Setting[float]()
+    lr_decay_steps = _Setting[float]()
+    lr_decay_style = _Setting[str]()
+    start_wd = _Setting[float]()
+    end_wd = _Setting[float]()
+    wd_incr_steps = _Setting[float]()
+    wd_incr_style = _Setting[str]()
+    wsd_decay_steps = _Setting["float | None"]()
+    lr_wsd_decay_style = _Setting["str | None"]()
+    warmup_first = _Setting[WarmupFirst]()
+
+    def __init__(
+        self,
+        optimizer: Optimizers,
+        init_lr: float,
+        max_lr: float,
+        min_lr: float | None,
+        lr_warmup_steps: float,
+        lr_decay_steps: float,
+        lr_decay_style: str,
+        start_wd: float,
+        end_wd: float,
+        wd_incr_steps: float,
+        wd_incr_style: str,
+        use_checkpoint_opt_param_scheduler: bool | None = True,
+        override_opt_param_scheduler: bool | Collection[str] | None = False,
+        wsd_decay_steps: float | None = None,
+        lr_wsd_decay_style: str | None = None,
+        *,
+        warmup_first: WarmupFirst = "init",
+        schedules: Sequence[FieldSchedule] = (),
+    ) -> None:
+        super().__init__(optimizer)
+        self.settings = Settings(
+            init_lr=init_lr,
+            max_lr=max_lr,
+            min_lr=0.0 if min_lr is None else min_lr,
+            lr_warmup_steps=lr_warmup_steps,
+            lr_decay_steps=lr_decay_steps,
+            lr_decay_style=lr_decay_style,
+            start_wd=start_wd,
+            end_wd=end_wd,
+            wd_incr_steps=wd_incr_steps,
+            wd_incr_style=wd_incr_style,
+            wsd_decay_steps=wsd_decay_steps,
+            lr_wsd_decay_style=lr_wsd_decay_style,
+            warmup_first=warmup_first,
+        )
+        not_given = {"min_lr": min_lr, "wsd_decay_steps": wsd_decay_steps, "lr_wsd_decay_style": lr_wsd_decay_style}
+        self._not_given = frozenset(name for name, value in not_given.items() if value is None)
+        self.use_checkpoint_opt_param_scheduler = bool(use_checkpoint_opt_param_scheduler)
+        self.override_opt_param_scheduler = _checked_override(
+            override_opt_param_scheduler, use_checkpoint=self.use_checkpoint_opt_param_scheduler
+        )
+        self.schedules = tuple(schedules)
+        check_fields(self.schedules, self.param_groups)
+        self.step(0)
+
+    def get_lr(self, param_group: Mapping[str, Any] | None = None) -> float:
+        """The learning rate of `param_group` at the present step; None is a group that sets nothing for itself."""
+        return self.lr_at(self.num_steps, param_group)
+
+    def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
+        """The weight decay of `param_group` at the present step; None is a group that sets nothing for itself."""
+        return self.wd_at(self.num_steps, param_group)
+
+    def lr_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
+        """The learning rate of `param_group` at any step, without moving.
+
+        Raises:
+            ScheduleError: overrides that cannot be.
+        """
+        return self._values_at("lr", step, param_group)
+
+    def wd_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
+        """The weight decay of `param_group` at any step, without moving.
+
+        Raises:
+            ScheduleError: overrides that cannot be.
+        """
+        return self._values_at("weight_decay", step, param_group)
+
+    def _values_at(self, field: str, step: float, param_group: Mapping[str, Any] | None) -> float:
+        group = param_group or {}
+        for schedule in self.schedules:
+            if schedule.field == field and schedule.matches(group):
+                return schedule.schedule(step)
+        values = group_values(self.settings, [group], max(step, 0))
+        return values.lr[0] if field == "lr" else values.weight_decay[0]
+
+    def lr_schedule(self, param_group: Mapping[str, Any] | None = None) -> Schedule:
+        """The learning rate of `param_group` over all steps, as a pure value to plot, compare, or use elsewhere."""
+        group = param_group or {}
+        mine = (s.schedule for s in self.schedules if s.field == "lr" and s.matches(group))
+        bounds = bounds_of(self.settings, group)
+        return next(mine, closed_form.lr_schedule(self.settings, max_lr=bounds.max_lr, min_lr=bounds.min_lr))
+
+    def _write(self, groups: Sequence[Group], num_steps: float) -> None:
+        refuse_one_cycle(groups)
+        self._write_values(groups, group_values(self.settings, groups, num_steps), num_steps)
+
+    def _write_values(self, groups: Sequence[Group], values: GroupValues, num_steps: float) -> None:
+        for group, lr, weight_decay in zip(groups, values.lr, values.weight_decay, strict=True):
+            # `set_`, written out for the usual case: this loop is the cost of a step.
+            if type(group.get("lr")) is float and type(group.get("weight_decay")) is float:
+                group["lr"], group["weight_decay"] = lr, weight_decay
+            else:
+                set_(group, "lr", lr)
+                set_(group, "weight_decay", weight_decay)
+        write_fields_(groups, self.schedules, num_steps)
+
+    def _base_lr(self, group: Group) -> float:
+        return bounds_of(self.settings, group).max_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count and every setting, in plain types; the reference's keys are among them."""
+        settings = asdict(self.settings)
+        schedules = [schedule.to_dict() for schedule in self.schedules]
+        return {"version": VERSION, "num_steps": self.num_steps, **settings, "schedules": schedules}
+
+    def _check_and_set(self, cls_value: T, sd_value: T, name: str) -> T:
+        """Of the value given here and the saved one, that which the two flags choose.
+
+        Raises:
+            ScheduleError: they differ, and neither flag says which to take.
+        """
+        override = self.override_opt_param_scheduler
+        if override is True or (isinstance(override, frozenset) and name in override):
+            return sd_value if name in self._not_given else cls_value
+        if not (self.use_checkpoint_opt_param_scheduler or name in self._not_given or cls_value == sd_value):
+            raise ScheduleError(
+                f"OptimizerParamScheduler: {name} is {cls_value!r} here and {sd_value!r} in the checkpoint; set "
+                "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler to say which to take"
+            )
+        return sd_value
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the step count and the settings, by the two flags, and write the groups; on an error nothing has changed.
+
+        Load the optimizer's state first: it brings back the groups, which may carry copies of the `max_lr` and
+        `min_lr` of their time. A group whose two values are those saved here, or those given here, takes the loaded
+        ones; any other has its own override, and keeps it. States of the reference are read, of any age.
+
+        Raises:
+            ScheduleError: fields missing, differing without a flag that says which to take, or impossible together.
+        """
+        saved = read_state(state_dict)
+        mine = asdict(self.settings) | {"schedules": [schedule.to_dict() for schedule in self.schedules]}
+        chosen = mine | {name: self._check_and_set(mine[name], value, name) for name, value in saved.fields.items()}
+        schedules = tuple(FieldSchedule.from_dict(plain) for plain in chosen.pop("schedules"))
+        settings = Settings(**chosen)
+        groups = self.param_groups
+        changes = [_followed(group, (mine, saved.fields), settings) for group in groups]
+        refuse_one_cycle(groups)
+        check_fields(schedules, groups)
+        changed = [{**group, **change} for group, change in zip(groups, changes, strict=True)]
+        values = group_values(settings, changed, saved.num_steps)
+
+        self.settings, self.schedules, self.num_steps = settings, schedules, saved.num_steps
+        for group, change in zip(groups, changes, strict=True):
+            group.update(change)
+        self._write_values(groups, values, self.num_steps)
+
+
+def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Settings) -> dict[str, float]:
+    """The bounds that `group` takes from `settings`, because those it has are copies from one of the `origins`."""
+    own = {name: group[name] for name in ("max_lr", "min_lr") if group.get(name) is not None}
+    if any(all(origin[name] == value for name, value in own.items()) for origin in origins):
+        return {name: getattr(settings, name) for name in own}
+    return {}
+
+
+def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint: bool) -> bool | frozenset[str]:
+    """The flag as True, False or a set of names, all of which exist."""
+    if override is None or isinstance(override, bool):
+        if override and use_checkpoint:
+            raise ScheduleError(
+                "OptimizerParamScheduler: override_opt_param_scheduler=True and use_checkpoint_opt_param_scheduler=True
+                " "contradict each other; set one of them to False, or override only the fields you name"
+            )
+        return bool(override)
+    known = {*Settings.__dataclass_fields__, "schedules"}
+    unknown = sorted(set(override) - known)
+    refuse(
+        [f"override_opt_param_scheduler names {name!r}; the fields are {', '.join(sorted(known))}" for name in unknown],
+        where="OptimizerParamScheduler",
+    )
+    return frozenset(override)
+
+
+def get_canonical_lr_for_logging(param_groups: Iterable[Mapping[str, Any]]) -> float | None:
+    """The learning rate to log: that of the first group with `default_config=True`, or None if there is none.
+
+    >>> get_canonical_lr_for_logging([{"lr": 1e-5, "default_config": False}, {"lr": 1e-3, "default_config": True}])
+    0.001
+    """
+    return next((group["lr"] for group in param_groups if group.get("default_config", False)), None)

@@ -1,0 +1,53 @@
+"""Reading a saved scheduler state, ours or the reference's of any age, before anything is changed by it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .errors import ScheduleError, refuse
+
+VERSION = 1  # written by us; the reference's states have no version
+
+# Every name under which a checkpoint may hold a field, the older ones first: a state holds one of them.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_lr": ("start_lr", "max_lr"),
+    "min_lr": ("min_lr",),
+    "lr_warmup_steps": ("warmup_iter", "warmup_steps", "lr_warmup_steps"),
+    "lr_decay_steps": ("end_iter", "decay_steps", "lr_decay_steps"),
+    "lr_decay_style": ("decay_style", "lr_decay_style"),
+    "num_steps": ("num_iters", "num_steps"),
+}
+
+_OPTIONAL = (
+    "init_lr", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style",
+    "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "schedules",
+)  # fmt: skip
+
+
+class SavedState(NamedTuple):
+    """What a state says: where the run was, and every field that it holds, under today's names."""
+
+    num_steps: float
+    fields: dict[str, Any]
+
+
+def read_state(state_dict: Mapping[str, Any]) -> SavedState:
+    """The state under today's names; the containers and keys of older checkpoints are understood.
+
+    Raises:
+        ScheduleError: fields that are missing (all are listed), a step count that cannot be, or a newer version.
+    """
+    for container in ("opt_param_scheduler", "lr_scheduler"):
+        if isinstance(state_dict.get(container), Mapping):
+            state_dict = state_dict[container]
+    version = state_dict.get("version", VERSION)
+    if version > VERSION:
+        raise ScheduleError(f"state: version={version!r} is newer than {VERSION}, the last this code reads")
+    found = {name: next((key for key in keys if key in state_dict), None) for name, keys in _NAMES.items()}
+    missing = [f"{name} is missing (keys: {', '.join(_NAMES[name])})" for name, key in found.items() if key is None]
+    refuse(missing, where="state")
+    fields = {name: state_dict[key] for name, key in found.items() if key is not None}
+    fields |= {name: state_dict[name] for name in _OPTIONAL if name in state_dict}
+    num_steps = fields.pop("num_steps")
+    if isinstance(num_steps, bool) or not isinstance(num_steps, int | float) or not num_steps >= 0:
+        raise ScheduleError(f"state: num_steps={num_steps!r} must be a number, at least 0")
+    return SavedState(num_steps, fields)
