@@ -1,7 +1,7 @@
 """AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by row (NorMuon)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,12 +32,12 @@ class AdaptiveMuon:
         p <- p - lr wd p - lr s e U
 
     without bias correction, as the reference has it. The scale s e is applied once, here: an O that was scaled before
-    would have its scale divided out again, or squared. The reference averages over the columns of a wide matrix; we over
-    rows always, as the paper does, so that the state has one shape whatever the shape of the part of the matrix that
-    is here. Rows and norms are those of the whole matrix: they are summed over tensor-parallel ranks in every mode.
+    would have its scale divided out again, or squared. The reference averages over the columns of a wide matrix; we
+    over rows always, as the paper does, so that the state has one shape whatever the shape of the part of the matrix
+    that is here. Rows and norms are those of the whole matrix: they are summed over tensor-parallel ranks in every mode.
     """
 
-    muon: Muon = Muon()
+    muon: Muon = field(default_factory=Muon)
     second_moment: SecondMoment = SecondMoment.ADAMUON
 
     @property
@@ -78,13 +78,11 @@ class AdaptiveMuon:
     def _adapt_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Divides `update` (*shape), O, by its history, and updates the history."""
         hyper, work = task
-        if self.second_moment is SecondMoment.ADAMUON:
-            squares = update.square()
-        else:
-            squares = _row_mean(work, update)
+        by_element = self.second_moment is SecondMoment.ADAMUON
+        squares = update.square() if by_element else _row_mean(work, update)
         second = read_state(work, SECOND_MOMENT, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
         write_state_(work, SECOND_MOMENT, Plain(), second, skip)
-        if self.second_moment is SecondMoment.ADAMUON:
+        if by_element:
             update.div_(second.sqrt_().add_(hyper.eps))
         else:
             _divide_rows_(work, update, second, hyper)

@@ -92,7 +92,7 @@ def split(stack: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
     if not rows:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
-    return [part.flatten(1, 2) for part in torch.split(grouped, rows, dim=2)]
+    return [part.flatten(1, 2) for part in torch.split(grouped, list(rows), dim=2)]
 
 
 def join(parts: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:

@@ -140,7 +140,7 @@ def scale_(rule: Muon, work: Work, updates: Tensor) -> None:
     ranks = 1 if group is None else group.size
     split_rows = work.matrix.split_rows or (rows,)
     grouped = updates.view(*updates.shape[:-2], -1, sum(split_rows), cols)
-    for part, part_rows in zip(torch.split(grouped, split_rows, dim=-2), split_rows):
+    for part, part_rows in zip(torch.split(grouped, list(split_rows), dim=-2), split_rows):
         whole_rows = part_rows * grouped.shape[-3] * (ranks if cut_dim == -2 else 1)
         whole_cols = cols * (ranks if cut_dim == -1 else 1)
         part.mul_(scale_factor(rule.scale_mode, rows=whole_rows, cols=whole_cols) * rule.extra_scale_factor)
