@@ -253,8 +253,8 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
     if override is None or isinstance(override, bool):
         if override and use_checkpoint:
             raise ScheduleError(
-                "OptimizerParamScheduler: override_opt_param_scheduler=True and use_checkpoint_opt_param_scheduler=True
-                " "contradict each other; set one of them to False, or override only the fields you name"
+                "OptimizerParamScheduler: override_opt_param_scheduler=True and use_checkpoint_opt_param_scheduler=True "
+                "contradict each other; set one of them to False, or override only the fields you name"
             )
         return bool(override)
     known = {*Settings.__dataclass_fields__, "schedules"}
