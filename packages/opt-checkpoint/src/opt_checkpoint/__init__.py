@@ -1,18 +1,79 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.dict_ops import (
+    add_prefix_for_sharding,
+    apply_factories,
+    apply_factory_merges,
+    apply_prefix_mapping,
+    replace_prefix_for_sharding,
+)
+from opt_checkpoint.dtensor import sharded_like
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointKeyError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 from opt_checkpoint.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from opt_checkpoint.open_checkpoint import read_common, read_index
+from opt_checkpoint.optimizer_state import (
+    KEEP_VARS_HINT,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    make_sharded_state,
+    optim_state_to_sharding_state,
+)
+from opt_checkpoint.save_load import LoadReport, load, save
+from opt_checkpoint.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
+from opt_checkpoint.strictness import StrictHandling
+from opt_checkpoint.verify import verify_checkpoint
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "KEEP_VARS_HINT",
+    "BlockScales",
+    "CheckpointCorruptError",
+    "CheckpointExistsError",
+    "CheckpointFailedError",
+    "CheckpointKeyError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
     "CheckpointingException",
+    "LayoutBound",
+    "LikeParam",
+    "LoadReport",
     "LocalNonpersistentObject",
+    "Opaque",
+    "PerParam",
+    "Reduced",
     "Segment",
     "ShardedBase",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StateSpec",
+    "StrictHandling",
+    "add_prefix_for_sharding",
+    "apply_factories",
+    "apply_factory_merges",
+    "apply_prefix_mapping",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
     "is_main_replica",
+    "load",
+    "make_sharded_optimizer_tensor",
+    "make_sharded_state",
+    "optim_state_to_sharding_state",
+    "read_common",
+    "read_index",
+    "replace_prefix_for_sharding",
+    "save",
+    "sharded_like",
+    "verify_checkpoint",
 ]

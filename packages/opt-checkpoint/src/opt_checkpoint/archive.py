@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import row_major_strides
 from opt_checkpoint.dtypes import dtype_of_storage_class
-from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.index import Place
 from opt_checkpoint.mapping import Shape
 
@@ -157,21 +157,22 @@ def load_archive(raw: bytes) -> Any:
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
 
 
-def dump_object(value: object) -> bytes:
-    """An object as `torch.save` writes it, proven to load again.
+def dump_object(value: object, name: str) -> bytes:
+    """An object as `torch.save` writes it, in a list of one as the reference does, proven to load again.
 
     Raises:
-        CheckpointCorruptError: `torch.load(weights_only=True)` would refuse it.
+        CheckpointingException: `torch.load(weights_only=True)` would refuse it.
     """
     stream = io.BytesIO()
-    torch.save([value], stream)
-    load_archive(stream.getvalue())
+    try:
+        torch.save([value], stream)
+        load_archive(stream.getvalue())
+    except Exception as error:
+        raise CheckpointingException(
+            f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle: {error}. "
+            f"Store plain values (numbers, text, lists, dicts, tensors), or make it a LocalNonpersistentObject"
+        ) from error
     return stream.getvalue()
-
-
-def unwrap_object(loaded: Any) -> Any:
-    """The object in what `dump_object` wrote; what stock writers stored comes bare."""
-    return loaded[0] if isinstance(loaded, list) and len(loaded) == 1 else loaded
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from opt_checkpoint.index import (
     check_file_name,
     check_index,
 )
+from opt_checkpoint.mapping import Shape
 
 METADATA = ".metadata"
 REFERENCE_MARK = "metadata.json"
@@ -61,6 +62,8 @@ _ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): lambda name: getattr(torch, name.removeprefix("torch.")),
         ("collections", "OrderedDict"): dict,
+        ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # where it was saved; only a text to us
+        ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),
         ("builtins", "set"): set,
         ("builtins", "list"): list,
         ("builtins", "dict"): dict,
@@ -161,20 +164,20 @@ def _size(path: Path, name: str) -> int:
         raise CheckpointCorruptError(f"data file {path / name} is missing") from None
 
 
-def encode_dcp_metadata(index: CheckpointIndex, archives: Mapping[tuple[str, Box | None], Place]) -> bytes:
+def encode_dcp_metadata(index: CheckpointIndex, archives: Mapping[tuple[str, Shape | None], Place]) -> bytes:
     """The `.metadata` by which stock readers find everything in a checkpoint of ours.
 
     Args:
         index: the checkpoint.
-        archives: for every (key, box), and (unique key, None) of an object, the whole archive of it.
+        archives: the whole archive of every chunk by (key, offsets), and of every object by (unique key, None).
     """
     state: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key in index.objects}
     for key, tensor in index.tensors.items():
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
         state[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
     storage = {
-        dcp.MetadataIndex(key, None if box is None else box.offsets): _StorageInfo(p.file, p.start, p.nbytes)
-        for (key, box), p in archives.items()
+        dcp.MetadataIndex(key, offsets): _StorageInfo(p.file, p.start, p.nbytes)
+        for (key, offsets), p in archives.items()
     }
     return pickle.dumps(dcp.Metadata(state, {}, storage), protocol=4)
 

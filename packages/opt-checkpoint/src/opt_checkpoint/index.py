@@ -28,6 +28,12 @@ class Kind(Enum):
     DCP = "torch.distributed.checkpoint"  # only `.metadata`
     REFERENCE = "torch_dist"  # `.metadata` and `metadata.json` of Megatron-Core
 
+    def unwrapped(self, loaded: Any) -> Any:
+        """An object as its owner gave it: the reference and we store it in a list of one, stock writers bare."""
+        if self is not Kind.DCP and isinstance(loaded, list) and len(loaded) == 1:
+            return loaded[0]
+        return loaded
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

@@ -1,0 +1,129 @@
+"""The ranks that save or load together: one process, or a process group; the only place that asks torch who we are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Ranks in a fixed order, of which this process is one; rank 0 coordinates."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their process group; None where there is one process only, or for torch's default group."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether no messages can be sent: torch.distributed is not set up."""
+
+    def gather_everywhere(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+
+
+class OneProcess(NamedTuple):
+    """A world of one rank, without torch.distributed."""
+
+    rank: int = 0
+    size: int = 1
+    group: None = None
+    alone: bool = True
+
+    def gather_everywhere(self, value: T) -> list[T]:
+        return [value]
+
+
+class GroupRanks(NamedTuple):
+    """The ranks of a process group."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    alone: bool = False
+
+    def gather_everywhere(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of a group, of the default group for None; this process alone without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return OneProcess()
+    return GroupRanks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+
+
+class _Outcome(NamedTuple):
+    value: Any
+    error: BaseException | None
+
+
+def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
+    """What rank 0 computes, on every rank; or its error, on every rank.
+
+    Args:
+        ranks: all of them call this together.
+        compute: called on rank 0 only; its value must pickle.
+        what: named in the error.
+
+    Raises:
+        CheckpointingException: rank 0's, where it raised one.
+        CheckpointFailedError: it raised something else.
+    """
+    outcome = _Outcome(None, None)
+    if ranks.rank == 0:
+        try:
+            outcome = _Outcome(compute(), None)
+        except Exception as error:
+            outcome = _Outcome(None, error)
+    if not ranks.alone:
+        outcome = _from_first(ranks, outcome)
+    if outcome.error is None:
+        value: T = outcome.value
+        return value
+    raise as_ours(what, {0: outcome.error}) from outcome.error
+
+
+def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
+    box: list[Any] = [outcome]
+    source = 0 if ranks.group is None else dist.get_global_rank(ranks.group, 0)
+    dist.broadcast_object_list(box, src=source, group=ranks.group)
+    received: _Outcome = box[0]
+    return received
+
+
+def as_ours(what: str, causes: dict[int, BaseException]) -> CheckpointingException:
+    """One error for the failures of several ranks, of the causes' type where they share one of ours."""
+    lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(causes.items())]
+    kinds = {type(e) for e in causes.values()}
+    kind = next(iter(kinds))
+    text = f"{what} failed on {len(causes)} rank(s)\n" + "\n".join(lines)
+    if len(kinds) == 1 and issubclass(kind, CheckpointingException) and kind is not CheckpointFailedError:
+        return kind(text)
+    return CheckpointFailedError(text, causes)
+
+
+def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
+    """Raise the errors of all ranks on all ranks; return when there is none. All call this together.
+
+    Raises:
+        CheckpointingException: some rank has an error.
+    """
+    causes = {rank: e for rank, e in enumerate(ranks.gather_everywhere(error)) if e is not None}
+    if causes:
+        raise as_ours(what, causes) from error

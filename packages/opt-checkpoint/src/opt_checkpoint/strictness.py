@@ -1,0 +1,94 @@
+"""What to do about keys that are only here, or only in the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from enum import Enum
+
+from opt_checkpoint.errors import CheckpointKeyError
+from opt_checkpoint.state_spec import LAYOUT_MARK
+
+logger = logging.getLogger(__name__)
+_SHOWN = 12
+
+
+class StrictHandling(Enum):
+    """Megatron-Core's modes. *Unexpected*: asked for here, not stored. *Missing*: stored, asked for by no rank."""
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"  # unexpected raise, missing are ignored
+    LOG_UNEXPECTED = "log_unexpected"  # unexpected are dropped with a warning
+    LOG_ALL = "log_all"  # both with a warning
+    RAISE_UNEXPECTED = "raise_unexpected"  # unexpected raise, missing are ignored
+    RAISE_ALL = "raise_all"  # both raise
+    RETURN_UNEXPECTED = "return_unexpected"  # unexpected are dropped and reported
+    RETURN_ALL = "return_all"  # both are reported
+    IGNORE_ALL = "ignore_all"  # unexpected are dropped
+
+    @classmethod
+    def parse(cls, value: str | StrictHandling) -> StrictHandling:
+        """A mode from its name.
+
+        Raises:
+            ValueError: no mode is called that.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"strict={value!r}; allowed: {', '.join(m.value for m in cls)}") from None
+
+    @property
+    def raises_unexpected(self) -> bool:
+        """Whether a key that is not stored is an error."""
+        return self in (
+            StrictHandling.ASSUME_OK_UNEXPECTED,
+            StrictHandling.RAISE_UNEXPECTED,
+            StrictHandling.RAISE_ALL,
+        )
+
+
+def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], stored: Sequence[str], where: str) -> None:
+    """Raise or log, as the mode says, about keys that are asked for and not stored.
+
+    Raises:
+        CheckpointKeyError: there are some, and the mode is strict about them.
+    """
+    if not unexpected:
+        return
+    text = (
+        f"{len(unexpected)} key(s) asked for are not in {where}: {_some(unexpected)}{_layout_hint(unexpected, stored)}"
+    )
+    if mode.raises_unexpected:
+        raise CheckpointKeyError(f"{text}; load with strict='return_unexpected' to go on without them")
+    if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+        logger.warning(text)
+
+
+def judge_missing(mode: StrictHandling, missing: Sequence[str], where: str) -> None:
+    """Raise or log, as the mode says, about keys that are stored and asked for by no rank.
+
+    Raises:
+        CheckpointKeyError: there are some, and the mode is strict about them.
+    """
+    if not missing:
+        return
+    text = f"{len(missing)} key(s) of {where} are asked for by no rank: {_some(missing)}"
+    if mode is StrictHandling.RAISE_ALL:
+        raise CheckpointKeyError(f"{text}; load with strict='return_all' to go on without them")
+    if mode is StrictHandling.LOG_ALL:
+        logger.warning(text)
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(keys[:_SHOWN]) + more
+
+
+def _layout_hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
+    """State bound to a layout is under another key on every layout: say so, instead of calling it absent."""
+    bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
+    for key in unexpected:
+        name, mark, _ = key.partition(LAYOUT_MARK)
+        if mark and name in bound:
+            return f" ({name} was saved, but on another layout, and cannot be loaded on this one; reset it)"
+    return ""

@@ -1,0 +1,350 @@
+"""The storage writer: one file per rank, checksums while writing, one rename as the commit.
+
+A save is written to `<name>.tmp-<id>` beside its final place. Every rank writes and syncs its own file; the
+coordinator adds `.metadata` for stock readers and the manifest, syncs the directory, and renames it. Before the
+rename there is no checkpoint, after it there is a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import Future as PoolFuture
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from opt_checkpoint.boxes import Box
+from opt_checkpoint.checksums import HASH_PIECE_BYTES, bytes_view, crc32, crc32_combine, pieces
+from opt_checkpoint.data_file import file_header
+from opt_checkpoint.dcp_metadata import METADATA, REFERENCE_MARK, encode_dcp_metadata, encode_reference_mark
+from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+from opt_checkpoint.files import Files, LocalFiles, discard, new_file, write_all, write_file
+from opt_checkpoint.index import CheckpointIndex, Kind, Place, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.items import frame_tensor
+from opt_checkpoint.manifest import MANIFEST, encode_manifest
+
+_BUFFER_BYTES = 4 << 20
+_SMALL_BYTES = 256 << 10
+_TEMPORARY = re.compile(r"(?P<name>.+)\.(?:tmp|deleting)-[0-9a-f]{32}")
+
+
+def is_leftover(name: str, of: str | None = None) -> bool:
+    """Whether a directory name is one a save or deletion of ours uses for a while; of checkpoint `of`, if given."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and of in (None, match["name"])
+
+
+class WriteTo(NamedTuple):
+    """Where a rank writes: sent to it by the coordinator."""
+
+    directory: Path
+    file: str
+    save_id: str
+
+
+class Written(NamedTuple):
+    """One item on disk.
+
+    Args:
+        values: bare values of a tensor, or the archive of an object.
+        archive: the archive around them, for stock readers.
+    """
+
+    values: Place
+    archive: Place
+
+
+@dataclass(slots=True)
+class _Output:
+    """A file being written in order, with its running checksum."""
+
+    files: Files
+    fd: int
+    name: str
+    hasher: ThreadPoolExecutor
+    position: int = 0
+    crc: int = 0
+    _pending: bytearray | None = None
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Append a few bytes, gathered into larger writes."""
+        if self._pending is None:
+            self._pending = bytearray()
+        self._pending += data
+        self.position += len(data)
+        if len(self._pending) >= _BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been gathered."""
+        if self._pending:
+            gathered = memoryview(self._pending)
+            self.crc = crc32(gathered, self.crc)
+            write_all(self.files, self.fd, gathered)
+            self._pending = None
+
+    def put_large(self, view: memoryview) -> int:
+        """Append many bytes from where they are, hashed by another thread meanwhile; their CRC-32."""
+        self.flush()
+        crc: PoolFuture[int] | None = None
+        for piece in pieces(view):
+            crc = self.hasher.submit(_continue_crc, piece, crc)
+            write_all(self.files, self.fd, piece)
+        total = crc.result() if crc else 0
+        self.crc = crc32_combine(self.crc, total, len(view))
+        self.position += len(view)
+        return total
+
+
+def _continue_crc(piece: memoryview, before: PoolFuture[int] | None) -> int:
+    """One thread hashes in order, so what was before is done already."""
+    return crc32(piece, before.result() if before else 0)
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one checkpoint of ours; made anew for each save.
+
+    Args:
+        path: where the checkpoint shall be; nothing may be there.
+        save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
+        details: recorded in the manifest for people: versions, sizes of the worlds.
+        files: the file system.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        save_id: str,
+        details: MappingProxyType[str, Any] = MappingProxyType({}),
+        files: Files | None = None,
+    ) -> None:
+        self.path = path
+        self._save_id = save_id
+        self._details = details
+        self._files: Files = files or LocalFiles()
+        self._planned = 0
+        self.index: CheckpointIndex | None = None
+
+    @property
+    def temporary(self) -> Path:
+        """The directory written to until the commit."""
+        return self.path.with_name(f"{self.path.name}.tmp-{self._save_id}")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse another target: a writer serves one save.
+
+        Raises:
+            CheckpointingException: `checkpoint_id` names another path.
+        """
+        if checkpoint_id is not None and Path(checkpoint_id) != self.path:
+            raise CheckpointingException(f"this writer writes {self.path}; make another one for {checkpoint_id}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint could be at `checkpoint_id`: any path of a mounted file system, no URL."""
+        return "://" not in str(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Path and save id."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Nothing to set up before the plan is known."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the temporary directory and tell each rank its file; on the coordinator.
+
+        Raises:
+            CheckpointExistsError: something is at the target already.
+            OSError: the directory cannot be made.
+        """
+        if os.path.lexists(self.path):
+            raise CheckpointExistsError(
+                f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
+            )
+        self._remove_leftovers()
+        self._files.make_dir(self.temporary)
+        self._planned = sum(len(plan.items) for plan in plans)
+        return [
+            SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _remove_leftovers(self) -> None:
+        """Delete what earlier, interrupted saves of this very path left beside it."""
+        if not self.path.parent.is_dir():
+            return
+        for entry in sorted(self.path.parent.iterdir()):
+            if is_leftover(entry.name, self.path.name) and entry.is_dir():
+                remove_leftover(self._files, entry, self._save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and sync it.
+
+        Returns:
+            One result per item, and a last one, of key "", with the file's size and checksum.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        target: WriteTo = plan.storage_data
+        results: list[WriteResult] = []
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="opt-checkpoint-crc") as hasher,
+            new_file(self._files, target.directory / target.file) as fd,
+        ):
+            output = _Output(self._files, fd, target.file, hasher)
+            output.put(file_header(target.save_id))
+            for item in sorted(plan.items, key=lambda i: i.type is not WriteItemType.BYTE_IO):
+                written = _write_item(output, item, planner)
+                results.append(WriteResult(item.index, written.archive.nbytes, written))
+            output.flush()
+        whole = StoredFile(size=output.position, crc=output.crc)
+        results.append(WriteResult(MetadataIndex(""), output.position, (target.file, whole)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, then commit by renaming; on the coordinator.
+
+        Raises:
+            CheckpointingException: some planned item was not written.
+            OSError: the file system refuses.
+        """
+        items = {r.index: r.storage_data for own in results for r in own if r.index.fqn}
+        files = dict(r.storage_data for own in results for r in own if not r.index.fqn)
+        if len(items) != self._planned:
+            raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
+        index = _index_of(self.path, self._save_id, metadata, items, files, self._details)
+        archives = {
+            (i.fqn, None if i.offset is None else tuple(i.offset)): written.archive for i, written in items.items()
+        }
+        for name, content in (
+            (METADATA, encode_dcp_metadata(index, archives)),
+            (REFERENCE_MARK, encode_reference_mark()),
+        ):
+            write_file(self._files, self.temporary / name, content)
+            index.files[name] = StoredFile(size=len(content), crc=crc32(content))
+        write_file(self._files, self.temporary / MANIFEST, encode_manifest(index))
+        self._commit()
+        self.index = index
+
+    def _commit(self) -> None:
+        """Names first, then the rename, then the rename's own name; an error means that nothing is committed."""
+        self._files.sync_dir(self.temporary)
+        self._files.rename(self.temporary, self.path)
+        try:
+            self._files.sync_dir(self.path.parent)
+        except OSError:
+            discard(self._files, self.path, self._save_id)
+            raise
+
+    def abandon(self) -> None:
+        """Remove the temporary directory of a failed save; on the coordinator, when all ranks are done."""
+        if self.temporary.is_dir():
+            discard(self._files, self.temporary, self._save_id)
+
+
+def remove_leftover(files: Files, path: Path, token: str) -> None:
+    """Delete a `.tmp-` or `.deleting-` directory; one that another process deletes at the same time is fine."""
+    try:
+        if ".deleting-" in path.name:
+            files.remove_tree(path)
+        else:
+            discard(files, path, token)
+    except FileNotFoundError:
+        return
+
+
+def _write_item(output: _Output, item: WriteItem, planner: SavePlanner) -> Written:
+    data = planner.resolve_data(item)
+    start = output.position
+    if not isinstance(data, Tensor):
+        raw = data.getvalue()
+        output.put(raw)
+        place = Place(file=output.name, start=start, nbytes=len(raw), crc=crc32(raw), archive=True)
+        return Written(place, place)
+    nbytes = data.numel() * data.element_size()
+    framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
+    output.put(framing.header)
+    values_start = output.position
+    crc = _write_values(output, data, nbytes)
+    output.put(framing.trailer(crc))
+    return Written(
+        Place(file=output.name, start=values_start, nbytes=nbytes, crc=crc),
+        Place(file=output.name, start=start, nbytes=output.position - start, archive=True),
+    )
+
+
+def _write_values(output: _Output, data: Tensor, nbytes: int) -> int:
+    """Values in row-major order; straight from memory where they lie so there, else through a bounded copy."""
+    if data.device.type == "cpu" and data.is_contiguous():
+        return _write_run(output, bytes_view(data), nbytes)
+    if nbytes <= HASH_PIECE_BYTES:
+        return _write_run(output, bytes_view(data.to("cpu").contiguous()), nbytes)
+    crc = 0
+    for part in _bounded_parts(data):
+        view = bytes_view(part.to("cpu").contiguous())
+        crc = crc32_combine(crc, _write_run(output, view, len(view)), len(view))
+    return crc
+
+
+def _write_run(output: _Output, view: memoryview, nbytes: int) -> int:
+    if nbytes > _SMALL_BYTES:
+        return output.put_large(view)
+    output.put(view)
+    return crc32(view)
+
+
+def _bounded_parts(data: Tensor) -> list[Tensor]:
+    """A tensor as runs of rows of at most a few hash pieces each, so that a copy of one needs little memory."""
+    axis = next((d for d, n in enumerate(data.shape) if n > 1), 0)
+    rows = data.shape[axis]
+    row_bytes = data.numel() // rows * data.element_size()
+    step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
+    return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
+
+
+def _index_of(
+    path: Path,
+    save_id: str,
+    metadata: Metadata,
+    items: dict[MetadataIndex, Written],
+    files: dict[str, StoredFile],
+    details: MappingProxyType[str, Any],
+) -> CheckpointIndex:
+    tensors, objects = {}, {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            objects[key] = items[MetadataIndex(key)].values
+            continue
+        chunks = tuple(
+            StoredChunk(box=Box(tuple(c.offsets), tuple(c.sizes)), place=items[MetadataIndex(key, c.offsets)].values)
+            for c in stored.chunks
+        )
+        tensors[key] = StoredTensor(shape=tuple(stored.size), dtype=stored.properties.dtype, chunks=chunks)
+    return CheckpointIndex(
+        path=path,
+        kind=Kind.OURS,
+        tensors=tensors,
+        objects=objects,
+        files=files,
+        save_id=save_id,
+        details={"torch": torch.__version__, **details},
+    )
