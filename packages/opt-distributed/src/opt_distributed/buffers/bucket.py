@@ -73,8 +73,8 @@ class GradBucket:
             )
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError(
-                f"gradient number {self.arrivals[id] + 1} of {id} came when its bucket was on the wire: {self.expected[id]} "
-                "came in the first iteration; run all but the last backward pass inside no_sync()"
+                f"gradient number {self.arrivals[id] + 1} of {id} came when its bucket was on the wire: "
+                f"{self.expected[id]} came in the first iteration; run all but the last backward pass inside no_sync()"
             )
 
     @torch.no_grad()

@@ -89,13 +89,7 @@ def plan_buffers(
         BufferPlan(
             key=key,
             params=tuple(params),
-            layout=_layout(
-                key,
-                params,
-                config,
-                num_shards=num_shards.expert if key.is_expert else num_shards.dense,
-                size=bucket_size,
-            ),
+            layout=_layout(key, params, config, num_shards=num_shards, size=bucket_size),
         )
         for key, params in by_key.items()
     )

@@ -1,0 +1,288 @@
+"""Buffers: one memory and its views, how a bucket is summed, what hangs on a parameter."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
+from opt_distributed.buffers.storage import ParamAndGradBuffer, StorageError
+from opt_distributed.buffers.wire import CollectiveError, InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.layout import LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_paramgroups import ParamId
+from torch import Tensor, nn
+
+SHAPES = ((7, 9), (1,), (), (0, 3), (65, 2), (128,))
+CPU = torch.device("cpu")
+
+
+def make_params(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[ParamId, nn.Parameter]:
+    numbers = torch.Generator().manual_seed(7)
+    values = (torch.randn(shape, generator=numbers).to(dtype) for shape in shapes)
+    return {ParamId(0, f"p{index}"): nn.Parameter(value) for index, value in enumerate(values)}
+
+
+def make_buffer(
+    params: Mapping[ParamId, nn.Parameter],
+    *,
+    num_shards: int = 2,
+    sharded: bool = True,
+    param_dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> ParamAndGradBuffer:
+    shapes = [ParamShape(id=id, shape=tuple(param.shape)) for id, param in params.items()]
+    layout = flat_layout(shapes, num_shards=num_shards, bucket_size=100) if sharded else replicated_layout(shapes)
+    return ParamAndGradBuffer(
+        layout, params, param_dtype=param_dtype, grad_dtype=torch.float32, device=device, sharded=sharded
+    )
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
+    params = make_params(*SHAPES)
+    before = {id: param.detach().clone() for id, param in params.items()}
+    buffer = make_buffer(params)
+    assert buffer.param_data is not None
+    for id, param in params.items():
+        assert torch.equal(param, before[id])
+        assert param.untyped_storage().data_ptr() == buffer.param_data.untyped_storage().data_ptr()
+    buffer.param_data.fill_(3.0)
+    assert all(bool((param == 3.0).all()) for param in params.values())
+
+
+def test_a_transposed_parameter_keeps_its_values_in_the_buffer() -> None:
+    value = torch.arange(6.0).view(2, 3).t()
+    params = {ParamId(0, "w"): nn.Parameter(value)}
+    make_buffer(params)
+    assert torch.equal(params[ParamId(0, "w")], torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
+
+
+def test_replicated_parameters_stay_where_they_are() -> None:
+    params = make_params((3, 3))
+    before = params[ParamId(0, "p0")].data_ptr()
+    buffer = make_buffer(params, sharded=False)
+    assert params[ParamId(0, "p0")].data_ptr() == before
+    with pytest.raises(StorageError, match="its parameters are not sharded"):
+        buffer.param_bucket(0)
+
+
+def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
+    buffer = make_buffer(make_params(*SHAPES))
+    for id in buffer.params:
+        buffer.grad_view(id).fill_(1.0)
+    assert buffer.grad_data.sum() == buffer.layout.params_numel
+    assert [buffer.grad_view(id).shape for id in buffer.params] == [torch.Size(shape) for shape in SHAPES]
+
+
+def test_shards_of_a_bucket_are_the_bucket() -> None:
+    buffer = make_buffer(make_params(*SHAPES), num_shards=4)
+    buffer.grad_data.copy_(torch.arange(buffer.layout.numel))
+    for index in range(len(buffer.layout.buckets)):
+        shards = [buffer.grad_shard(index, rank) for rank in range(4)]
+        assert torch.equal(torch.cat(shards), buffer.grad_bucket(index))
+
+
+def test_a_piece_is_flat_unless_it_is_the_whole_parameter() -> None:
+    buffer = make_buffer(make_params((7, 9)))
+    assert buffer.grad_piece(ParamId(0, "p0"), slice(0, 63)).shape == (7, 9)
+    assert buffer.grad_piece(ParamId(0, "p0"), slice(3, 63)).shape == (60,)
+
+
+def test_gradient_memory_can_be_given_back_and_taken_again_as_zeros() -> None:
+    buffer = make_buffer(make_params((64, 64)))
+    view = buffer.grad_view(ParamId(0, "p0"))
+    view.fill_(5.0)
+    buffer.release_grads_()
+    assert buffer.grad_data.untyped_storage().nbytes() == 0
+    buffer.restore_grads_()
+    assert view.abs().sum() == 0
+    view.fill_(2.0)
+    assert buffer.grad_data.sum() == 2 * 64 * 64
+
+
+REFUSALS: dict[str, tuple[Callable[[], object], type[ValueError], str]] = {
+    "another dtype": (
+        lambda: make_buffer(make_params((2, 2)), param_dtype=torch.bfloat16),
+        StorageError,
+        "p0 is torch.float32 in a buffer of torch.bfloat16; parameters of one dtype share a buffer",
+    ),
+    "another device": (
+        lambda: make_buffer(make_params((2, 2)), device=torch.device("meta")),
+        StorageError,
+        "p0 is on cpu, the buffer on meta",
+    ),
+    "frozen": (
+        lambda: make_buffer({ParamId(0, "p"): nn.Parameter(torch.ones(2), requires_grad=False)}),
+        StorageError,
+        "p does not require a gradient",
+    ),
+    "shared memory": (lambda: make_buffer(_overlapping()), StorageError, "whole and part share memory; tie parameters"),
+    "unplanned": (lambda: _with_layout_of((2, 2), (3,)), LayoutError, "layout and parameters differ in: p1"),
+    "another size": (lambda: _with_layout_of((2, 3)), LayoutError, "p0 has 4 elements, but 6 in the layout"),
+}
+
+
+def _overlapping() -> dict[ParamId, nn.Parameter]:
+    memory = torch.ones(10)
+    return {ParamId(0, "whole"): nn.Parameter(memory), ParamId(0, "part"): nn.Parameter(memory[4:6])}
+
+
+def _with_layout_of(*shapes: tuple[int, ...]) -> ParamAndGradBuffer:
+    layout = whole_layout(
+        [ParamShape(id=ParamId(0, f"p{index}"), shape=shape) for index, shape in enumerate(shapes)], num_shards=1
+    )
+    dtype = torch.float32
+    return ParamAndGradBuffer(
+        layout, make_params((2, 2)), param_dtype=dtype, grad_dtype=dtype, device=CPU, sharded=True
+    )
+
+
+@pytest.mark.parametrize(("build", "kind", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_parameters_that_cannot_share_a_buffer_are_refused(
+    build: Callable[[], object], kind: type[ValueError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        build()
+
+
+# --- sums over ranks --------------------------------------------------------------------------------
+
+
+def grid(comm: ThreadComm, rows: list[World], columns: list[World]) -> Axes:
+    """Rank r of 4 as shard r % 2 of instance r // 2."""
+    instance, shard = divmod(comm.rank, 2)
+    return Axes(
+        dp=ThreadComm(rows[instance], shard), mp=Alone(), tp=Alone(), inter=ThreadComm(columns[shard], instance)
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "everywhere"])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(sharded: bool, instances: int) -> None:
+    world_size = 2 * instances
+    rows, columns = [World(2) for _ in range(2)], [World(2) for _ in range(2)]
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = grid(comm, rows, columns) if instances == 2 else Axes(dp=comm, mp=Alone(), tp=Alone())
+        buffer = make_buffer(make_params(*SHAPES), sharded=sharded)
+        for id in buffer.params:
+            buffer.grad_view(id).fill_(comm.rank + 1.0)
+        buffer.reduce_(axes)
+        total = world_size * (world_size + 1) / 2
+        for index, bucket in enumerate(buffer.layout.buckets):
+            result = buffer.result(index, axes.dp.rank)
+            owned = bucket.owned(axes.dp.rank if sharded else 0, buffer.layout.num_shards)
+            assert all(bool((result[piece.of_shard] == total).all()) for piece in owned)
+        if sharded:
+            assert buffer.param_data is not None
+            expected = buffer.param_data.clone()
+            for index in range(len(buffer.layout.buckets)):
+                mine = buffer.param_shard(index, axes.dp.rank).clone()
+                buffer.param_bucket(index).fill_(float("nan"))
+                buffer.param_shard(index, axes.dp.rank).copy_(mine)
+            buffer.gather_(axes.dp)
+            assert torch.equal(buffer.param_data, expected)
+
+    run_threads(world_size, rank_main)
+
+
+def wire_result(wire_of: Callable[[Comm], Wire], parts: Tensor) -> Tensor:
+    """(size, n) gradients of each rank -> (n,) what the ranks' shards hold, joined."""
+
+    def rank_main(comm: ThreadComm) -> Tensor:
+        full = parts[comm.rank].clone()
+        shard = full.view(comm.size, -1)[comm.rank]
+        InFlight(wire_of(comm).stages(full, shard), "test").finish()
+        return shard
+
+    return torch.cat(run_threads(len(parts), rank_main))
+
+
+def test_sums_in_fp32_lose_nothing_that_bf16_sums_lose() -> None:
+    # 256 + 1 is 256 in bf16, which has 8 bits: a bf16 running sum stays there, an fp32 one is 259, then 260.
+    parts = torch.tensor([[256.0, 256.0, 256.0, 256.0], *[[1.0, 1.0, 1.0, 1.0]] * 3]).to(torch.bfloat16)
+    running = parts[0] + parts[1] + parts[2] + parts[3]
+    assert running.tolist() == [256.0] * 4
+    assert wire_result(SumInFp32, parts).tolist() == [260.0] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_fp32_sums_are_the_float64_sums_rounded_to_bf16(size: int) -> None:
+    numbers = torch.Generator().manual_seed(size)
+    parts = torch.randn(size, 12 * 64, generator=numbers).to(torch.bfloat16)
+    exact = parts.to(torch.float64).sum(0)
+    found = wire_result(SumInFp32, parts).to(torch.float64)
+    # One rounding to bf16 (half a unit in the last of 8 bits), and fp32 additions, which are nothing beside it.
+    assert ((found - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_wires_leave_the_same_sum(size: int) -> None:
+    parts = torch.arange(float(size * 12)).view(size, 12)  # small integers: every order of adding is exact
+    wires: list[Callable[[Comm], Wire]] = [SumInFp32, lambda comm: SumToShards(comm, Alone())]
+    wires.append(lambda comm: SumEverywhere(comm, Alone()))
+    for wire_of in wires:
+        assert (
+            wire_result(wire_of, parts[:, : 24 // size * size]).tolist() == parts.sum(0)[: 24 // size * size].tolist()
+        )
+
+
+def test_a_failed_collective_says_which_it_was() -> None:
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("connection closed by peer")
+
+    with pytest.raises(CollectiveError, match="bucket 3 of dense: connection closed by peer"):
+        InFlight(iter([Lost()]), "bucket 3 of dense").finish()
+
+
+# --- what hangs on a parameter -----------------------------------------------------------------------
+
+
+def test_gradients_are_taken_into_main_grad_in_its_own_dtype() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    bind_main_grad(param, torch.zeros(3))
+    for _ in range(2):
+        param.grad = torch.full((3,), 0.5, dtype=torch.bfloat16)
+        take_grad_(param)
+    assert main_grad(param).tolist() == [1.0, 1.0, 1.0]
+    assert param.grad is None
+
+
+FUSED = {
+    "not fused": (False, False, 1.0),
+    "fused, returns garbage": (True, False, 0.0),
+    "fused, returns zeros to be added": (True, True, 1.0),
+}
+
+
+@pytest.mark.parametrize(("added", "zero_out", "expected"), FUSED.values(), ids=FUSED.keys())
+def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out: bool, expected: float) -> None:
+    param: Any = nn.Parameter(torch.ones(1))
+    bind_main_grad(param, torch.zeros(1))
+    param.grad_added_to_main_grad, param.zero_out_wgrad = added, zero_out
+    param.grad = torch.ones(1)
+    take_grad_(param)
+    assert main_grad(param).item() == expected
+    begin_accumulation(param)
+    assert not param.grad_added_to_main_grad
+
+
+def test_sparse_gradients_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, 2))
+    bind_main_grad(weight, torch.zeros(4, 2))
+    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+    with pytest.raises(ValueError, match=r"torch.sparse_coo; buffers take dense ones"):
+        take_grad_(weight)
+
+
+def test_unbinding_leaves_nothing_behind() -> None:
+    param = nn.Parameter(torch.ones(1))
+    bind_main_grad(param, torch.zeros(1))
+    unbind(param)
+    assert not vars(param)
