@@ -34,7 +34,7 @@ class AdaptiveMuon:
     without bias correction, as the reference has it. The scale s e is applied once, here: an O that was scaled before
     would have its scale divided out again, or squared. The reference averages over the columns of a wide matrix; we
     over rows always, as the paper does, so that the state has one shape whatever the shape of the part of the matrix
-    that is here. Rows and norms are those of the whole matrix: they are summed over tensor-parallel ranks in every mode.
+    that is here. Rows and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
     """
 
     muon: Muon = field(default_factory=Muon)

@@ -28,15 +28,19 @@ class SOAP:
     """SOAP (Vyas et al., arXiv 2409.11321), by default with KL-Shampoo's factors (Lin et al., arXiv 2509.03378).
 
     Of `Hyper`: lr, weight_decay, step t, betas, eps. For a gradient G (m, n), with b = shampoo_beta and
-    b_t = 1 - (1 - b) / (1 - bᵗ):
+    b_t = 1 - (1 - b) / (1 - bᵗ), a step is, in the paper's order:
 
+        exp_avg, exp_avg_sq <- Adam's, of Q_Lᵀ G Q_R;  U = Adam's update of them, t - 1 the count of its steps
+        p <- p - lr wd p - lr Q_L U Q_Rᵀ
         plain   L <- L + (1 - b_t)(GGᵀ - L)                              R likewise with GᵀG
         KL      L <- L + (1 - b_t)(G Q_R max(λ_R, eps)⁻¹ Q_Rᵀ Gᵀ / n - L)  R likewise with Q_L, λ_L, m
         every `precondition_frequency` steps: Q_L, λ_L and Q_R, λ_R become the eigenvectors and values of L and R,
                 found by eigh at the first step, then by `power_iterations` of Q <- orthonormalise(L Q);
                 exp_avg is turned into the new basis, exp_avg_sq follows the order of its vectors
-        exp_avg, exp_avg_sq <- Adam's, of Q_Lᵀ G Q_R;  U = Adam's update of them
-        p <- p - lr wd p - lr Q_L U Q_Rᵀ
+
+    The first step only finds the bases: p and the moments stay. A gradient in the basis found from itself is diagonal
+    but for rounding: Adam would make a step of that noise, and then divide by second moments that are next to zero. For
+    the same reason every gradient is projected before it turns the bases (the reference projects after).
 
     The host reads the step and the skip flag: this rule cannot be captured in a CUDA graph. Fused rows are not split.
     Raises ValueError for options out of range; `update_` raises MatrixError for what is no whole single matrix.
@@ -84,7 +88,7 @@ class SOAP:
         return tuple(specs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Zero moments and factors; the bases and eigenvalues of the identity. Raises MatrixError if `main` is not 2-D."""
+        """Zero moments and factors; the basis and eigenvalues of the identity. Raises MatrixError for no 2-D `main`."""
         _check_shape(main.shape)
         m, n = main.shape
         state = {name: torch.zeros_like(main, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
@@ -133,21 +137,23 @@ def _step_(rule: SOAP, tasks: Sequence[Task], grad_scale: float | Tensor) -> Non
         )
     grads = scaled_grads(tasks, grad_scale)
     stack = _Stack(tasks, grads.dtype)
+    step = int(hyper.step)
+    if step > 1:
+        left, right = stack.load("Q_L"), stack.load("Q_R")
+        updates = left @ _adam_(stack, left.mT @ grads @ right, hyper) @ right.mT
+        for update, (_, work) in zip(updates, tasks):
+            main = read_main(work)
+            write_main_(work, main - hyper.lr * (hyper.weight_decay * main + update), None)
     _update_factors_(rule, stack, grads, hyper)
-    if (int(hyper.step) - 1) % rule.precondition_frequency == 0:
-        _turn_(rule, stack, first=int(hyper.step) == 1)
-    left, right = stack.load("Q_L"), stack.load("Q_R")
-    updates = left @ _adam_(stack, left.mT @ grads @ right, hyper) @ right.mT
-    for update, (_, work) in zip(updates, tasks):
-        main = read_main(work)
-        write_main_(work, main - hyper.lr * (hyper.weight_decay * main + update), None)
+    if (step - 1) % rule.precondition_frequency == 0:
+        _turn_(rule, stack, first=step == 1)
 
 
 def _check_shape(shape: torch.Size) -> None:
     if len(shape) != 2:
         raise MatrixError(
-            f"a parameter of shape {tuple(shape)} is not a single matrix, and SOAP keeps a factor for each of two sides; "
-            "give it an elementwise rule, or view it as (rows, cols)"
+            f"a parameter of shape {tuple(shape)} is not a single matrix, and SOAP keeps a factor for each of two "
+            "sides; give it an elementwise rule, or view it as (rows, cols)"
         )
 
 
@@ -223,6 +229,6 @@ def _adam_(stack: _Stack, grads: Tensor, hyper: Hyper) -> Tensor:
     exp_avg_sq = stack.load("exp_avg_sq").mul_(beta2).addcmul_(grads, grads, value=1.0 - beta2)
     stack.store_("exp_avg", exp_avg)
     stack.store_("exp_avg_sq", exp_avg_sq)
-    step = int(hyper.step)
+    step = int(hyper.step) - 1  # the first found the bases
     root = exp_avg_sq.div_(1.0 - beta2**step).sqrt_().add_(hyper.eps)
     return exp_avg.div_(1.0 - beta1**step).div_(root)

@@ -52,7 +52,7 @@ def _normalised(x: Tensor, *, eps: float, all_reduce: Callable[[Tensor], Tensor]
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     if all_reduce is not None:
         norm = all_reduce(norm.square()).sqrt()
-    return x / norm.clamp_min(eps)
+    return x.div(norm.clamp_min(eps))
 
 
 def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor]) -> _Factor:

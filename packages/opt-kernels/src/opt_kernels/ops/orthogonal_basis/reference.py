@@ -23,4 +23,4 @@ def orthonormalised(columns: Tensor) -> Tensor:
     """The Q of columns = QR, (batch, n, n), with the signs that make R's diagonal positive: it is unique where R is."""
     q, r = torch.linalg.qr(columns)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
-    return q * torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2)
+    return torch.mul(q, torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2))

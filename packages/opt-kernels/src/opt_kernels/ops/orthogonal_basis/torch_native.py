@@ -16,7 +16,7 @@ def eigenbasis(matrix: Tensor) -> Eigenbasis:
     """What `reference.eigenbasis` says; where it does not converge in float32, in float64."""
     try:
         return reference.eigenbasis(matrix)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in its __all__
         values, vectors = reference.eigenbasis(matrix.double())
         return Eigenbasis(values.to(matrix.dtype), vectors.to(matrix.dtype))
 
