@@ -91,7 +91,7 @@ def check_all_matched(
 
 def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:
     names = {id.name for id in params}
-    patterns = names | {f"*.{name.rpartition('.')[2]}" for name in names}
+    patterns = names | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}
     hints = [did_you_mean(pattern, patterns) for pattern in many(key.name)]
     hints += [did_you_mean(attr, REFERENCE_ATTRIBUTES) for attr in many(key.attr) if attr not in REFERENCE_ATTRIBUTES]
     return "".join(hints)

@@ -1,0 +1,183 @@
+"""ParamMeta: read from attributes and placements, or said by the caller; refused where the shape contradicts."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import Experts, Model, mark
+from opt_config import ConfigError
+from opt_paramgroups import MeshPlacement, ParamId, describe
+from torch import nn
+
+
+def meta_of(shape: tuple[int, ...], name: str = "weight", **attributes: object):
+    model = nn.Module()
+    *path, last = name.split(".")
+    holder = model
+    for step in path:
+        holder.add_module(step, nn.Module())
+        holder = holder.get_submodule(step)
+    holder.register_parameter(last, nn.Parameter(mark(torch.zeros(shape))))
+    mark(holder.get_parameter(last), **attributes)
+    return describe([model])[ParamId(0, name)]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        pytest.param({}, {"is_expert": False, "tensor_parallel": False, "partition_dim": None}, id="nothing said"),
+        pytest.param({"allreduce": False}, {"is_expert": True, "expert_tp": True}, id="expert"),
+        pytest.param({"allreduce": True}, {"is_expert": False, "expert_tp": False}, id="dense"),
+        pytest.param({"shared": True}, {"shared": True}, id="shared"),
+        pytest.param({"shared_embedding": True}, {"shared_embedding": True}, id="shared embedding"),
+        pytest.param(
+            {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 2},
+            {"tensor_parallel": True, "partition_dim": 1, "partition_stride": 2},
+            id="tensor parallel",
+        ),
+        pytest.param(
+            {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1},
+            {"tensor_parallel": False, "partition_dim": None, "partition_stride": 1},
+            id="the reference's mark of no cut",
+        ),
+        pytest.param({"sequence_parallel": True}, {"sequence_parallel": True}, id="sequence parallel"),
+        pytest.param(
+            {"average_gradients_across_tp_domain": True}, {"average_gradients_across_tp": True}, id="averaged over TP"
+        ),
+        pytest.param(
+            {"is_embedding_or_output_parameter": True},
+            {"is_embedding_or_output": True, "is_embedding": False, "moved_as_matrix": False},
+            id="output",
+        ),
+        pytest.param({"is_embedding_parameter": True}, {"is_embedding": True}, id="embedding"),
+        pytest.param({"use_muon": False}, {"use_muon": False, "moved_as_matrix": False}, id="not for Muon"),
+        pytest.param({"grad_norm_group": "mtp"}, {"grad_norm_group": "mtp"}, id="norm group"),
+        pytest.param({"qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": (2, 1, 1)}, id="QKV by its shapes"),
+        pytest.param({"is_qkv": True, "qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": (2, 1, 1)}, id="marked QKV"),
+        pytest.param({"is_qkv": False, "qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": ()}, id="marked no QKV"),
+    ],
+)
+def test_the_references_attributes_are_read(attributes, expected):
+    meta = meta_of((4, 6), **attributes)
+    assert {field: getattr(meta, field) for field in expected} == expected
+
+
+def test_shapes_and_dtypes_are_the_tensors():
+    model = nn.Linear(3, 5).to(torch.bfloat16)
+    metas = describe([model])
+    weight, bias = metas[ParamId(0, "weight")], metas[ParamId(0, "bias")]
+    assert (weight.shape, weight.local_shape, weight.numel, weight.dtype) == ((5, 3), (5, 3), 15, torch.bfloat16)
+    assert (weight.moved_as_matrix, bias.moved_as_matrix) == (True, False)
+    assert not weight.is_dtensor
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("experts.0.weight", True), ("shared_experts.weight", False), ("mlp.weight", False)],
+)
+def test_expert_tensor_parallelism_is_told_by_the_name(name, expected):
+    assert meta_of((2, 2), name).expert_tp is expected
+
+
+def test_ids_are_numbered_by_chunk_and_frozen_parameters_left_out():
+    chunks = [Experts(), Model(num_layers=1)]
+    chunks[1].output.requires_grad_(False)
+    ids = list(describe(chunks, model_chunk_offset=2))
+    assert ids[:2] == [ParamId(2, "router.weight"), ParamId(2, "router.bias")]
+    assert ParamId(3, "embedding.weight") in ids
+    assert ParamId(3, "output.weight") not in ids
+    assert str(ParamId(3, "a")) == "chunk 3: a"
+    assert str(ParamId(0, "a")) == "a"
+
+
+def test_the_caller_may_know_better():
+    model = Model(num_layers=2)
+    metas = describe(
+        [model],
+        overrides={
+            "*.linear_qkv.weight": {"qkv_split_shapes": (2, 1, 1)},
+            ParamId(0, "layers.1.attention.linear_qkv.weight"): {"qkv_split_shapes": ()},
+            "output.weight": {"is_embedding_or_output": False, "is_expert": True},
+        },
+    )
+    assert metas[ParamId(0, "layers.0.attention.linear_qkv.weight")].qkv_split_shapes == (2, 1, 1)
+    assert metas[ParamId(0, "layers.1.attention.linear_qkv.weight")].qkv_split_shapes == ()
+    output = metas[ParamId(0, "output.weight")]
+    assert (output.is_embedding_or_output, output.is_expert, output.moved_as_matrix) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"output.wieght": {"shared": True}},
+            "overrides['output.wieght']: no trainable parameter is called so. Did you mean output.weight?",
+        ),
+        (
+            {ParamId(1, "output.weight"): {"shared": True}},
+            "overrides['chunk 1: output.weight']: no trainable parameter is called so. Did you mean output.weight?",
+        ),
+        (
+            {"output.weight": {"is_expret": True}},
+            "overrides['output.weight']: 'is_expret' is no such role; there are is_expert, expert_tp, shared, "
+            "shared_embedding, tensor_parallel, partition_dim, partition_stride, sequence_parallel, "
+            "average_gradients_across_tp, is_embedding_or_output, is_embedding, use_muon, grad_norm_group, "
+            "qkv_split_shapes. Did you mean is_expert?",
+        ),
+        (
+            {"output.weight": {"partition_dim": 2}},
+            "output.weight: partition_dim=2 of shape (7, 4): must be in [0, 2)",
+        ),
+        (
+            {"output.weight": {"qkv_split_shapes": (2, 1, 1)}},
+            "output.weight: qkv_split_shapes=(2, 1, 1): 4 rows per query group do not divide 7 rows",
+        ),
+        (
+            {"layers.0.norm.weight": {"qkv_split_shapes": (2, 1, 1)}},
+            "layers.0.norm.weight: qkv_split_shapes=(2, 1, 1) of shape (4,): must be positive numbers of rows of a "
+            "matrix",
+        ),
+    ],
+    ids=["unknown name", "unknown chunk", "unknown role", "no such dim", "indivisible QKV", "QKV of a vector"],
+)
+def test_what_cannot_be_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        describe([Model()], overrides=overrides)
+    assert str(caught.value) == message
+
+
+# --- DTensors: a world of one process suffices for placements ------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[object]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    distributed.destroy_process_group()
+
+
+def test_placements_are_read_as_plain_values(mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0), Shard(1)]))
+    model.other = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0), Replicate()]))
+    metas = describe([model])
+    weight, other = metas[ParamId(0, "weight")], metas[ParamId(0, "other")]
+    assert weight.placements == (MeshPlacement("dp", 1, 0), MeshPlacement("tp", 1, 1))
+    assert (weight.is_dtensor, weight.tensor_parallel, weight.partition_dim) == (True, True, 1)
+    assert other.placements == (MeshPlacement("dp", 1, 0), MeshPlacement("tp", 1, None))
+    assert (other.tensor_parallel, other.partition_dim) == (False, None)
+    assert describe([model], tensor_parallel_axes=("dp",))[ParamId(0, "other")].partition_dim == 0
+
+
+def test_a_partial_placement_is_refused(mesh):
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial(), Replicate()], run_check=False))
+    with pytest.raises(ConfigError, match="reduce it to shards or replicas first"):
+        describe([model])

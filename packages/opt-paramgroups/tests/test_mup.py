@@ -1,0 +1,167 @@
+"""muP's numbers: what is divided, what is multiplied, what is left, by rule and by shape."""
+
+import pytest
+from models import Model
+from opt_config import ConfigError, OptimizerConfig
+from opt_paramgroups import (
+    ParamId,
+    get_mup_config_overrides,
+    get_mup_overrides_by_shape,
+    get_param_groups,
+    shapes_of,
+)
+from torch import nn
+
+CONFIG = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8)
+DECOUPLED = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8, decoupled_lr=5e-3, decoupled_min_lr=5e-4)
+HIDDEN, EMBEDDING, OUTPUT, NORM = (
+    "layers.0.attention.linear_qkv.weight",
+    "embedding.weight",
+    "output.weight",
+    "layers.0.norm.weight",
+)
+
+
+def numbers(model, config, overrides):
+    """(max_lr, min_lr, eps) by parameter; eps None: the configuration's."""
+    groups = get_param_groups([model], config, overrides)
+    return {
+        id.name: (group["max_lr"], group["min_lr"], group.get("eps")) for group in groups for id in group["param_ids"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        pytest.param(
+            "adam",
+            {
+                HIDDEN: (1e-2 / 3, 1e-3 / 3, 1e-8 / 3),
+                OUTPUT: (1e-2 / 3, 1e-3 / 3, 1e-8 / 3),
+                EMBEDDING: (1e-2, 1e-3, None),
+                NORM: (1e-2, 1e-3, None),
+            },
+            id="adam",
+        ),
+        pytest.param(
+            "sgd",
+            {
+                HIDDEN: (1e-2, 1e-3, None),
+                OUTPUT: (1e-2, 1e-3, None),
+                EMBEDDING: (1e-2 * 3, 1e-3 * 3, None),
+                NORM: (1e-2 * 3, 1e-3 * 3, None),
+            },
+            id="sgd",
+        ),
+        pytest.param(
+            "lion",
+            {
+                HIDDEN: (1e-2 / 3, 1e-3 / 3, None),
+                OUTPUT: (1e-2 / 3, 1e-3 / 3, None),
+                EMBEDDING: (1e-2, 1e-3, None),
+                NORM: (1e-2, 1e-3, None),
+            },
+            id="lion",
+        ),
+        pytest.param(
+            "muon",
+            {
+                HIDDEN: (1e-2, 1e-3, None),
+                OUTPUT: (1e-2 / 3, 1e-3 / 3, None),
+                EMBEDDING: (1e-2, 1e-3, None),
+                NORM: (1e-2, 1e-3, None),
+            },
+            id="muon",
+        ),
+    ],
+)
+def test_rates_and_eps_by_rule(optimizer, expected):
+    overrides = get_mup_config_overrides(CONFIG, 3, optimizer)
+    found = numbers(Model(num_layers=1), CONFIG, overrides)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        pytest.param(
+            "Adam",
+            {HIDDEN: (2.5e-3, 2.5e-4, 2.5e-9), OUTPUT: (5e-3, 5e-4, 2.5e-9), EMBEDDING: (5e-3, 5e-4, None)},
+            id="adam",
+        ),
+        pytest.param(
+            "sgd",
+            {
+                HIDDEN: (1e-2, 1e-3, None),
+                OUTPUT: (5e-3, 5e-4, None),
+                EMBEDDING: (5e-3, 5e-4, None),
+                NORM: (4e-2, 4e-3, None),
+            },
+            id="sgd",
+        ),
+    ],
+)
+def test_decoupled_rates_stay_and_only_their_eps_is_scaled(optimizer, expected):
+    from opt_paramgroups import get_standard_config_overrides
+
+    overrides = {**get_standard_config_overrides(DECOUPLED), **get_mup_config_overrides(DECOUPLED, 4, optimizer)}
+    found = numbers(Model(num_layers=1), DECOUPLED, overrides)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_width_one_changes_nothing(optimizer):
+    assert get_mup_config_overrides(CONFIG, 1.0, optimizer) == {}
+
+
+def test_an_unset_floor_stays_unset():
+    overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-2), 4)
+    assert all("min_lr" not in override for override in overrides.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "message"),
+    [
+        (CONFIG, 0, "muP: the width is 0 times its base: it must be greater than 0"),
+        (OptimizerConfig(), 2, "muP: lr=None: muP scales the learning rate; set it in the OptimizerConfig"),
+    ],
+    ids=["no width", "no rate"],
+)
+def test_what_cannot_be_scaled_is_refused(config, width, message):
+    with pytest.raises(ConfigError) as caught:
+        get_mup_config_overrides(config, width)
+    assert str(caught.value) == message
+
+
+def test_by_shape_equals_by_width_where_all_grow_alike():
+    base, wide = Model(width=4, num_layers=1), Model(width=12, num_layers=1)
+    for optimizer in ("adam", "sgd", "lion", "muon"):
+        by_shape = get_mup_overrides_by_shape(CONFIG, [wide], shapes_of([base]), optimizer)
+        by_width = get_mup_config_overrides(CONFIG, 3, optimizer)
+        assert numbers(wide, CONFIG, by_shape) == numbers(wide, CONFIG, by_width)
+
+
+def test_by_shape_each_parameter_has_its_own_width():
+    base = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    wide = nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 2))
+    overrides = get_mup_overrides_by_shape(CONFIG, [wide], shapes_of([base]))
+    found = numbers(wide, CONFIG, overrides)
+    assert found["0.weight"] == (1e-2, 1e-3, None)  # its input is as wide as before
+    assert found["1.weight"] == (1e-2 / 4, 1e-3 / 4, 1e-8 / 4)
+
+
+def test_by_shape_without_a_base_is_refused():
+    base, wide = {ParamId(0, "weight"): (3,)}, nn.Linear(2, 2)
+    with pytest.raises(ConfigError) as caught:
+        get_mup_overrides_by_shape(CONFIG, [wide], base)
+    assert str(caught.value) == (
+        "parameter 'weight' of shape (2, 2) has the base shape (3,): give base_shapes one of 2 dims, as "
+        "shapes_of(base_model_chunks) does"
+    )
+
+
+def test_by_shape_chunks_that_repeat_a_name_must_agree():
+    chunks = [nn.Linear(8, 2, bias=False), nn.Linear(4, 2, bias=False)]
+    base = {ParamId(0, "weight"): (2, 2), ParamId(1, "weight"): (2, 2)}
+    with pytest.raises(ConfigError, match="model chunks use the name 'weight' for parameters 4 and 2 times as wide"):
+        get_mup_overrides_by_shape(CONFIG, chunks, base)

@@ -1,0 +1,136 @@
+"""Presets by the reference's own rules: weight decay, decoupled rates, matrices, layer decay."""
+
+import pytest
+from models import Model, mark
+from opt_config import ConfigError, OptimizerConfig
+from opt_paramgroups import (
+    get_layer_decay_overrides,
+    get_matrix_rule_overrides,
+    get_param_groups,
+    get_standard_config_overrides,
+)
+from torch import nn
+
+
+def entry_by_name(model, config, overrides, entry):
+    """The entry that each parameter's group has, by the parameter's name."""
+    groups = get_param_groups([model], config, overrides)
+    return {id.name: group.get(entry) for group in groups for id in group["param_ids"]}
+
+
+def test_biases_and_vectors_are_spared_the_weight_decay():
+    model = Model(num_layers=1)
+    mark(nn.Parameter(model.output.weight))
+    mults = entry_by_name(model, OptimizerConfig(lr=1.0), None, "wd_mult")
+    spared = {name for name, mult in mults.items() if mult == 0.0}
+    assert spared == {name for name, param in model.named_parameters() if name.endswith(".bias") or param.dim() == 1}
+    assert set(mults.values()) == {0.0, 1.0}
+
+
+def test_a_matrix_called_bias_is_spared_too():
+    model = nn.ModuleDict({"a": nn.Module()})
+    model["a"].register_parameter("bias", nn.Parameter(nn.Linear(2, 2).weight.detach()))
+    assert entry_by_name(model, OptimizerConfig(), None, "wd_mult") == {"a.bias": 0.0}
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_qk_layernorm_is_decayed_only_when_asked_for(asked_for):
+    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=asked_for)
+    mults = entry_by_name(Model(num_layers=1), config, None, "wd_mult")
+    of_qk = {mult for name, mult in mults.items() if "q_layernorm." in name or "k_layernorm." in name}
+    assert of_qk == {1.0 if asked_for else 0.0}
+    assert mults["layers.0.norm.weight"] == mults["layers.0.attention.linear_qkv.bias"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("decoupled_min_lr", "expected"), [(None, 1e-5), (1e-6, 1e-6)], ids=["common floor", "floor of its own"]
+)
+def test_decoupled_lr_moves_embedding_and_output_only(decoupled_min_lr, expected):
+    config = OptimizerConfig(lr=1e-2, min_lr=1e-5, decoupled_lr=1e-3, decoupled_min_lr=decoupled_min_lr)
+    for entry, own, common in (("max_lr", 1e-3, 1e-2), ("min_lr", expected, 1e-5), ("is_decoupled_lr", True, False)):
+        found = entry_by_name(Model(num_layers=1), config, None, entry)
+        assert {name for name, value in found.items() if value == own} >= {"embedding.weight", "output.weight"}
+        assert found["layers.0.attention.linear_qkv.weight"] == common
+
+
+def test_decoupled_lr_that_nothing_takes_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"config_overrides\[@is_embedding_or_output_parameter\]: matches no parameter"
+    ):
+        get_param_groups([nn.Linear(2, 2)], OptimizerConfig(lr=1.0, decoupled_lr=0.5), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "scalar"),
+    [
+        (OptimizerConfig(optimizer="muon"), "adam"),
+        (OptimizerConfig(optimizer="muon", muon_scalar_optimizer="lion"), "lion"),
+        (OptimizerConfig(optimizer="adaptive_muon", muon_scalar_optimizer="lion"), "lion"),
+        (OptimizerConfig(optimizer="soap", muon_scalar_optimizer="lion"), "adam"),
+    ],
+    ids=["muon", "muon with lion", "adaptive_muon", "soap"],
+)
+def test_what_is_no_hidden_matrix_goes_to_the_scalar_optimizer(config, scalar):
+    model = Model(num_layers=1)
+    rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
+    assert {name for name, rule in rules.items() if rule == config.optimizer} == {
+        "layers.0.attention.linear_qkv.weight",
+        "layers.0.attention.linear_proj.weight",
+    }
+    assert set(rules.values()) == {config.optimizer, scalar}
+
+
+@pytest.mark.parametrize(("optimizer", "expected"), [("muon", "adam"), ("soap", "soap")])
+def test_use_muon_is_a_word_with_muon_only(optimizer, expected):
+    model = Model(num_layers=1)
+    mark(model.layers[0].attention.linear_proj.weight, use_muon=False)
+    config = OptimizerConfig(optimizer=optimizer)
+    rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
+    assert rules["layers.0.attention.linear_proj.weight"] == expected
+
+
+def test_the_scalar_optimizer_may_be_named():
+    config = OptimizerConfig(optimizer="my_matrix_rule")
+    rules = entry_by_name(Model(), config, get_matrix_rule_overrides(config, scalar_optimizer="sgd"), "optimizer")
+    assert rules["embedding.weight"] == "sgd"
+
+
+def test_presets_merge():
+    config = OptimizerConfig(optimizer="muon", lr=1.0)
+    overrides = {**get_standard_config_overrides(config), **get_matrix_rule_overrides(config)}
+    groups = get_param_groups([Model(num_layers=1)], config, overrides)
+    assert [(group["optimizer"], group["wd_mult"]) for group in groups] == [("muon", 1.0), ("adam", 0.0), ("adam", 1.0)]
+
+
+def test_layer_decay_shrinks_rates_towards_the_input():
+    model = Model(num_layers=3)
+    config = OptimizerConfig(lr=1.0, min_lr=0.5)
+    overrides = get_layer_decay_overrides([model], 0.5)
+    rates = entry_by_name(model, config, overrides, "max_lr")
+    assert rates["embedding.weight"] == 0.5**4
+    assert [rates[f"layers.{i}.norm.weight"] for i in range(3)] == [0.5**3, 0.5**2, 0.5]
+    assert rates["output.weight"] == 1.0
+    assert entry_by_name(model, config, overrides, "min_lr")["layers.2.norm.weight"] == 0.25
+
+
+def test_layer_decay_of_a_stage_counts_the_whole_models_layers():
+    overrides = get_layer_decay_overrides([Model(num_layers=1)], 0.5, num_layers=9)
+    rates = entry_by_name(Model(num_layers=1), OptimizerConfig(lr=1.0), overrides, "max_lr")
+    assert rates["layers.0.norm.weight"] == 0.5**9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 0.0}, "get_layer_decay_overrides: decay=0.0: must be in (0, 1]"),
+        (
+            {"decay": 0.5, "num_layers": 1},
+            "get_layer_decay_overrides: num_layers=1: a parameter is of layer 2",
+        ),
+    ],
+    ids=["no decay at all", "too few layers"],
+)
+def test_bad_layer_decay_is_refused(options, message):
+    with pytest.raises(ConfigError) as caught:
+        get_layer_decay_overrides([Model(num_layers=2)], **options)
+    assert str(caught.value) == message
