@@ -21,16 +21,19 @@ from .override import ParamGroupOverride, combine_param_group_overrides, param_g
 from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
 from .schedule import Schedule
 from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from .units import Batch, Unit, rescale, rescale_horizon
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batch",
     "FieldSchedule",
     "FieldScheduler",
     "OptimizerParamScheduler",
     "ParamGroupOverride",
     "Schedule",
     "ScheduleError",
+    "Unit",
     "clip",
     "combine_param_group_overrides",
     "constant",
@@ -52,6 +55,8 @@ __all__ = [
     "power",
     "ramp",
     "repeat",
+    "rescale",
+    "rescale_horizon",
     "scale",
     "shift",
     "shifted_exponential",

@@ -86,8 +86,8 @@ def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
     low, initial, high = group.get("min_lr"), group["initial_lr"], group.get("max_lr")
     if low is not None and high is not None and low < initial < high:
         raise ScheduleError(
-            f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR leaves them: "
-            "two schedulers would write one lr. Use one of them; to go on with this one, remove those keys from the groups"
+            f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR leaves "
+            "them: two schedulers would write one lr. To go on with this one, remove those keys from the groups"
         )
 
 

@@ -253,7 +253,7 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
     if override is None or isinstance(override, bool):
         if override and use_checkpoint:
             raise ScheduleError(
-                "OptimizerParamScheduler: override_opt_param_scheduler=True and use_checkpoint_opt_param_scheduler=True "
+                "OptimizerParamScheduler: override_opt_param_scheduler and use_checkpoint_opt_param_scheduler "
                 "contradict each other; set one of them to False, or override only the fields you name"
             )
         return bool(override)

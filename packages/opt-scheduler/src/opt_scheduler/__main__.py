@@ -1,0 +1,134 @@
+"""`python -m opt_scheduler table|plot`: look at schedules before a run pays for them."""
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from . import closed_form
+from .draw import text_plot
+from .errors import ScheduleError, refuse, unknown_name
+from .schedule import Schedule
+from .settings import LR_STYLES, WD_STYLES, WSD_STYLES, Settings
+from .show import rows_to_show, save_png, table
+
+_EPILOG = """\
+From flags:   python -m opt_scheduler plot --max-lr 1e-3 --lr-warmup-steps 100 --lr-decay-steps 1000
+From a file:  python -m opt_scheduler table --file run.toml
+
+The file has a table [scheduler] with the same names as the flags (max_lr = 1e-3), which flags override, or one table per
+schedule as Schedule.to_dict writes it, for example [lr] with kind = "ramp", start = 1e-3, end = 0.0, steps = 1000.
+"""
+
+# What the flags leave out; the rest must be given.
+_DEFAULTS: Mapping[str, Any] = {
+    "init_lr": 0.0, "min_lr": 0.0, "lr_warmup_steps": 0.0, "lr_decay_style": "linear",
+    "start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 if all went well, 2 if what was asked for cannot be, with the reason on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        schedules = _schedules(args)
+        print(_table(schedules, args) if args.command == "table" else _plot(schedules, args))
+    except (ScheduleError, OSError, tomllib.TOMLDecodeError) as error:
+        print(f"opt_scheduler: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m opt_scheduler",
+        description="Show learning-rate and weight-decay schedules.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    as_table = commands.add_parser("table", help="numbers, one row per step")
+    as_table.add_argument("--at", metavar="0,10,20", help="exactly these steps")
+    as_table.add_argument("--rows", type=int, default=11, help="about so many rows, and every boundary (%(default)s)")
+    as_plot = commands.add_parser("plot", help="curves in the terminal, or as a PNG")
+    as_plot.add_argument("--png", type=Path, help="write a PNG instead; needs opt-scheduler[plot]")
+    as_plot.add_argument("--steps", type=float, help="how far to look; a little past the end unless given")
+    as_plot.add_argument("--width", type=int, default=72, help="characters (%(default)s)")
+    as_plot.add_argument("--height", type=int, default=14, help="lines (%(default)s)")
+    for command in (as_table, as_plot):
+        _add_settings(command)
+    return parser
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--file", type=Path, help="a TOML file, see below the list of commands")
+    choices = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": WSD_STYLES, "wd_incr_style": WD_STYLES}
+    for field in fields(Settings):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name in choices:
+            command.add_argument(flag, choices=choices[field.name])
+        else:
+            command.add_argument(flag, type=_first if field.name == "warmup_first" else float, metavar="X")
+
+
+def _first(text: str) -> str | float:
+    return text if text in ("init", "one") else float(text)
+
+
+def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
+    """Everything to show, by name: from the file, the flags, or both."""
+    tables: dict[str, Any] = tomllib.loads(args.file.read_text()) if args.file else {}
+    flags = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    given = tables.pop("scheduler", {}) | {name: value for name, value in flags.items() if value is not None}
+    shown = {name: Schedule.from_dict(plain) for name, plain in tables.items()}
+    if given:
+        if both := sorted({"lr", "weight_decay"} & set(shown)):
+            raise ScheduleError(f"{', '.join(both)} is given twice, by its own table and by the scheduler's settings")
+        shown |= _from_settings(given)
+    if not shown:
+        raise ScheduleError("nothing to show: give --max-lr and --lr-decay-steps, or --file")
+    return shown
+
+
+def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
+    names = [field.name for field in fields(Settings)]
+    refuse([unknown_name("field", name, names) for name in given if name not in names], where="[scheduler]")
+    filled = dict(_DEFAULTS) | {"wd_incr_steps": given.get("lr_decay_steps")} | dict(given)
+    required = [field.name for field in fields(Settings) if field.default is MISSING]
+    refuse(
+        [f"{name} is missing" for name in required if filled.get(name) is None and name != "wd_incr_steps"],
+        where="settings",
+    )
+    s = Settings(**filled)
+    return {
+        "lr": closed_form.lr_schedule(s, max_lr=s.max_lr, min_lr=s.min_lr),
+        "weight_decay": closed_form.wd_schedule(s, start_wd=s.start_wd, end_wd=s.end_wd),
+    }
+
+
+def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
+    if args.at is None:
+        return table(schedules, rows_to_show(schedules, num_rows=args.rows))
+    try:
+        steps = [float(step) for step in args.at.split(",")]
+    except ValueError as error:
+        raise ScheduleError(f"--at={args.at!r} must be numbers with commas between them") from error
+    return table(schedules, steps)
+
+
+def _plot(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
+    steps = args.steps if args.steps is not None else max(schedule.horizon() for schedule in schedules.values())
+    if args.png:
+        save_png(schedules, args.png, steps=steps)
+        return f"wrote {args.png}"
+    plots = (
+        f"{name}\n{text_plot([s], steps=steps, width=args.width, height=args.height)}" for name, s in schedules.items()
+    )
+    return "\n\n".join(plots)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
