@@ -276,7 +276,7 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
 def test_sparse_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.ones(4, 2))
     bind_main_grad(weight, torch.zeros(4, 2))
-    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match=r"torch.sparse_coo; buffers take dense ones"):
         take_grad_(weight)
 

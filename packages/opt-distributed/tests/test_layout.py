@@ -335,7 +335,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Layout(
             buckets=(Bucket(slots=(slot(0, 2), slot(2, 4)), start=0, stop=4, numel_unpadded=4),), num_shards=1
         ),
-        "more than one slot: ParamId",
+        "more than one slot: p; each has one",
     ),
 }
 

@@ -163,7 +163,7 @@ class Layout:
         if len(set(ids)) != len(ids):
             twice = sorted({str(id) for id in ids if ids.count(id) > 1})
             raise LayoutError(
-                f"parameters with more than one slot: {', '.join(twice)}; every parameter has exactly one"
+                f"parameters with more than one slot: {', '.join(twice)}; each has one"
             )
 
     @property
