@@ -107,8 +107,8 @@ def test_contradicting_keys_are_an_error_that_names_both_and_the_parameter():
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Experts()], CONFIG, {BIAS: {"wd_mult": 0.0}, VECTOR: {"wd_mult": 0.5}})
     assert str(caught.value) == (
-        "parameter 'router.bias': 'wd_mult' is 0.0 by the key '*.bias' and 0.5 by '<1-D>'; let one of them leave it out, "
-        "or match other parameters"
+        "parameter 'router.bias': 'wd_mult' is 0.0 by the key '*.bias' and 0.5 by '<1-D>'; let one of them leave it "
+        "out, or match other parameters"
     )
 
 

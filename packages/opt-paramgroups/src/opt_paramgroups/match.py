@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from opt_config import ConfigError, ParamKey, did_you_mean, has_attribute, many
-from opt_scheduler.override import combine_param_group_overrides, param_group_override_to_tuple
+from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
 from torch.nn import Parameter
 
 from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta

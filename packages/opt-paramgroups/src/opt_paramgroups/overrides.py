@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey
-from opt_scheduler.override import ParamGroupOverride
+from opt_scheduler import ParamGroupOverride
 
 Override = Mapping[str, Any]
 """Entries of a group: those of `ParamGroupOverride`, `optimizer`, `lr_mult`, `betas`, `eps`, `momentum`, one's own."""
