@@ -1,5 +1,6 @@
 """The group table in its four forms, and the command that prints it."""
 
+import io
 import json
 
 import pytest
@@ -53,21 +54,9 @@ def test_a_group_without_parameters_has_a_row():
 
 def test_text_is_aligned():
     lines = as_text(rows()).splitlines()
-    assert lines[0].split() == [
-        "name",
-        "optimizer",
-        "params",
-        "numel",
-        "dtypes",
-        "lr",
-        "min",
-        "lr",
-        "weight",
-        "decay",
-        "overrides",
-        "first",
-        "param",
-    ]
+    assert " ".join(lines[0].split()) == (
+        "name optimizer params numel dtypes lr min lr weight decay overrides first param"
+    )
     assert len(lines) == 6
     at = lines[0].index("optimizer")
     assert [line[at:].split()[0] for line in lines[1:]] == ["muon", "muon", "adam", "adam", "adam"]
@@ -90,7 +79,7 @@ def test_rich_shows_names_with_brackets_as_they_are():
     from opt_paramgroups.rich_table import as_rich
 
     row = rows()[0]._replace(name="layers.[01].*")
-    page = console.Console(width=200, record=True, file=open("/dev/null", "w"))
+    page = console.Console(width=200, record=True, file=io.StringIO())
     page.print(as_rich([row]))
     assert "layers.[01].*" in page.export_text()
 
@@ -98,7 +87,8 @@ def test_rich_shows_names_with_brackets_as_they_are():
 @pytest.mark.parametrize(
     ("form", "begins"), [("text", "name "), ("markdown", "| name |"), ("json", "[\n"), ("rich", " ")], ids=str
 )
-def test_the_command_prints_the_table(capsys, form, begins):
+def test_the_command_prints_the_table(capsys, monkeypatch, form, begins):
+    monkeypatch.setenv("COLUMNS", "200")
     if form == "rich":
         pytest.importorskip("rich", reason="the rich extra is not installed")
     assert main(["table", "models:Model", "--format", form]) == 0
