@@ -1,5 +1,7 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
+from opt_checkpoint.any_optimizer import OptimizerLoadReport, load_optimizer, sharded_model, sharded_optimizer
+from opt_checkpoint.async_save import AsyncSaver, SaveHandle, async_save
 from opt_checkpoint.dict_ops import (
     add_prefix_for_sharding,
     apply_factories,
@@ -19,6 +21,14 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from opt_checkpoint.match_groups import (
+    GroupMismatchError,
+    GroupReport,
+    apply_saved_groups,
+    groups_to_saved,
+    reference_identity,
+    saved_from_reference,
+)
 from opt_checkpoint.open_checkpoint import read_common, read_index
 from opt_checkpoint.optimizer_state import (
     KEEP_VARS_HINT,
@@ -29,6 +39,7 @@ from opt_checkpoint.optimizer_state import (
     optim_state_to_sharding_state,
 )
 from opt_checkpoint.save_load import LoadReport, load, save
+from opt_checkpoint.series import CheckpointManager, committed_steps
 from opt_checkpoint.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
 from opt_checkpoint.strictness import StrictHandling
 from opt_checkpoint.verify import verify_checkpoint
@@ -37,21 +48,27 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KEEP_VARS_HINT",
+    "AsyncSaver",
     "BlockScales",
     "CheckpointCorruptError",
     "CheckpointExistsError",
     "CheckpointFailedError",
     "CheckpointKeyError",
+    "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointingException",
+    "GroupMismatchError",
+    "GroupReport",
     "LayoutBound",
     "LikeParam",
     "LoadReport",
     "LocalNonpersistentObject",
     "Opaque",
+    "OptimizerLoadReport",
     "PerParam",
     "Reduced",
+    "SaveHandle",
     "Segment",
     "ShardedBase",
     "ShardedObject",
@@ -63,17 +80,26 @@ __all__ = [
     "apply_factories",
     "apply_factory_merges",
     "apply_prefix_mapping",
+    "apply_saved_groups",
+    "async_save",
+    "committed_steps",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
+    "groups_to_saved",
     "is_main_replica",
     "load",
+    "load_optimizer",
     "make_sharded_optimizer_tensor",
     "make_sharded_state",
     "optim_state_to_sharding_state",
     "read_common",
     "read_index",
+    "reference_identity",
     "replace_prefix_for_sharding",
     "save",
+    "saved_from_reference",
     "sharded_like",
+    "sharded_model",
+    "sharded_optimizer",
     "verify_checkpoint",
 ]

@@ -55,9 +55,7 @@ def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], stored: Se
     """
     if not unexpected:
         return
-    text = (
-        f"{len(unexpected)} key(s) asked for are not in {where}: {_some(unexpected)}{_layout_hint(unexpected, stored)}"
-    )
+    text = f"{len(unexpected)} key(s) asked for are not in {where}: {_some(unexpected)}{_hint(unexpected, stored)}"
     if mode.raises_unexpected:
         raise CheckpointKeyError(f"{text}; load with strict='return_unexpected' to go on without them")
     if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
@@ -84,11 +82,28 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + more
 
 
-def _layout_hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
-    """State bound to a layout is under another key on every layout: say so, instead of calling it absent."""
+def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
+    """State of a parameter that was saved under other names is not simply absent: say what is there."""
     bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
     for key in unexpected:
         name, mark, _ = key.partition(LAYOUT_MARK)
         if mark and name in bound:
             return f" ({name} was saved, but on another layout, and cannot be loaded on this one; reset it)"
+        others = _other_states(key, stored)
+        if others:
+            return (
+                f" (this parameter was saved by another rule, with {', '.join(others)}; reset its state, or map one of "
+                f"them by aliases={{'optimizer.state.<wanted>.': 'optimizer.state.<saved>.'}})"
+            )
     return ""
+
+
+def _other_states(key: str, stored: Sequence[str]) -> list[str]:
+    """Names of the states that are stored for the parameter of a key `optimizer.state.<name>.<parameter>`."""
+    prefix = "optimizer.state."
+    name, dot, param = key.removeprefix(prefix).partition(".")
+    if not key.startswith(prefix) or not dot:
+        return []
+    ending = "." + param
+    found = (k.removeprefix(prefix).removesuffix(ending) for k in stored if k.startswith(prefix) and k.endswith(ending))
+    return sorted(n for n in found if "." not in n and n != name)

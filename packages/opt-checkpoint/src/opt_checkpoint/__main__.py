@@ -1,0 +1,223 @@
+"""`python -m opt_checkpoint`: look into checkpoints, prove them, compare and convert them; one process, streaming."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from opt_checkpoint.compare import differences, read_whole
+from opt_checkpoint.convert import (
+    checkpoint_to_torch_file,
+    legacy_file_to_checkpoint,
+    read_slots,
+    torch_file_to_checkpoint,
+)
+from opt_checkpoint.dtypes import dtype_name
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.files import LocalFiles
+from opt_checkpoint.index import CheckpointIndex
+from opt_checkpoint.open_checkpoint import read_index
+from opt_checkpoint.safetensors_file import export_safetensors
+from opt_checkpoint.verify import verify_checkpoint
+from opt_checkpoint.writer import is_leftover, remove_leftover
+
+FINE, FOUND, WRONG_USE = 0, 1, 2
+
+
+class _Command(NamedTuple):
+    """One subcommand: what it is for, its arguments, and what it does."""
+
+    about: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program's name; None for the process's own.
+
+    Returns:
+        0 when all is well, 1 when something was found (damage, differences), 2 when the command could not be carried
+        out.
+    """
+    parser = argparse.ArgumentParser(prog="python -m opt_checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in _commands().items():
+        own = commands.add_parser(name, help=command.about, description=command.about)
+        command.arguments(own)
+        own.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except (CheckpointingException, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_USE
+    return code
+
+
+def _commands() -> dict[str, _Command]:
+    return {
+        "ls": _Command("list the checkpoints in a directory", _one_path, _ls),
+        "show": _Command("list what a checkpoint holds", _show_arguments, _show),
+        "verify": _Command("read every byte and compare it with its checksum", _one_path, _verify),
+        "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
+        "convert": _Command("to or from other formats", _convert_arguments, _convert),
+        "gc": _Command("delete what interrupted saves left in a directory", _gc_arguments, _gc),
+    }
+
+
+def _one_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path)
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024  # type: ignore[assignment]
+    return f"{nbytes:.1f} TiB"
+
+
+def _ls(options: argparse.Namespace) -> int:
+    """Sizes and manifests are checked, values are not read."""
+    found = False
+    for entry in sorted(Path(options.path).iterdir()):
+        if not entry.is_dir():
+            continue
+        found = True
+        print(f"{entry.name:<28} {_summary(entry)}")
+    if not found:
+        print(f"no checkpoints in {options.path}")
+    return FINE
+
+
+def _summary(path: Path) -> str:
+    if is_leftover(path.name):
+        return "left over from an interrupted save or deletion; `gc` removes it"
+    try:
+        index = read_index(path)
+    except CheckpointingException as error:
+        return f"not a whole checkpoint: {error}"
+    wrong = [n for n, f in index.files.items() if not (path / n).is_file() or (path / n).stat().st_size != f.size]
+    state = f"damaged: {', '.join(wrong)}" if wrong else "committed"
+    return f"{_size(index.nbytes):>10}  {len(index.tensors):>6} tensors  {index.kind.value}  {state}"
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    _one_path(parser)
+    parser.add_argument("--tensor", metavar="GLOB", default="*", help="only keys that match")
+    parser.add_argument("--stats", action="store_true", help="read the values: least, greatest, mean, non-finite")
+    parser.add_argument("--chunks", action="store_true", help="which rank wrote which box")
+
+
+def _show(options: argparse.Namespace) -> int:
+    index = read_index(options.path)
+    print(f"{index.path}: {index.kind.value}, {len(index.tensors)} tensors, {_size(index.nbytes)}")
+    for name, value in index.details.items():
+        print(f"  {name}: {json.dumps(value)}")
+    for key, stored in sorted(index.tensors.items()):
+        if fnmatch.fnmatchcase(key, options.tensor):
+            shape = "x".join(map(str, stored.shape)) or "scalar"
+            print(f"{key}  {dtype_name(stored.dtype)}  {shape}  {len(stored.chunks)} chunk(s)")
+            for line in _details(index, key, options):
+                print(f"    {line}")
+    for key in sorted(k for k in index.objects if fnmatch.fnmatchcase(k, options.tensor)):
+        print(f"{key}  object  {_size(index.objects[key].nbytes)}")
+    return FINE
+
+
+def _details(index: CheckpointIndex, key: str, options: argparse.Namespace) -> Iterator[str]:
+    if options.stats and index.tensors[key].nbytes:
+        values = read_whole(index, key).to(torch.float64)
+        finite = values[values.isfinite()]
+        bad = values.numel() - finite.numel()
+        span = f"min {finite.min():.6g}  max {finite.max():.6g}  mean {finite.mean():.6g}" if finite.numel() else ""
+        yield f"{span}  non-finite {bad}"
+    if options.chunks:
+        for chunk in index.tensors[key].chunks:
+            box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.box.offsets, chunk.box.sizes))
+            yield f"[{box}]  {chunk.place.file} at {chunk.place.start}"
+
+
+def _verify(options: argparse.Namespace) -> int:
+    findings = verify_checkpoint(options.path)
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print(f"{options.path}: every byte is as it was saved")
+    return FOUND if findings else FINE
+
+
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    code = FINE
+    for difference in differences(read_index(options.first), read_index(options.second), rtol=options.rtol):
+        print(f"{difference.key}: {difference.text}")
+        code = FOUND
+    if code == FINE:
+        print("equal")
+    return code
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    form = ("torch", "safetensors", "from-torch", "from-legacy")
+    parser.add_argument("--to", choices=form, required=True, help="what to make; from-...: a checkpoint, from that")
+    parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
+    parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
+    parser.add_argument("--names", type=Path, help="from-torch: JSON list of parameter names in the optimizer's order")
+    parser.add_argument("--slots", type=Path, help="from-legacy: JSON list of {name, shape, start, ...}")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    if options.to == "torch":
+        checkpoint_to_torch_file(options.source, options.target)
+    elif options.to == "from-torch":
+        names = json.loads(options.names.read_text()) if options.names else None
+        torch_file_to_checkpoint(options.source, options.target, names=names)
+    elif options.to == "from-legacy":
+        if options.slots is None:
+            raise CheckpointingException("a legacy file names no parameters: give --slots, where each one is in it")
+        legacy_file_to_checkpoint(options.source, read_slots(options.slots), options.target)
+    else:
+        index = read_index(options.source)
+        keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
+        for path in export_safetensors(index, {k: k.removeprefix(options.strip) for k in keys}, options.target):
+            print(path)
+        return FINE
+    print(options.target)
+    return FINE
+
+
+def _gc_arguments(parser: argparse.ArgumentParser) -> None:
+    _one_path(parser)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+
+
+def _gc(options: argparse.Namespace) -> int:
+    """Only run this while no job saves there: a save under way looks like one that was interrupted."""
+    for entry in sorted(Path(options.path).iterdir()):
+        if entry.is_dir() and is_leftover(entry.name):
+            print(entry)
+            if not options.dry_run:
+                remove_leftover(LocalFiles(), entry, "0" * 32)
+    return FINE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

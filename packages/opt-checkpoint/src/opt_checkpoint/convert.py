@@ -1,0 +1,192 @@
+"""Conversions: full `torch.optim` state dicts both ways, and the reference's legacy rank-0 files in."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.any_optimizer import PREFIX
+from opt_checkpoint.dict_ops import ABSENT, lookup
+from opt_checkpoint.dtensor import whole_tensor
+from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.mapped import mapped_apart, read_into, select
+from opt_checkpoint.mapping import Shape, ShardedStateDict
+from opt_checkpoint.match_groups import groups_to_saved
+from opt_checkpoint.open_checkpoint import open_checkpoint
+from opt_checkpoint.save_load import PathLike, save
+
+
+def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
+    """A full `optimizer.state_dict()` in the form that `sharded_optimizer` gives, so that any sharding can load it.
+
+    Args:
+        state_dict: torch's form: `state` by index, `param_groups` with indices.
+        names: names of the parameters by index; None to take `param_names` from the groups (there when the optimizer
+            was built from named parameters).
+
+    Raises:
+        CheckpointingException: names are missing or double.
+    """
+    groups = state_dict["param_groups"]
+    by_group = [_group_names(group, names) for group in groups]
+    name_of = {index: n for group, own in zip(groups, by_group) for index, n in zip(group["params"], own, strict=True)}
+    tensors: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, states in state_dict["state"].items():
+        for state_name, value in states.items():
+            held = tensors if isinstance(value, Tensor) else plain
+            key = f"{PREFIX}{state_name}.{name_of[index]}"
+            wrapped = whole_tensor(key, value) if isinstance(value, Tensor) else value
+            held.setdefault(name_of[index], {})[state_name] = wrapped
+    state_names = {n: sorted(state_dict["state"].get(index, {})) for index, n in name_of.items()}
+    saved = groups_to_saved(groups, by_group)
+    return {"state": tensors, "plain_state": plain, "state_names": state_names, **saved}
+
+
+def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
+    if names is None and "param_names" not in group:
+        raise CheckpointingException(
+            "the state dict names no parameters; give their names in the optimizer's order (names=...), or build the "
+            "optimizer from model.named_parameters()"
+        )
+    own = group["param_names"] if names is None else [names[index] for index in group["params"]]
+    return list(own)
+
+
+def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[str] | None = None) -> None:
+    """Convert a `.pt` file that holds a full optimizer state dict; its tensors are mapped, not read into memory.
+
+    Args:
+        file: written by `torch.save`; alone or under the key `"optimizer"`. Loaded with `weights_only=True`.
+        path: the checkpoint to write.
+        names: as for `torch_state_to_sharded`.
+
+    Raises:
+        CheckpointingException: as `torch_state_to_sharded` and `save`.
+    """
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
+    if "param_groups" not in state_dict:
+        raise CheckpointingException(f"{file} holds no optimizer state dict: no param_groups in it")
+    save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
+
+
+def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
+    """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` takes.
+
+    The tensors are put together in a scratch file beside the output, so memory need not hold them.
+
+    Args:
+        path: the checkpoint.
+        file: the `.pt` file to write.
+        at: where in its state the optimizer is.
+
+    Raises:
+        CheckpointKeyError: no optimizer of the form of `sharded_optimizer` is there.
+    """
+    opened = open_checkpoint(path)
+    saved = lookup(opened.common, at)
+    if saved is ABSENT or "state_names" not in saved:
+        raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
+    keys = [f"{PREFIX}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
+    stored = select(opened.index, [k for k in keys if k in opened.index.tensors])
+    with tempfile.TemporaryDirectory(dir=Path(file).absolute().parent, prefix=".scratch-") as scratch:
+        tensors = mapped_apart(Path(scratch), stored)
+        read_into(opened.index, tensors)
+        torch.save(_torch_state(saved, tensors), file)
+
+
+def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Indices in the order of the stored names, group by group."""
+    members: list[list[str]] = [[] for _ in saved["groups"]]
+    for name, number in saved["param_to_group"].items():
+        members[number].append(name)
+    index = {name: i for i, name in enumerate(n for own in members for n in own)}
+    state = {}
+    for name, state_names in saved["state_names"].items():
+        plain = saved["plain_state"].get(name, {})
+        if state_names:
+            state[index[name]] = {s: plain[s] if s in plain else tensors[f"{PREFIX}{s}.{name}"] for s in state_names}
+    groups = [
+        {**group, "params": [index[n] for n in own], "param_names": own} for group, own in zip(saved["groups"], members)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacySlot:
+    """Where a parameter is in a legacy file of the reference.
+
+    Args:
+        name: the parameter's key.
+        shape: its shape.
+        start: its first element in the flat tensors.
+        optimizer: which of the file's optimizers (several with experts).
+        buffer: which buffer of it.
+        dtypes: parameter and gradient dtype, as `("bfloat16", "float32")`.
+    """
+
+    name: str
+    shape: Shape
+    start: int
+    optimizer: int = 0
+    buffer: int = 0
+    dtypes: tuple[str, str] = ("bfloat16", "float32")
+
+
+def read_slots(file: PathLike) -> list[LegacySlot]:
+    """Slots from a JSON list of objects with `LegacySlot`'s fields."""
+    rows = json.loads(Path(file).read_text())
+    for row in rows:
+        row.update({field: tuple(row[field]) for field in ("shape", "dtypes") if field in row})
+    return [LegacySlot(**row) for row in rows]
+
+
+def legacy_file_to_checkpoint(file: PathLike, slots: Sequence[LegacySlot], path: PathLike) -> None:
+    """Convert what the reference's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
+
+    The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
+    `optimizer.state.fp32_param.<name>`, the moments to `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        file: loaded with `weights_only=True`; only the coalesced form (since February 2024).
+        slots: where each parameter is.
+        path: the checkpoint to write.
+
+    Raises:
+        CheckpointingException: the file has another form, or a slot does not fit it.
+    """
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    optimizers = content if isinstance(content, list) else [content]
+    state: dict[str, Any] = {}
+    for slot in slots:
+        state.update(_legacy_states(optimizers, slot))
+    save({"optimizer": {"state": state}}, path)
+
+
+def _legacy_states(optimizers: Sequence[Any], slot: LegacySlot) -> Iterator[tuple[str, Any]]:
+    numel = math.prod(slot.shape)
+    world = optimizers[slot.optimizer] if slot.optimizer < len(optimizers) else {}
+    if not world.get("buckets_coalesced"):
+        raise CheckpointingException(
+            f"{slot.name}: optimizer {slot.optimizer} of the file has no coalesced buckets; only that form is read"
+        )
+    dtypes = tuple(getattr(torch, name) for name in slot.dtypes)
+    buffer = world.get(slot.buffer, {}).get(dtypes)
+    if buffer is None or slot.start < 0 or slot.start + numel > buffer["numel_unpadded"]:
+        raise CheckpointingException(
+            f"{slot.name}: elements [{slot.start}, {slot.start + numel}) are not in buffer {slot.buffer} of "
+            f"dtypes {slot.dtypes}"
+        )
+    for stored, name in (("param", "fp32_param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        values = buffer[stored][slot.start : slot.start + numel].view(slot.shape)
+        key = f"{PREFIX}{name}.{slot.name}"
+        yield key, whole_tensor(key, values)
