@@ -19,8 +19,8 @@ _EPILOG = """\
 From flags:   python -m opt_scheduler plot --max-lr 1e-3 --lr-warmup-steps 100 --lr-decay-steps 1000
 From a file:  python -m opt_scheduler table --file run.toml
 
-The file has a table [scheduler] with the same names as the flags (max_lr = 1e-3), which flags override, or one table per
-schedule as Schedule.to_dict writes it, for example [lr] with kind = "ramp", start = 1e-3, end = 0.0, steps = 1000.
+The file has a table [scheduler] with the same names as the flags (max_lr = 1e-3), which flags override, or one table
+per schedule as Schedule.to_dict writes it, for example [lr] with kind = "ramp", start = 1e-3, end = 0.0, steps = 1000.
 """
 
 # What the flags leave out; the rest must be given.
@@ -103,10 +103,10 @@ def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
         where="settings",
     )
     s = Settings(**filled)
-    return {
-        "lr": closed_form.lr_schedule(s, max_lr=s.max_lr, min_lr=s.min_lr),
-        "weight_decay": closed_form.wd_schedule(s, start_wd=s.start_wd, end_wd=s.end_wd),
-    }
+    shown = {"lr": closed_form.lr_schedule(s, max_lr=s.max_lr, min_lr=s.min_lr)}
+    if s.end_wd > 0:
+        shown["weight_decay"] = closed_form.wd_schedule(s, start_wd=s.start_wd, end_wd=s.end_wd)
+    return shown
 
 
 def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:

@@ -1,15 +1,16 @@
-"""The adapter: any of our schedulers as a true `torch.optim.lr_scheduler.LRScheduler`. The only module that needs torch.
+"""The adapter: our schedulers as a true `torch.optim.lr_scheduler.LRScheduler`. The only module that needs torch.
 
 Who steps it, and how often:
 
 - A loop of one's own calls `step()` after `optimizer.step()`, once per update.
 - Lightning does so if `configure_optimizers` says {"scheduler": ..., "interval": "step"}; its default is once per epoch.
-- The HF Trainer takes `optimizers=(optimizer, scheduler)` and steps once per update, except where fp16 overflowed.
-- Accelerate, after `prepare(scheduler)`, steps `num_processes` times per update (unless `split_batches=True`) and not at
-  all where an update was skipped: write the schedule in samples-like units, or leave the scheduler out of `prepare`.
+- The HF Trainer takes `optimizers=(optimizer, scheduler)` and steps once per update, except where one was skipped.
+- Accelerate, after `prepare(scheduler)`, steps `num_processes` times per update (once with `split_batches=True`), and
+  not at all where an update was skipped. Leave the scheduler out of `prepare` to step it once, or count in batches of
+  one process.
 
-torch's OneCycleLR stores `max_lr` and `min_lr` in the groups, where they would look like overrides: `OptimizerParamScheduler`
-refuses such groups, when it is built and at every step. `FieldScheduler` does not read those keys.
+torch's OneCycleLR stores `max_lr` and `min_lr` in the groups, where they would look like overrides: an
+`OptimizerParamScheduler` refuses such groups, when it is built and at every step. A `FieldScheduler` never reads them.
 """
 
 from typing import Any
@@ -76,8 +77,8 @@ class _Adapter(LRScheduler):
 def as_lr_scheduler(scheduler: GroupScheduler, *, increment: float = 1) -> LRScheduler:
     """`scheduler` as a true torch `LRScheduler`, for trainers that accept nothing else.
 
-    Each `step()` moves it by `increment`: the global batch size where steps are samples. `scheduler` remains usable and is
-    the same object: `seek` and `lr_at` are called on it.
+    Each `step()` moves it by `increment`: the global batch size where steps are samples. `seek` and `lr_at` are still to
+    be had from `scheduler` itself.
 
     >>> import torch
     >>> from opt_scheduler import FieldScheduler, linear

@@ -1,0 +1,56 @@
+"""The package stands alone: it imports nothing but the standard library, unless the adapter is asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "numpy", "matplotlib"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_it_brings_in_the_standard_library_only() -> None:
+    # What was there before counts out: an environment may load modules of its own at start.
+    result = run(
+        "import sys; before = set(sys.modules); import opt_scheduler;"
+        "new = {m.partition('.')[0] for m in set(sys.modules) - before} - {'opt_scheduler'};"
+        "print(sorted(new - sys.stdlib_module_names))"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_scheduler_steps_where_torch_cannot_be_imported() -> None:
+    result = run(
+        BLOCKED
+        + """
+from types import SimpleNamespace
+from opt_scheduler import OptimizerParamScheduler
+optimizer = SimpleNamespace(param_groups=[{"params": []}])
+scheduler = OptimizerParamScheduler(optimizer, 0.0, 1.0, 0.0, 2, 4, "linear", 0.0, 0.0, 4, "constant")
+scheduler.step(3)
+print(optimizer.param_groups[0]["lr"])
+"""
+    )
+    assert result.stdout.strip() == "0.5", result.stderr
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib"])
+def test_what_needs_an_optional_package_says_so(module: str) -> None:
+    code = {
+        "torch": "import opt_scheduler.lr_scheduler",
+        "matplotlib": "from opt_scheduler.__main__ import main;"
+        "sys.exit(main(['plot', '--max-lr', '1', '--lr-decay-steps', '9', '--png', 'never.png']))",
+    }[module]
+    result = run(BLOCKED + code)
+    assert result.returncode != 0
+    assert module in result.stderr

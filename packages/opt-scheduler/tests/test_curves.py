@@ -1,0 +1,243 @@
+"""Curves and combinators: their knots, and what holds for every schedule there is."""
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_scheduler import (
+    Schedule,
+    ScheduleError,
+    clip,
+    constant,
+    cooldown,
+    cosine,
+    cut,
+    cyclic,
+    exponential,
+    inverse_sqrt,
+    join,
+    linear,
+    minus_sqrt,
+    one_cycle,
+    piecewise_constant,
+    piecewise_linear,
+    polynomial,
+    power,
+    ramp,
+    repeat,
+    rescale,
+    scale,
+    shift,
+    shifted_exponential,
+    step_decay,
+    stretch,
+    warmup,
+    wsd,
+)
+from opt_scheduler.shapes import SHAPES
+
+# name: schedule, {step: value known from the formula, worked out by hand or with a calculator}
+KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
+    "constant": (constant(0.3), {0: 0.3, 7.5: 0.3, 1e12: 0.3}),
+    "linear": (linear(2.0, 1.0, steps=10), {0: 2.0, 2.5: 1.75, 10: 1.0, 11: 1.0}),
+    "cosine": (cosine(1.0, 0.0, steps=9), {0: 1.0, 3: 0.75, 6: 0.25, 9: 0.0, 18: 0.0}),
+    "cosine-up": (cosine(0.0, 1.0, steps=9), {0: 0.0, 3: 0.25, 9: 1.0}),
+    "minus-sqrt": (minus_sqrt(1.0, 0.0, steps=100), {0: 1.0, 1: 0.9, 81: 0.1, 100: 0.0}),
+    "minus-square": (ramp(1.0, 0.0, steps=10, shape="minus_square"), {0: 1.0, 5: 0.75, 10: 0.0}),
+    "shifted-exponential": (shifted_exponential(1.0, 0.0, steps=2), {0: 1.0, 1: math.sqrt(2) - 1, 2: 0.0}),
+    "exponential": (exponential(1.0, 1e-4, steps=40), {0: 1.0, 10: 0.1, 20: 0.01, 40: 1e-4, 41: 1e-4}),
+    "polynomial": (polynomial(1.0, 0.2, steps=10, power=3), {0: 1.0, 5: 0.3, 10: 0.2, 99: 0.2}),
+    "power": (power(1.0, exponent=-0.5, timescale=3), {0: 1.0, 9: 0.5, 45: 0.25}),
+    "inverse-sqrt-ends": (inverse_sqrt(1.0, timescale=10, steps=30), {0: 1.0, 30: 0.5, 1000: 0.5}),
+    "piecewise-linear": (piecewise_linear((0, 0.0), (2, 1.0), (4, 0.0)), {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.5, 5: 0.0}),
+    "piecewise-constant": (piecewise_constant([3.0, 2.0, 1.0], at=[5, 7]), {0: 3, 4.9: 3, 5: 2, 7: 1, 8: 1}),
+    "step-decay": (step_decay(1.0, factor=0.1, every=3, times=2), {0: 1, 2: 1, 3: 0.1, 6: 0.01, 60: 0.01}),
+    "warmup": (warmup(constant(1.0), steps=4), {0: 0.0, 1: 0.25, 4: 1.0, 5: 1.0}),
+    "warmup-of-nothing": (warmup(linear(1.0, 0.0, steps=4), steps=0), {0: 1.0, 4: 0.0}),
+    "join": (join(linear(0.0, 1.0, steps=2), constant(5.0, steps=2), constant(7.0)), {1: 0.5, 2: 5, 3.9: 5, 4: 7}),
+    "repeat": (repeat(linear(1.0, 0.0, steps=4), times=2), {0: 1.0, 3: 0.25, 4: 1.0, 7: 0.25, 8: 0.0, 100: 0.0}),
+    "repeat-for-ever": (repeat(linear(1.0, 0.0, steps=4)), {4_000_001: 0.75}),
+    "cyclic": (cyclic(1.0, 3.0, up_steps=2, down_steps=2, times=2), {0: 1, 2: 3, 4: 1, 6: 3, 8: 1, 9: 1}),
+    "one-cycle": (one_cycle(1.0, up_steps=3, down_steps=9, end=0.1), {0: 0.04, 3: 1.0, 12: 0.1, 13: 0.1}),
+    "scale": (scale(linear(1.0, 0.0, steps=4), 10), {1: 7.5}),
+    "clip": (clip(linear(1.0, 0.0, steps=10), low=0.25, high=0.75), {0: 0.75, 5: 0.5, 9: 0.25}),
+    "shift-later": (shift(linear(1.0, 0.0, steps=4), 2), {0: 1.0, 2: 1.0, 4: 0.5, 6: 0.0}),
+    "shift-earlier": (shift(linear(1.0, 0.0, steps=4), -2), {0: 0.5, 2: 0.0}),
+    "stretch": (stretch(linear(1.0, 0.0, steps=4), 2.5), {5: 0.5, 10: 0.0}),
+    "cut": (cut(linear(1.0, 0.0, steps=4), 1), {0.5: 0.875, 1: 0.75, 4: 0.75}),
+    "cooldown": (cooldown(linear(1.0, 0.0, steps=10), at=5, steps=4), {5: 0.5, 6: 0.25, 9: 0.0}),
+    "wsd": (wsd(1.0, warmup_steps=2, stable_steps=4, decay_steps=4), {1: 0.5, 2: 1, 6: 1, 7: 0.5, 10: 0}),
+    "wsd-s": (
+        repeat(wsd(1.0, warmup_steps=2, stable_steps=4, decay_steps=4, end=0.5), times=3),
+        {9: 1 - 0.5 * math.sqrt(0.75), 10: 0.0, 12: 1.0, 30: 0.5},
+    ),
+    "rescale": (rescale(linear(1.0, 0.0, steps=8), old_batch=1, new_batch=2, done=4), {4: 0.5, 5: 0.25, 6: 0.0}),
+}
+ALL = [pytest.param(schedule, id=name) for name, (schedule, _) in KNOTS.items()]
+
+
+@pytest.mark.parametrize(("schedule", "knots"), [pytest.param(*case, id=name) for name, case in KNOTS.items()])
+def test_it_goes_through_its_knots(schedule: Schedule, knots: dict[float, float]) -> None:
+    # A handful of float operations: 8 rounding units are ample.
+    assert schedule.values(knots) == pytest.approx(list(knots.values()), rel=2e-15, abs=2e-15)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_before_its_start_it_has_its_first_value_and_past_its_end_its_last(schedule: Schedule) -> None:
+    assert schedule(-1) == schedule(-1e9) == schedule(0)
+    if math.isfinite(schedule.length):
+        assert schedule(schedule.length + 1) == schedule(schedule.length * 2 + 1e6) == schedule(schedule.length)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_plain_types_give_it_back(schedule: Schedule) -> None:
+    assert Schedule.from_dict(json.loads(json.dumps(schedule.to_dict(), allow_nan=False))) == schedule
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_it_is_a_value(schedule: Schedule) -> None:
+    assert hash(schedule) == hash(Schedule.from_dict(schedule.to_dict()))
+    with pytest.raises(AttributeError):
+        schedule.kind = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_it_is_continuous_except_at_its_jumps(schedule: Schedule) -> None:
+    end = schedule.horizon()
+    steps = [end * i / 997 for i in range(998)]
+    declared = [*schedule.jumps]
+    if math.isinf(schedule.length) and declared:  # an endless repetition lists those of one period
+        declared = [i * declared[-1] for i in range(1, 5)]
+    for a, b in zip(steps, steps[1:], strict=False):
+        if not any(a <= jump <= b for jump in declared):
+            # No jump: halving the interval until it is tiny brings the values together (√r is the steepest there is).
+            middle = b
+            while middle - a > 1e-9:
+                middle = (a + middle) / 2
+            assert schedule(middle) == pytest.approx(schedule(a), abs=1e-4)
+    before = [(schedule(math.nextafter(jump, 0.0)), schedule(jump)) for jump in schedule.jumps]
+    assert [pair for pair in before if math.isclose(*pair, rel_tol=1e-6)] == []
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_the_jumps_are_boundaries_and_these_ascend(schedule: Schedule) -> None:
+    assert set(schedule.jumps) <= set(schedule.boundaries)
+    assert list(schedule.boundaries) == sorted(set(schedule.boundaries))
+    assert not schedule.boundaries or math.isinf(schedule.length) or schedule.boundaries[-1] == schedule.length
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(r=st.floats(0, 1), s=st.floats(0, 1))
+@settings(max_examples=50, deadline=None)
+def test_a_shape_falls_from_one_to_zero_and_never_rises(shape: str, r: float, s: float) -> None:
+    f: Callable[[float], float] = SHAPES[shape]
+    assert (f(0.0), f(1.0)) == (1.0, 0.0)
+    assert f(min(r, s)) >= f(max(r, s)) - 1e-15  # one rounding unit
+    assert 0.0 <= f(r) <= 1.0
+
+
+@given(
+    peak=st.floats(1e-6, 1e3),
+    low=st.floats(0, 1),
+    steps=st.floats(0.1, 1e6),
+    step=st.floats(0, 2e6),
+    shape=st.sampled_from(sorted(SHAPES)),
+    warm=st.floats(0.0, 1e5),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_warmed_up_ramp_stays_between_its_ends(
+    peak: float, low: float, steps: float, step: float, shape: str, warm: float
+) -> None:
+    schedule = warmup(ramp(peak, low * peak, steps=steps, shape=shape), steps=warm)
+    assert 0.0 <= schedule(step) <= peak * (1 + 1e-15)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 1e3), st.floats(0, 1)), min_size=1, max_size=6), st.floats(0, 8e3))
+@settings(max_examples=100, deadline=None)
+def test_join_is_associative(parts: list[tuple[float, float]], step: float) -> None:
+    schedules = [linear(value, 0.5, steps=length) for length, value in parts]
+    nested = schedules[-1]
+    for schedule in reversed(schedules[:-1]):
+        nested = join(schedule, nested)
+    assert join(*schedules)(step) == nested(step)
+    assert len(schedules) == 1 or join(*schedules) == nested
+
+
+def test_a_kind_of_ones_own_takes_part() -> None:
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Sawtooth(Schedule):
+        kind: ClassVar[str] = "sawtooth"
+        period: int
+
+        def at(self, step: float) -> float:
+            return step % self.period
+
+        @property
+        def length(self) -> float:
+            return math.inf
+
+        @property
+        def boundaries(self) -> tuple[float, ...]:
+            return (self.period,)
+
+    mine = cut(Sawtooth(period=3), 10)
+    assert Schedule.from_dict(mine.to_dict()) == mine
+    assert mine(7) == 1
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no-steps": (lambda: linear(1.0, 0.0, steps=0), "ramp: steps=0 must be more than 0"),
+    "nan": (lambda: cosine(math.nan, 0.0, steps=1), "ramp: start=nan must be a finite number"),
+    "a-string": (lambda: constant("1e-3"), "constant: value='1e-3' must be a finite number"),  # type: ignore[arg-type]
+    "unknown-shape": (
+        lambda: ramp(1.0, 0.0, steps=1, shape="cosin"),
+        "ramp: shape='cosin' is not known: use one of 'cosine', 'exponential', 'linear', 'minus_sqrt', 'minus_square'; "
+        "did you mean 'cosine'?",
+    ),
+    "exponential-to-zero": (lambda: exponential(1.0, 0.0, steps=1), "exponential: end=0.0 must be more than 0"),
+    "knots-descend": (
+        lambda: piecewise_linear((0, 1.0), (3, 0.0), (2, 1.0)),
+        "piecewise_linear: the steps of points=((0, 1.0), (3, 0.0), (2, 1.0)) must ascend from 0",
+    ),
+    "endless-then-more": (
+        lambda: join(constant(1.0), constant(2.0)),
+        "join: part 0, Constant(value=1.0, steps=None), has no end, so part 1 never begins; give it steps=",
+    ),
+    "join-nothing": (lambda: join(), "join: needs at least one schedule"),
+    "repeat-endless": (
+        lambda: repeat(constant(1.0)),
+        "repeat: Constant(value=1.0, steps=None) has no end to begin again at; give it steps=",
+    ),
+    "repeat-never": (lambda: repeat(linear(1.0, 0.0, steps=1), times=0), "repeat: times=0 must be at least 1"),
+    "clip-crossed": (lambda: clip(constant(1.0), low=2.0, high=1.0), "clip: low=2.0 must be at most high=1.0"),
+    "clip-open": (lambda: clip(constant(1.0)), "clip: needs low=, high= or both"),
+    "values-and-edges": (
+        lambda: piecewise_constant([1.0, 2.0], at=[1, 2]),
+        "piecewise_constant: 2 values need 1 steps, not 2",
+    ),
+    "unknown-kind": (
+        lambda: Schedule.from_dict({"kind": "rampp"}),
+        "kind='rampp' is not known: use one of 'clip', ",
+    ),
+    "unknown-field": (
+        lambda: Schedule.from_dict({"kind": "constant", "valu": 1.0}),
+        "schedule 'constant': field='valu' is not known: use one of 'steps', 'value'; did you mean 'value'?",
+    ),
+    "missing-field": (
+        lambda: Schedule.from_dict({"kind": "constant"}),
+        "schedule 'constant' cannot be built from {'kind': 'constant'}: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), [pytest.param(*case, id=name) for name, case in REFUSED.items()])
+def test_what_cannot_be_is_refused_with_a_reason(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        build()
+    assert str(caught.value).startswith(message)
