@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from opt_kernels.choice import Choice
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Work
 from opt_kernels.rules.matrices import Task, matrix_dim, read_state, stacks, write_state_
 from opt_kernels.rules.muon import Muon, descend_, directions, scale_
-from opt_kernels.rules.orthogonalization import Choice
 
 SECOND_MOMENT = "moment2_buffer"
 

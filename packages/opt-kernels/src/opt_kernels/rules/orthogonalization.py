@@ -2,26 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from opt_kernels.choice import Choice
 from opt_kernels.dispatch import Backend, parse_backend, version
 from opt_kernels.ops.newton_schulz import reference, torch_native
 from opt_kernels.ops.newton_schulz.coefficients import Schedule
 from opt_kernels.ops.newton_schulz.segments import cut
 from opt_kernels.ops.syrk.torch_native import dense_product
 from opt_kernels.rules.base import TensorParallel
-
-
-class Choice(StrEnum):
-    """An option by its name in a configuration; an unknown name is an error that lists the known ones."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> "Choice":
-        allowed = ", ".join(repr(member.value) for member in cls)
-        raise ValueError(f"{value!r} is not a {cls.__name__}; give one of {allowed}")
 
 
 class ScaleMode(Choice):

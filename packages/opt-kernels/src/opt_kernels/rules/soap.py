@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.choice import Choice
 from opt_kernels.dispatch import parse_backend, version
 from opt_kernels.ops.elements import skipped
 from opt_kernels.ops.orthogonal_basis import reference
 from opt_kernels.ops.orthogonal_basis.reference import Eigenbasis
 from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec
 from opt_kernels.rules.matrices import MatrixError, Task, matrix_dim, read_main, scaled_grads, stacks, write_main_
-from opt_kernels.rules.orthogonalization import Choice
 
 
 class Orthonormalization(Choice):

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from opt_kernels.choice import Choice
+
 
 class Coefficients(NamedTuple):
     """One step: X <- aX + b(XXᵀ)X + c(XXᵀ)²X; for a singular value, s <- a s + b s³ + c s⁵."""
@@ -16,7 +18,7 @@ class Coefficients(NamedTuple):
 Schedule: TypeAlias = tuple[Coefficients, ...]
 
 
-class CoefficientType(StrEnum):
+class CoefficientType(Choice):
     """The sets by name. In brackets the range that five steps make of the singular values in [0.01, 1]."""
 
     SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start of a set that never settles

@@ -1,0 +1,72 @@
+"""What the optimizers of matrices share: which parameters are matrices, and who moves the others."""
+
+from abc import ABC
+from typing import Any
+
+from torch import Tensor
+
+from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.optim.base import ParamGroup, Params, RuleOptimizer
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.base import MatrixSpec, Rule
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.matrices import MatrixError
+
+
+class MatrixOptimizer(RuleOptimizer, ABC):
+    """A `RuleOptimizer` whose rule moves matrices, and which gives the other parameters to an elementwise rule.
+
+    A parameter is a matrix if it has two dims, unless its group says otherwise with `use_matrix_rule`: False for
+    embeddings and output layers, True for 3-d parameters that are stacks of matrices. A group's `split_rows` are the
+    rows of q, k and v in one query group of its fused parameters, to be orthogonalised one by one.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        rule: Rule,
+        defaults: ParamGroup,
+        *,
+        scalar_optimizer: str | None,
+        mains: str,
+        max_norm: float | None,
+    ) -> None:
+        self.scalar_rule = _scalar_rule(scalar_optimizer)
+        of_groups: ParamGroup = {"use_matrix_rule": None, "split_rows": ()}
+        super().__init__(params, rule, defaults | of_groups, mains=mains, max_norm=max_norm)
+
+    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        chosen = group["use_matrix_rule"]
+        if param.dim() == 2 if chosen is None else chosen:
+            return self.rule
+        if self.scalar_rule is None:
+            raise MatrixError(
+                f"a parameter of shape {tuple(param.shape)} is no matrix of {type(self).__name__}; give "
+                "scalar_optimizer='adam' or 'lion', or leave it to another optimizer"
+            )
+        return self.scalar_rule
+
+    def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
+        if self.rule_of(group, param) is not self.rule:
+            return MatrixSpec()
+        if is_dtensor(param) and local(param).shape != param.shape:
+            raise MatrixError(
+                f"{type(self).__name__} needs whole matrices, but of one of shape {tuple(param.shape)} this rank has "
+                f"{tuple(local(param).shape)}; replicate it, or use opt_distributed, which gathers"
+            )
+        return MatrixSpec(split_rows=tuple(group["split_rows"]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"scalar_rule": self.scalar_rule}
+
+
+def _scalar_rule(name: str | None) -> Rule | None:
+    match name:
+        case None:
+            return None
+        case "adam":
+            return Adam()
+        case "lion":
+            return Lion()
+        case _:
+            raise ValueError(f"scalar_optimizer={name!r} is unknown; give 'adam', 'lion', or None for matrices only")

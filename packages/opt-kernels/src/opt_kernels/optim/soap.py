@@ -1,0 +1,45 @@
+"""Drop-in SOAP."""
+
+from torch import Tensor
+
+from opt_kernels.optim.base import Params
+from opt_kernels.optim.matrices import MatrixOptimizer
+from opt_kernels.rules.soap import SOAP as SOAPRule
+from opt_kernels.rules.soap import Orthonormalization
+
+
+class SOAP(MatrixOptimizer):
+    """SOAP (Vyas et al., arXiv 2409.11321) for matrices, and with `scalar_optimizer` Adam or Lion for the others.
+
+    Its state is 2 (m² + n²) numbers larger than Adam's for a matrix (m, n): keep embeddings out of it. The options are
+    those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option that is not allowed.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        use_kl_shampoo: bool = True,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 1,
+        power_iterations: int = 1,
+        orthonormalization: str = "cholesky",
+        scalar_optimizer: str | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        rule = SOAPRule(
+            use_kl_shampoo=use_kl_shampoo,
+            shampoo_beta=shampoo_beta,
+            precondition_frequency=precondition_frequency,
+            power_iterations=power_iterations,
+            orthonormalization=Orthonormalization(orthonormalization),
+            backend=backend,
+        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, rule, defaults, scalar_optimizer=scalar_optimizer, mains=mains, max_norm=max_norm)
