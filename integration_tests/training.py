@@ -16,7 +16,9 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def train_here(config: OptimizerConfig, *, steps: int, dtype: torch.dtype = torch.float32, overrides: Any = None) -> Trained:
+def train_here(
+    config: OptimizerConfig, *, steps: int, dtype: torch.dtype = torch.float32, overrides: Any = None
+) -> Trained:
     """One process on the joined batch."""
     return _train(config, steps=steps, dtype=dtype, overrides=overrides, batch=joined_batch)
 

@@ -2,10 +2,11 @@
 
 from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups
 from opt_distributed.step.stepper import StepResult
+from opt_stack.built_in import RuleEntry
 from opt_stack.factory import describe_optimizer, get_megatron_optimizer, get_optimizer, list_optimizers
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.plan import Plan
-from opt_stack.registry import Registry, RuleEntry
+from opt_stack.registry import Registry
 
 __version__ = "0.1.0"
 

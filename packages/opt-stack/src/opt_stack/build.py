@@ -39,7 +39,9 @@ class Model:
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
-    own = {buffer.name: sources.get(buffer.name) or _source(buffer, model, _axes(roles, buffer)) for buffer in plan.buffers}
+    own = {
+        buffer.name: sources.get(buffer.name) or _source(buffer, model, _axes(roles, buffer)) for buffer in plan.buffers
+    }
     units = [
         Unit(name=unit.name, rule=unit.rule, pieces=list(_pieces(plan, unit, model, roles, own))) for unit in plan.units
     ]

@@ -8,7 +8,14 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.comm.collectives import agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
-from opt_paramgroups import describe, get_param_groups, parameters_by_id
+from opt_kernels.rules.base import Needs
+from opt_paramgroups import (
+    describe,
+    get_matrix_rule_overrides,
+    get_param_groups,
+    get_standard_config_overrides,
+    parameters_by_id,
+)
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index
 from opt_stack.optimizer import Optimizer
@@ -77,6 +84,7 @@ def _agreed_plan(
     config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Overrides | None, roles: Roles, rules: Registry
 ) -> tuple[list[dict[str, Any]], Plan]:
     """Groups and plan; an error of one rank is every rank's."""
+    overrides = _with_matrix_rule(config, overrides, rules)
     groups = get_param_groups(chunks, config, overrides, gather=roles.everyone.gather_objects)
     metas = describe(chunks)
     error: Exception | None = None
@@ -90,6 +98,14 @@ def _agreed_plan(
     agree(roles.everyone, error)
     _check_peers(plan, roles, num_params=len(metas))
     return groups, plan
+
+
+def _with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
+    """`overrides`, and where the rule needs matrices what leaves all other parameters to an elementwise one."""
+    if config.optimizer not in rules.entries or rules[config.optimizer].make(config).needs is not Needs.MATRICES:
+        return overrides  # an unknown optimizer is refused where all ranks hear of it
+    ours = get_standard_config_overrides(config) if overrides is None else overrides
+    return {**ours, **get_matrix_rule_overrides(config)}
 
 
 def _fill_hyper(groups: Sequence[dict[str, Any]], config: OptimizerConfig, rules: Registry) -> None:

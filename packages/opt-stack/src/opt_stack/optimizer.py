@@ -1,7 +1,7 @@
 """The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from opt_stack.plan import Plan
 
 VERSION = 1  # of `state_dict`
 _HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
+
+
+class _Owned(NamedTuple):
+    """This rank's piece of a parameter, and the unit whose rule moves it."""
+
+    unit: Unit
+    piece: OwnedPiece
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,11 +44,11 @@ class Optimizer(torch.optim.Optimizer):
         self._built = False
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
-        super().__init__([dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}], defaults={})
+        super().__init__(
+            [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}], defaults={}
+        )
         self._built = True
-        self._owned: dict[ParamId, tuple[Unit, OwnedPiece]] = {
-            piece.id: (unit, piece) for unit in stepper.units for piece in unit.pieces
-        }
+        self._owned = {piece.id: _Owned(unit, piece) for unit in stepper.units for piece in unit.pieces}
         for _, piece in self._owned.values():
             self.state[piece.param] = piece.state
 
@@ -128,10 +135,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Holds this rank's pieces: it loads on the same layout only. Live tensors, as torch's own.
         """
-        index = {id: i for i, id in enumerate(self._ids)}
         return {
             "version": VERSION,
-            "state": {index[id]: read_state(piece) for id, (_, piece) in sorted(self._owned.items())},
+            "state": {i: read_state(self._owned[id].piece) for i, id in enumerate(self._ids) if id in self._owned},
             "param_groups": self._packed_groups(),
             "grad_scaler": self.stepper.scaler.state_dict(),
             "layout": self._layout_id,

@@ -82,7 +82,9 @@ class Plan:
         return sha256("|".join(text).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return "\n\n".join(["\n".join(_unit_lines(self)), "\n".join(_buffer_lines(self)), "\n".join(_total_lines(self))])
+        return "\n\n".join(
+            ["\n".join(_unit_lines(self)), "\n".join(_buffer_lines(self)), "\n".join(_total_lines(self))]
+        )
 
 
 def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:

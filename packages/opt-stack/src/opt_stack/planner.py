@@ -81,9 +81,7 @@ def _plan_buffers(
         name = f"{short(dtype)} {'experts' if is_expert else 'dense'}, {spread.value}"
         layout = _layout(spread, params, num_shards=size, bucket_size=bucket_size)
         buffers.append(
-            BufferPlan(
-                name=name, dtype=dtype, is_expert=is_expert, spread=spread, params=tuple(params), layout=layout
-            )
+            BufferPlan(name=name, dtype=dtype, is_expert=is_expert, spread=spread, params=tuple(params), layout=layout)
         )
     return tuple(buffers)
 
@@ -131,9 +129,7 @@ def _plan_units(
     )
 
 
-def _check_dtypes(
-    config: OptimizerConfig, metas: Mapping[ParamId, ParamMeta], rule_of: Mapping[ParamId, str]
-) -> None:
+def _check_dtypes(config: OptimizerConfig, metas: Mapping[ParamId, ParamMeta], rule_of: Mapping[ParamId, str]) -> None:
     allowed = {torch.float32, config.precision.params}
     wrong = [id for id in rule_of if metas[id].dtype not in allowed]
     if wrong:
@@ -145,9 +141,7 @@ def _check_dtypes(
         )
 
 
-def _check_unit(
-    unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replicated | FlatShards | WholeParams
-) -> None:
+def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replicated | FlatShards | WholeParams) -> None:
     if unit.rule.needs is not Needs.MATRICES:
         return
     for buffer in buffers:

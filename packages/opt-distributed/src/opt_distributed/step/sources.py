@@ -14,7 +14,7 @@ from opt_paramgroups import ParamId
 class Source(Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
-    In a step: `reduce_`, then `flags` summed over the data-parallel ranks into `settle_`, then `grad`, then `publish_`.
+    In a step: `reduce_`, `grad`, then `flags` summed over the data-parallel ranks into `settle_`, `used`, `publish_`.
     """
 
     @property
@@ -31,11 +31,16 @@ class Source(Protocol):
         ...
 
     def settle_(self, flags: Tensor) -> None:
-        """Takes the flags summed over ranks: a parameter that no rank has a gradient for has none."""
+        """Takes the flags summed over ranks."""
+        ...
+
+    def used(self, id: ParamId) -> bool:
+        """Whether any rank has a gradient for the parameter; what no rank used keeps its value and its state."""
         ...
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
-        """The reduced gradient of these flat elements; in the parameter's shape where they are all of it."""
+        """The reduced gradient of these flat elements, in the parameter's shape where they are all of it; zeros, or
+        None, where no rank has one."""
         ...
 
     def publish_(self) -> None:
@@ -59,6 +64,9 @@ class OwnGrads:
 
     def settle_(self, flags: Tensor) -> None:
         return None
+
+    def used(self, id: ParamId) -> bool:
+        return self.params[id].grad is not None
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
         grad = self.params[id].grad
@@ -100,11 +108,11 @@ class BufferedGrads:
     def settle_(self, flags: Tensor) -> None:
         self._present = frozenset(id for id, count in zip(self._ids, flags.tolist(), strict=True) if count)
 
+    def used(self, id: ParamId) -> bool:
+        return id in self._present
+
     def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
-        if id not in self._present:
-            return None
-        whole = self.memory.grad_view(id)
-        return whole if of_param == slice(0, whole.numel()) else whole.view(-1)[of_param]
+        return self.memory.grad_piece(id, of_param)
 
     def publish_(self) -> None:
         self.memory.gather_(self.axes.dp)

@@ -66,7 +66,9 @@ def _family_total(family: Family, ready: Sequence[ReadyPiece], *, num_slots: int
     mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=family.device)
     for source in family.sources:
         for slot in range(num_slots):
-            grads = [r.grad for r in ready if r.piece.source is source and r.piece.norm_slot == slot and r.piece.counted]
+            grads = [
+                r.grad for r in ready if r.piece.source is source and r.piece.norm_slot == slot and r.piece.counted
+            ]
             _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
     flags = [source.flags().to(family.device) for source in family.sources]
     joined = torch.cat([mine, *flags])

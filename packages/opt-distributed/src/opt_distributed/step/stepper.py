@@ -93,7 +93,8 @@ class Stepper:
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
             )
-        self._ready = _Ready(stats, pieces, 1.0 / self.scaler.scale)
+        used = [[ready for ready in of_unit if ready.piece.source.used(ready.piece.id)] for of_unit in pieces]
+        self._ready = _Ready(stats, used, 1.0 / self.scaler.scale)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
         return stats.overflow
@@ -136,6 +137,8 @@ class Stepper:
 
     def _take_ready(self) -> _Ready:
         if self._ready is None or self._ready.stats.overflow:
-            raise RuntimeError("no gradients are ready: call prepare_grads first, and go on only where it returns False")
+            raise RuntimeError(
+                "no gradients are ready: call prepare_grads first, and go on only where it returns False"
+            )
         ready, self._ready = self._ready, None
         return ready

@@ -35,7 +35,7 @@ class OwnedPiece:
         return self.of_param == slice(0, self.param.numel())
 
     def grad(self) -> Tensor | None:
-        """The reduced gradient of this piece, in the piece's shape; None where no rank has one."""
+        """The reduced gradient of this piece, in the piece's shape; None where there is none."""
         return self.source.grad(self.id, self.of_param)
 
 
@@ -55,7 +55,7 @@ class Unit:
     pieces: Sequence[OwnedPiece]
 
     def ready(self) -> list[ReadyPiece]:
-        """The pieces that have a gradient this step; a parameter that no rank used keeps its value and its state."""
+        """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
         found = ((piece, piece.grad()) for piece in self.pieces)
         return [ReadyPiece(piece, grad) for piece, grad in found if grad is not None]
 
