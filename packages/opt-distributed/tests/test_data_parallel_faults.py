@@ -1,0 +1,212 @@
+"""Faults: what goes wrong in a wrapped model is an error with a remedy, on every rank that would go on."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.bucket import GradientError
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Alone, Comm, Pending
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from torch import Tensor, nn
+
+Config = DistributedDataParallelConfig
+SHARDED = Config(use_distributed_optimizer=True)
+OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=20)
+
+
+def over(comm: Comm, across: Comm | None = None) -> Roles:
+    axes = Axes(dp=comm, mp=Alone(), tp=Alone(), inter=across or Alone())
+    return Roles(dense=axes, expert=axes, everyone=comm)
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]:
+    """What every rank raised."""
+
+    def caught(comm: ThreadComm) -> str:
+        try:
+            rank_main(comm)
+        except (ValueError, GradientError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    found: list[str] = run_threads(size, caught)
+    return found
+
+
+# --- ranks that do not fit together ------------------------------------------------------------------------
+
+
+def test_ranks_with_different_models_are_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        DistributedDataParallel(SHARDED, nn.Linear(4, 5 if comm.rank == 1 else 4), groups=over(comm))
+
+    for error in errors_of(3, rank_main):
+        assert error.startswith("LayoutError: data-parallel ranks [1] laid their buffers out differently from rank 0")
+
+
+def test_ranks_with_different_configurations_are_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        config = replace(SHARDED, average_in_collective=comm.rank == 1)
+        DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
+
+    for error in errors_of(2, rank_main):
+        assert "data-parallel ranks [1] laid their buffers out differently" in error
+
+
+def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        model = nn.Linear(4, 4 + comm.rank, bias=False)
+        model.weight.allreduce = False  # type: ignore[attr-defined]
+        DistributedDataParallel(SHARDED, model, groups=over(comm))
+
+    for error in errors_of(2, rank_main):
+        assert "data-parallel ranks [1] laid their buffers out differently" in error
+
+
+def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        model = nn.Linear(4, 4)
+        if comm.rank == 1:
+            model.bias = nn.Parameter(model.weight.data[0])
+        DistributedDataParallel(SHARDED, model, groups=over(comm))
+
+    first, second = errors_of(2, rank_main)
+    assert first.startswith("LayoutError: data-parallel rank 1 refused: bias and weight share memory")
+    assert second.startswith("StorageError: bias and weight share memory")
+
+
+# --- configurations that the groups or the loss contradict ---------------------------------------------------
+
+REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
+    "fp32 sums of replicas": (
+        lambda: wrap(Config(reduce_scatter_with_fp32_accumulation=True)),
+        "reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True",
+    ),
+    "instances without groups": (
+        lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),
+        "num_distributed_optimizer_instances=2, but the groups make 1; give the inter_dist_opt group",
+    ),
+    "means of sums": (
+        lambda: wrap(Config(average_in_collective=True), per_token=True),
+        "average_in_collective=True takes means, calculate_per_token_loss sums; choose one",
+    ),
+    "hooks without overlap": (
+        lambda: wrap(SHARDED).enable_forward_pre_hook(),
+        "overlap_param_gather=False: parameters",
+    ),
+}
+
+
+def wrap(config: Config, *, per_token: bool = False) -> DistributedDataParallel:
+    return DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Alone()), calculate_per_token_loss=per_token)
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_cannot_be_meant_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- gradients out of turn ---------------------------------------------------------------------------------------
+
+
+def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        ddp = DistributedDataParallel(OVERLAP, nn.Linear(4, 4), groups=over(comm))
+        backward(ddp(torch.ones(1, 4)).sum())
+        ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
+        backward(ddp(torch.ones(1, 4)).sum())
+        backward(ddp(torch.ones(1, 4)).sum())
+
+    for error in errors_of(2, rank_main):
+        assert error.startswith("GradientError: gradient number 2 of ")
+        assert error.endswith("1 came in the first iteration; run all but the last backward pass inside no_sync()")
+
+
+@pytest.mark.parametrize("config", [SHARDED, OVERLAP, Config()], ids=["flat", "flat, overlap", "replicated"])
+def test_a_backward_onto_reduced_gradients_is_an_error(config: Config) -> None:
+    ddp = wrap(config)
+    backward(ddp(torch.ones(1, 4)).sum())
+    ddp.finish_grad_sync()
+    ddp.finish_grad_sync()
+    with pytest.raises(GradientError, match="came after the reduction; call zero_grad_buffer"):
+        backward(ddp(torch.ones(1, 4)).sum())
+
+
+def test_a_backward_that_raised_leaves_no_trace_after_zero_grad_buffer() -> None:
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        first = nn.Linear(4, 4)
+        ddp = DistributedDataParallel(OVERLAP, nn.Sequential(first, nn.Linear(4, 4)), groups=over(comm))
+        for param in ddp.parameters():
+            param.data.fill_(0.5)
+
+        def step() -> list[Tensor]:
+            ddp.zero_grad_buffer()
+            backward(ddp(torch.ones(1, 4)).sum())
+            ddp.finish_grad_sync()
+            return [result.clone() for result in ddp.synced_buffers[0].results()]
+
+        before = step()
+        ddp.zero_grad_buffer()
+        x = torch.ones(1, 4, requires_grad=True)
+        hook = first.register_full_backward_hook(_raise)
+        with pytest.raises(ArithmeticError):
+            backward(ddp(x).sum())
+        hook.remove()
+        after = step()
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        return after
+
+    run_threads(2, rank_main)
+
+
+def _raise(*_: object) -> None:
+    raise ArithmeticError("in backward")
+
+
+class NeverDone(Alone):
+    """A world of one whose asynchronous collectives are under way until somebody waits."""
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        return Waiting()
+
+
+class Waiting:
+    def wait(self) -> None:
+        return None
+
+
+def test_gradients_on_the_wire_cannot_be_scaled() -> None:
+    ddp = DistributedDataParallel(
+        replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), nn.Linear(4, 4), groups=over(NeverDone())
+    )
+    ddp.start_grad_sync()
+    with pytest.raises(GradientError, match=r"cannot be scaled while they are on the wire; call finish_grad_sync\(\)"):
+        ddp.scale_gradients(0.5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        config = Config(use_distributed_optimizer=True)
+        config.check_for_nan_in_grad = True
+        model = nn.Linear(4, 4)
+        ddp = DistributedDataParallel(config, model, groups=over(comm))
+        loss = ddp(torch.ones(1, 4)).sum()
+        backward(loss * value if comm.rank == 1 else loss)
+        ddp.finish_grad_sync()
+
+    first, second = errors_of(2, rank_main)
+    assert first == (
+        "GradientError: gradients in bucket 0 of dense float32, float32 gradients are not finite on another rank"
+    )
+    assert second == "GradientError: gradients of bias, weight are not finite on this rank"

@@ -1,0 +1,368 @@
+"""Overlap: in what order collectives are issued, how much of them compute hides, and that nothing is used too early.
+
+Time here is a number that layers and collectives advance, not a clock: the figures are exact and the same everywhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Alone, Op, Pending
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from torch import Tensor, nn
+
+WIDTH = 16
+NUM_LAYERS = 12
+FORWARD, BACKWARD, DELAY = 1.0, 2.0, 1.0  # a collective takes no longer than the compute of its bucket
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The time, and what happened when."""
+
+    now: float = 0.0
+    events: list[str] = field(default_factory=list)
+
+    def compute(self, what: str, duration: float) -> None:
+        self.now += duration
+        self.events.append(what)
+
+    def issued(self, kind: str) -> list[int]:
+        """Positions of the events of a kind."""
+        return [index for index, event in enumerate(self.events) if event.startswith(kind)]
+
+
+@dataclass(slots=True)
+class Late:
+    """A collective that is done, and that writes, only later."""
+
+    timeline: Timeline
+    done_at: float
+    write: Callable[[], object]
+    written: bool = False
+
+    def wait(self) -> None:
+        self.timeline.now = max(self.timeline.now, self.done_at)
+        if not self.written:
+            self.written = True
+            self.write()
+
+
+class DelayedComm:
+    """Rank 0 of two, whose peer always holds the same; collectives run one after another and each takes `DELAY`."""
+
+    rank = 0
+    size = 2
+
+    def __init__(self, timeline: Timeline):
+        self.timeline = timeline
+        self.free_at = 0.0
+
+    def _later(self, kind: str, write: Callable[[], object], async_op: bool) -> Pending:
+        self.timeline.events.append(kind)
+        self.free_at = max(self.timeline.now, self.free_at) + DELAY
+        late = Late(self.timeline, self.free_at, write)
+        if not async_op:
+            late.wait()
+        return late
+
+    def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
+        return self._later("all_reduce", lambda: x.mul_(2 if op is Op.SUM else 1), async_op)
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        return self._later("reduce_scatter", lambda: shard.mul_(2), async_op)
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        return self._later("all_gather", lambda: full.copy_(shard.repeat(2)), async_op)
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        return self._later("all_to_all", lambda: out.copy_(x[: x.numel() // 2].repeat(2)), async_op)
+
+    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
+        return None
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+class Timed(torch.autograd.Function):
+    """Advances a timeline, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, timeline: Timeline, name: str) -> Tensor:
+        ctx.timeline, ctx.name = timeline, name
+        timeline.compute(f"forward {name}", FORWARD)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.timeline.compute(f"backward {ctx.name}", BACKWARD)
+        return grads[0], None, None
+
+
+class Layer(nn.Module):
+    """A linear layer that takes time."""
+
+    def __init__(self, timeline: Timeline, name: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+        self.timeline, self.name = timeline, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Timed.apply(x @ self.weight, self.timeline, self.name)  # type: ignore[no-untyped-call]
+        return y
+
+
+CONFIG = DistributedDataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=WIDTH * WIDTH
+)
+
+
+def wrap(timeline: Timeline, config: DistributedDataParallelConfig = CONFIG) -> DistributedDataParallel:
+    model = nn.Sequential(*(Layer(timeline, str(index)) for index in range(NUM_LAYERS)))
+    axes = Axes(dp=DelayedComm(timeline), mp=Alone(), tp=Alone())
+    return DistributedDataParallel(config, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def iterate(ddp: DistributedDataParallel, timeline: Timeline) -> float:
+    """Forward, backward, and what a step asks of the wrapper; returns how long it took."""
+    began = timeline.now
+    timeline.events.clear()
+    backward(ddp(torch.ones(1, WIDTH)).sum())
+    ddp.finish_grad_sync()
+    timeline.events.append("step")
+    for buffer in ddp.synced_buffers:
+        buffer.publish_()
+    ddp.zero_grad_buffer()
+    return timeline.now - began
+
+
+def test_all_but_the_last_reduction_and_the_first_gather_are_hidden() -> None:
+    timeline = Timeline()
+    ddp = wrap(timeline)
+    for _ in range(2):
+        iterate(ddp, timeline)
+    duration = iterate(ddp, timeline)
+    compute = NUM_LAYERS * (FORWARD + BACKWARD)
+    total_delay = 2 * NUM_LAYERS * DELAY
+    exposed = duration - compute
+    assert exposed == 2 * DELAY
+    assert 1 - exposed / total_delay >= 0.8
+
+
+def test_without_overlap_nothing_is_hidden() -> None:
+    timeline = Timeline()
+    config = replace(CONFIG, overlap_grad_reduce=False, overlap_param_gather=False)
+    ddp = wrap(timeline, config)
+    iterate(ddp, timeline)
+    assert iterate(ddp, timeline) - NUM_LAYERS * (FORWARD + BACKWARD) == 2 * DELAY  # one bucket, there and back
+    assert timeline.issued("reduce_scatter") > timeline.issued("backward")
+
+
+def test_each_bucket_is_issued_when_its_layer_is_done_and_before_the_next_one() -> None:
+    timeline = Timeline()
+    ddp = wrap(timeline)
+    iterate(ddp, timeline)
+    iterate(ddp, timeline)
+    in_backward = timeline.events[timeline.issued("backward")[0] : timeline.events.index("step")]
+    assert in_backward == [
+        event for layer in reversed(range(NUM_LAYERS)) for event in (f"backward {layer}", "reduce_scatter")
+    ]
+
+
+def test_the_first_iteration_learns_and_issues_at_its_end() -> None:
+    timeline = Timeline()
+    iterate(wrap(timeline), timeline)
+    assert min(timeline.issued("reduce_scatter")) > max(timeline.issued("backward"))
+
+
+def test_every_gradient_is_reduced_once_and_every_parameter_gathered_once() -> None:
+    timeline = Timeline()
+    ddp = wrap(timeline)
+    for _ in range(3):
+        iterate(ddp, timeline)
+        assert len(timeline.issued("reduce_scatter")) == len(timeline.issued("all_gather")) == NUM_LAYERS
+        assert not timeline.issued("all_reduce")
+
+
+def test_microbatches_but_the_last_send_nothing() -> None:
+    timeline = Timeline()
+    ddp = wrap(timeline)
+    iterate(ddp, timeline)
+    timeline.events.clear()
+    with ddp.no_sync():
+        backward(ddp(torch.ones(1, WIDTH)).sum())
+    assert not timeline.issued("reduce_scatter")
+    backward(ddp(torch.ones(1, WIDTH)).sum())
+    assert len(timeline.issued("reduce_scatter")) == NUM_LAYERS
+
+
+def test_a_sum_in_fp32_holds_memory_for_one_bucket_at_a_time() -> None:
+    timeline = Timeline()
+    ddp = wrap(timeline, replace(CONFIG, reduce_scatter_with_fp32_accumulation=True))
+    iterate(ddp, timeline)
+    backward(ddp(torch.ones(1, WIDTH)).sum())
+    flights = [bucket._flight for bucket in ddp._grad_sync.buckets]
+    assert sum(flight is not None and flight._pending is not None for flight in flights) == 1
+
+
+def test_buckets_follow_the_order_of_use_rather_than_of_registration() -> None:
+    timeline = Timeline()
+
+    class Backwards(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(list(self)):
+                x = layer(x)
+            return x
+
+    model = Backwards(*(Layer(timeline, str(index)) for index in range(NUM_LAYERS)))
+    axes = Axes(dp=DelayedComm(timeline), mp=Alone(), tp=Alone())
+    ddp = DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
+    for _ in range(2):
+        iterate(ddp, timeline)
+    duration = iterate(ddp, timeline)
+    assert duration - NUM_LAYERS * (FORWARD + BACKWARD) == 2 * DELAY
+
+
+# --- nothing is read before it has arrived -----------------------------------------------------------------
+
+
+def publish(ddp: DistributedDataParallel, value: float) -> None:
+    """What a step does: this rank writes its shards, and says so. The other half arrives when somebody waits."""
+    for buffer in ddp.synced_buffers:
+        for index in range(len(buffer.plan.layout.buckets)):
+            buffer.memory.param_bucket(index).fill_(float("nan"))
+            buffer.memory.param_shard(index, 0).fill_(value)
+        buffer.publish_()
+
+
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    axes = Axes(dp=DelayedComm(Timeline()), mp=Alone(), tp=Alone())
+    return DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
+
+
+class Tied(nn.Module):
+    """The output layer reads the embedding's weight, and runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(self.head(x))
+        return y
+
+
+READERS: dict[str, Callable[[], nn.Module]] = {
+    "own parameters": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+    "a child that is never called": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True),
+    "tied parameters": Tied,
+}
+
+
+@pytest.mark.parametrize("make", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("seen", [True, False], ids=["after a first forward", "in the first forward"])
+def test_no_module_reads_a_parameter_that_is_still_on_its_way(make: Callable[[], nn.Module], seen: bool) -> None:
+    ddp = wrapped(make())
+    x = torch.ones(1, 3, WIDTH)
+    if seen:
+        ddp(x)
+    publish(ddp, 0.01)
+    assert ddp(x).isfinite().all()
+
+
+def test_a_state_dict_is_complete() -> None:
+    ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    publish(ddp, 0.5)
+    assert all(bool((value == 0.5).all()) for value in ddp.state_dict().values())
+
+
+def test_reduction_waits_for_parameters_that_no_forward_asked_for() -> None:
+    ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    publish(ddp, 0.5)
+    ddp.finish_grad_sync()
+    assert all(bool((param == 0.5).all()) for param in ddp.parameters())
+
+
+def test_without_hooks_parameters_are_complete_after_each_step() -> None:
+    ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    publish(ddp, 0.5)
+    ddp.disable_forward_pre_hook()
+    assert all(bool((param == 0.5).all()) for param in ddp.parameters())
+    publish(ddp, 0.25)
+    assert all(bool((param == 0.25).all()) for param in ddp.parameters())
+    ddp.enable_forward_pre_hook()
+    publish(ddp, 0.125)
+    assert not all(bool((param == 0.125).all()) for param in ddp.parameters())
+    ddp.finish_param_sync()
+    assert all(bool((param == 0.125).all()) for param in ddp.parameters())
+
+
+@pytest.mark.parametrize("force", [True, False], ids=["forced", "in the background"])
+def test_a_gather_can_be_asked_for(force: bool) -> None:
+    ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    for buffer in ddp.synced_buffers:
+        buffer.memory.param_shard(0, 0).fill_(2.0)
+    ddp.start_param_sync(force_sync=force)
+    assert all(bool((param == 2.0).all()) for param in ddp.parameters()) == force
+    ddp.finish_param_sync()
+    assert all(bool((param == 2.0).all()) for param in ddp.parameters())
+
+
+# --- ranks that see different things issue the same ------------------------------------------------------------
+
+
+class Fork(nn.Module):
+    """Uses its layers in an order that the caller picks, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        for index, param in enumerate(self.parameters()):
+            param.data.copy_(torch.eye(WIDTH) * (1 + index))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+ORDERS = {
+    "opposite orders": [(0, 1, 2, 3), (3, 2, 1, 0)],
+    "different parts": [(0, 1), (2, 3)],
+    "one uses nothing it holds": [(0, 1, 2, 3), ()],
+    "one uses a layer twice": [(0, 1, 2, 3), (0, 0, 1, 2, 3, 3)],
+}
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS.keys())
+def test_ranks_with_different_graphs_reduce_the_same_buckets_in_the_same_order(orders: list[tuple[int, ...]]) -> None:
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        axes = Axes(dp=comm, mp=Alone(), tp=Alone())
+        ddp = DistributedDataParallel(CONFIG, Fork(), groups=Roles(dense=axes, expert=axes, everyone=comm))
+        found = []
+        for iteration in range(3):
+            order = orders[(comm.rank + iteration) % 2]
+            x = torch.ones(1, WIDTH, requires_grad=True)
+            backward(ddp(x, order).sum())
+            ddp.finish_grad_sync()
+            found.append(torch.cat([result.clone() for result in ddp.synced_buffers[0].results()]))
+            ddp.zero_grad_buffer()
+        return found
+
+    for first, second, third in run_threads(2, rank_main):
+        # The two ranks swap roles each iteration, so that the mean over both is the same.
+        assert torch.equal(first, second)
+        assert torch.equal(second, third)
