@@ -89,7 +89,7 @@ class Scaled:
         x = values if self.signed else values.sqrt()
         y = _normalised(x, scales, self.block, exponent=self.exponent)
         if not self.signed:
-            y = torch.where(x > 0, y.clamp_(min=self.smallest), y)
+            y = torch.where(x > 0, y.clamp(min=self.smallest), y)
         codes.copy_(y)
 
 
@@ -137,7 +137,7 @@ class Root:
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
         root = values.sqrt()
         y = _rounded(_normalised(root, scales, self.block).mul_(255))
-        codes.copy_(torch.where(root > 0, y.clamp_(min=1), y))
+        codes.copy_(torch.where(root > 0, y.clamp(min=1), y))
 
 
 def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
