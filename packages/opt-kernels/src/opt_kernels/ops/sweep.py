@@ -70,6 +70,8 @@ class Sweep(NamedTuple):
 
     formats: Formats
     table: ChunkTable
+    # The table holds addresses only: a gradient that had to be rearranged would be gone before its launch.
+    works: Sequence[Work | Run]
 
 
 class _Member(NamedTuple):
@@ -150,7 +152,10 @@ def sweeps(
     for member in members:
         by_formats.setdefault(_formats(member.work, names), []).append(member)
     everything = (*names, *blocks)
-    return [Sweep(formats, _table(formats, group, everything, blocks)) for formats, group in by_formats.items()]
+    return [
+        Sweep(formats, _table(formats, group, everything, blocks), [member.work for member in group])
+        for formats, group in by_formats.items()
+    ]
 
 
 def _plain(work: Work) -> Work | Run:
@@ -222,5 +227,3 @@ def _check(works: Sequence[Work | Run], names: tuple[str, ...], blocks: dict[str
                     f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
                     f"{tuple(work.grad.shape)}; allowed is a contiguous tensor of {numel} elements"
                 )
-
-

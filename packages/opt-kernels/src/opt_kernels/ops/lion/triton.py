@@ -85,7 +85,7 @@ def lion_(
         return
     device = found[0].table.grads.device
     block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-    for formats, table in found:
+    for formats, table, _ in found:
         lion_sweep[(table.num_chunks,)](
             table.records,
             table.grads,

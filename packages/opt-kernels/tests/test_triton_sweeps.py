@@ -1,0 +1,436 @@
+"""Every Triton sweep against its float64 reference, dtype by dtype, and what it must leave alone."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from opt_kernels.codecs import Plain, StateCodec, codec_for
+from opt_kernels.ops.adam import reference as adam_reference
+from opt_kernels.ops.adam import triton as adam_triton
+from opt_kernels.ops.elements import LayoutError
+from opt_kernels.ops.lion import reference as lion_reference
+from opt_kernels.ops.lion import triton as lion_triton
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.ops.sgd import reference as sgd_reference
+from opt_kernels.ops.sgd import triton as sgd_triton
+from opt_kernels.rules.base import Batch, Hyper, Work
+
+SIZES = (0, 1, 63, 1025, 2048, 2112)  # whole chunks, partial ones, and whole ones with a rest
+HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.99), eps=1e-8, momentum=0.9)
+HALF_UNIT = 2.0**-24  # of float32, relative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """An op: its fast and its slow version, its states (name, whether never negative), and its own arguments."""
+
+    fast: Callable[..., None]
+    slow: Callable[..., None]
+    states: tuple[tuple[str, bool], ...]
+    codec_args: tuple[str, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def run(
+        self, version: Callable[..., None], batches: list[Batch], codecs: dict[str, StateCodec], **more: Any
+    ) -> None:
+        of_states = {arg: codecs[name] for arg, (name, _) in zip(self.codec_args, self.states)}
+        version(batches, **of_states, **(self.arguments | more))
+
+    def codecs(self, narrow: torch.dtype) -> dict[str, StateCodec]:
+        eight = {True: torch.int8, False: torch.uint8}
+        return {
+            name: codec_for(name, eight[not positive] if narrow is torch.int8 else narrow, signed=not positive)
+            for name, positive in self.states
+        }
+
+
+def adam(decoupled: bool, order: str) -> Sweep:
+    return Sweep(
+        fast=adam_triton.adam_,
+        slow=adam_reference.adam_,
+        states=(("exp_avg", False), ("exp_avg_sq", True)),
+        codec_args=("exp_avg_codec", "exp_avg_sq_codec"),
+        arguments={"decoupled": decoupled, "order": order},
+    )
+
+
+def sgd(nesterov: bool, dampening: float) -> Sweep:
+    return Sweep(
+        fast=sgd_triton.sgd_,
+        slow=sgd_reference.sgd_,
+        states=(("momentum_buffer", False),),
+        codec_args=("momentum_buffer_codec",),
+        arguments={"nesterov": nesterov, "dampening": dampening},
+    )
+
+
+SWEEPS = {
+    "adamw-torch": adam(True, "torch"),
+    "adam-torch": adam(False, "torch"),
+    "adamw-te": adam(True, "te"),
+    "adam-te": adam(False, "te"),
+    "sgd-nesterov": sgd(True, 0.0),
+    "sgd-dampened": sgd(False, 0.1),
+    "sgd-plain": Sweep(
+        fast=sgd_triton.sgd_,
+        slow=sgd_reference.sgd_,
+        states=(),
+        codec_args=(),
+        arguments={"nesterov": False, "dampening": 0.0, "momentum_buffer_codec": None},
+    ),
+    "lion": Sweep(
+        fast=lion_triton.lion_, slow=lion_reference.lion_, states=(("exp_avg", False),), codec_args=("exp_avg_codec",)
+    ),
+}
+ONE_OF_EACH = {name: SWEEPS[name] for name in ("adamw-torch", "sgd-nesterov", "lion")}
+
+
+def each(sweeps: dict[str, Sweep]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("sweep", sweeps.values(), ids=sweeps.keys())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """In which numbers a work is kept."""
+
+    grad: torch.dtype = torch.float32
+    main: torch.dtype | None = torch.float32  # None: remainder
+    out: torch.dtype | None = None
+    state: torch.dtype = torch.float32
+
+
+STORAGES = {
+    "fp32": Storage(),
+    "bf16-grads": Storage(grad=torch.bfloat16),
+    "bf16-out": Storage(out=torch.bfloat16),
+    "fp16-out": Storage(grad=torch.float16, out=torch.float16),
+    "bf16-itself": Storage(grad=torch.bfloat16, main=torch.bfloat16),
+    "remainder": Storage(main=None, out=torch.bfloat16),
+    "remainder-all-16-bit": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, state=torch.bfloat16),
+    "bf16-state": Storage(state=torch.bfloat16),
+    "fp16-state": Storage(state=torch.float16),
+    "fp8-state": Storage(state=torch.float8_e4m3fn),
+    "int8-state-remainder": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, state=torch.int8),
+}
+
+
+def make_works(
+    sweep: Sweep, storage: Storage, device: torch.device, *, sizes: tuple[int, ...] = SIZES, offset: int = 0
+) -> list[Work]:
+    """Works with random contents, the same at every call; `out` is NaN until it is written.
+
+    An element's mains, gradients and signed states share one sign: no sum of them cancels, which leaves nothing but
+    rounding to explain a difference.
+    """
+    generator = torch.Generator().manual_seed(17)
+
+    def size(n: int) -> Tensor:
+        # Over four decades, so that narrow codecs meet large and small values in one block.
+        spread = 10 ** (-4 * torch.rand(n, generator=generator))
+        return torch.randn(n, generator=generator).abs() * spread
+
+    works = []
+    for n in sizes:
+        sign = torch.randint(0, 2, (n,), generator=generator) * 2.0 - 1
+        p, g = sign * size(n), sign * size(n)
+        state = {}
+        for name, codec in sweep.codecs(storage.state).items():
+            values = size(n).square() if dict(sweep.states)[name] else sign * size(n)
+            codes = empty(n, codec.dtype, device, offset)
+            scales = torch.empty(-(-n // codec.block), device=device) if codec.block else None
+            codec.encode_(codes, scales, values.to(device))
+            state[name] = codes
+            if scales is not None:
+                state[f"{name}_scale"] = scales
+        main, out, remainder = None, None, None
+        if storage.out is not None:
+            out = empty(n, storage.out, device, offset).fill_(torch.nan)
+        if storage.main is None:
+            remainder = empty(n, torch.int16, device, offset)
+            assert out is not None
+            split_(out, remainder, p.to(device))
+        else:
+            main = empty(n, storage.main, device, offset).copy_(p)
+        grad = empty(n, storage.grad, device, offset).copy_(g)
+        works.append(Work(grad=grad, main=main, out=out, remainder=remainder, state=state, first=7 * 64))
+    return works
+
+
+def empty(n: int, dtype: torch.dtype, device: torch.device, offset: int) -> Tensor:
+    """An uninitialised run that begins `offset` elements behind an aligned address."""
+    return torch.empty(n + offset, dtype=dtype, device=device)[offset:]
+
+
+def tensors(works: list[Work]) -> Iterator[tuple[str, Tensor]]:
+    for work in works:
+        named = {"grad": work.grad, "main": work.main, "out": work.out, "remainder": work.remainder, **work.state}
+        yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
+
+
+def snapshot(works: list[Work]) -> list[Tensor]:
+    return [tensor.clone() for _, tensor in tensors(works)]
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def in_float64(work: Work, codecs: dict[str, StateCodec]) -> Work:
+    """The same work with float64 mains and states, decoded: what the reference moves without rounding anything."""
+    state = {}
+    for name, codec in codecs.items():
+        values = torch.empty(work.grad.numel(), dtype=torch.float64, device=work.grad.device)
+        codec.decode_(values, work.state[name], work.state.get(f"{name}_scale"))
+        state[name] = values
+    main = work.main
+    if main is None:
+        assert work.out is not None
+        assert work.remainder is not None
+        main = join(work.out, work.remainder)
+    return replace(work, main=main.double(), out=None, remainder=None, state=state, grad=work.grad.double())
+
+
+def main_of(work: Work) -> Tensor:
+    if work.main is not None:
+        return work.main.double()
+    assert work.out is not None
+    assert work.remainder is not None
+    return join(work.out, work.remainder).double()
+
+
+@each(SWEEPS)
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES.keys())
+def test_a_sweep_equals_its_float64_reference(sweep: Sweep, storage: Storage, kernel_device: torch.device) -> None:
+    codecs = sweep.codecs(storage.state)
+    works = make_works(sweep, storage, kernel_device)
+    exact = [in_float64(work, codecs) for work in works]
+    before = [work.main.clone() for work in exact if work.main is not None]
+    wide: dict[str, StateCodec] = {name: Plain(dtype=torch.float64) for name in codecs}
+    sweep.run(sweep.slow, [Batch(HYPER, exact)], wide, grad_scale=0.5)
+    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs, grad_scale=torch.tensor(0.5, device=kernel_device))
+    rounding = 2.0**-8 if storage.main is torch.bfloat16 else 0.0
+    for work, true, old in zip(works, exact, before):
+        assert true.main is not None
+        moved = (true.main - old).abs()
+        # A dozen float32 roundings of the update, a few of the sum, and the one of what the main is stored in.
+        # Below 18 bytes an element divisions are the hardware's, two units more each.
+        allowed = 16 * HALF_UNIT * moved + 2 * HALF_UNIT * old.abs() + (HALF_UNIT + rounding) * true.main.abs() + 1e-37
+        assert ((main_of(work) - true.main).abs() <= allowed).all()
+        if work.out is not None and work.main is not None:
+            assert torch.equal(work.out, work.main.to(work.out.dtype))
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
+def test_many_chunks_are_as_good_as_one(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
+    storage, n = STORAGES[name], 65537
+    [whole], [expected] = (make_works(sweep, storage, kernel_device, sizes=(n,)) for _ in range(2))
+    sweep.run(sweep.fast, [Batch(HYPER, [whole])], sweep.codecs(storage.state))
+    sweep.run(sweep.slow, [Batch(HYPER, [expected])], sweep.codecs(storage.state))
+    # Both compute in float32 and differ by a unit or two; an element of the wrong chunk differs by all of itself.
+    torch.testing.assert_close(main_of(whole), main_of(expected), rtol=1e-5, atol=1e-6)
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_narrow_states_hold_the_codes_that_their_codec_gives(
+    sweep: Sweep, narrow: torch.dtype, kernel_device: torch.device
+) -> None:
+    storage = Storage(state=narrow)
+    codecs = sweep.codecs(narrow)
+    works, expected = (make_works(sweep, storage, kernel_device) for _ in range(2))
+    sweep.run(sweep.slow, [Batch(HYPER, expected)], codecs)
+    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs)
+    for work, other in zip(works, expected):
+        for name in codecs:
+            # The order of float32 operations is the same but for torch's fused multiply-adds: one value in a
+            # hundred may fall on the other side of a rounding boundary, by one code.
+            codes, others = (w.state[name].view(integers(narrow)).int() for w in (work, other))
+            assert ((codes - others).abs() <= 1).all()
+            assert (codes != others).sum() <= max(1, 0.01 * codes.numel())
+
+
+def integers(narrow: torch.dtype) -> torch.dtype:
+    return torch.int16 if narrow.itemsize == 2 else torch.uint8
+
+
+@each(SWEEPS)
+@pytest.mark.parametrize("name", ["fp32", "bf16-out", "remainder-all-16-bit", "fp8-state", "int8-state-remainder"])
+def test_a_skip_flag_leaves_every_byte_as_it_was(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
+    works = make_works(sweep, STORAGES[name], kernel_device)
+    before = snapshot(works)
+    codecs = sweep.codecs(STORAGES[name].state)
+    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs, skip=torch.tensor(True, device=kernel_device))
+    for old, (label, new) in zip(before, tensors(works)):
+        assert same_bytes(old, new), label
+
+
+@each(SWEEPS)
+def test_gradients_are_never_written(sweep: Sweep, kernel_device: torch.device) -> None:
+    works = make_works(sweep, Storage(), kernel_device)
+    before = [work.grad.clone() for work in works]
+    sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32), grad_scale=0.5)
+    assert all(same_bytes(old, work.grad) for old, work in zip(before, works))
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["fp32", "bf16-out", "remainder-all-16-bit"])
+def test_runs_without_alignment_give_the_same_bits(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
+    storage = STORAGES[name]
+    aligned, shifted = (make_works(sweep, storage, kernel_device, offset=offset) for offset in (0, 3))
+    for works in (aligned, shifted):
+        sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(storage.state))
+    for (label, a), (_, b) in zip(tensors(aligned), tensors(shifted)):
+        assert same_bytes(a, b), label
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
+def test_nothing_is_written_outside_a_run(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
+    storage, n = STORAGES[name], 1025
+    [whole] = make_works(sweep, storage, kernel_device, sizes=(n + 200,))
+    before = snapshot([whole])
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[64 : 64 + n]
+
+    inner = replace(
+        whole,
+        grad=whole.grad[64 : 64 + n],
+        main=cut(whole.main),
+        out=cut(whole.out),
+        remainder=cut(whole.remainder),
+        state={key: value[64 : 64 + n] for key, value in whole.state.items()},
+    )
+    sweep.run(sweep.fast, [Batch(HYPER, [inner])], sweep.codecs(storage.state))
+    for old, (label, new) in zip(before, tensors([whole])):
+        assert same_bytes(old[:64], new[:64]), label
+        assert same_bytes(old[64 + n :], new[64 + n :]), label
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["fp32", "bf16-itself", "remainder-all-16-bit"])
+def test_the_bits_do_not_depend_on_where_a_parameter_is_cut(
+    sweep: Sweep, name: str, kernel_device: torch.device
+) -> None:
+    storage, n = STORAGES[name], 5000
+    [whole], [parts] = (make_works(sweep, storage, kernel_device, sizes=(n,)) for _ in range(2))
+    cuts = [(0, 64), (64, 1088), (1088, 4992), (4992, n)]
+
+    def piece(begin: int, end: int) -> Work:
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[begin:end]
+
+        return replace(
+            parts,
+            grad=parts.grad[begin:end],
+            main=cut(parts.main),
+            out=cut(parts.out),
+            remainder=cut(parts.remainder),
+            state={key: value[begin:end] for key, value in parts.state.items()},
+            first=parts.first + begin,
+        )
+
+    more = {"stochastic_rounding": True} if sweep is SWEEPS["adamw-torch"] else {}
+    sweep.run(sweep.fast, [Batch(HYPER, [whole])], sweep.codecs(storage.state), **more)
+    sweep.run(sweep.fast, [Batch(HYPER, [piece(*cut) for cut in cuts])], sweep.codecs(storage.state), **more)
+    for (label, a), (_, b) in zip(tensors([whole]), tensors([parts])):
+        assert same_bytes(a, b), label
+
+
+def test_stochastic_rounding_draws_the_bits_of_the_reference(kernel_device: torch.device) -> None:
+    sweep, storage = SWEEPS["adamw-torch"], STORAGES["bf16-itself"]
+    # The run crosses element number 2^32, where the upper half of the counter changes.
+    fast, slow = (
+        [replace(work, first=2**32 - 640) for work in make_works(sweep, storage, kernel_device, sizes=(1, 5000))]
+        for _ in range(2)
+    )
+    sweep.run(sweep.fast, [Batch(HYPER, fast)], sweep.codecs(torch.float32), stochastic_rounding=True)
+    sweep.run(sweep.slow, [Batch(HYPER, slow)], sweep.codecs(torch.float32), stochastic_rounding=True)
+    for a, b in zip(fast, slow):
+        assert a.main is not None
+        assert b.main is not None
+        # Of a main that differs in its last float32 bit one in 65536 is rounded to the other side.
+        assert (a.main != b.main).sum() <= 1
+
+
+def test_every_group_moves_by_its_own_row(kernel_device: torch.device) -> None:
+    sweep = SWEEPS["adamw-torch"]
+    rows = [replace(HYPER, lr=lr, weight_decay=decay) for lr, decay in ((1e-2, 0.1), (1e-3, 0.0), (0.0, 0.5))]
+    together, alone = (
+        [Batch(row, make_works(sweep, Storage(), kernel_device, sizes=(65, 3000))) for row in rows] for _ in range(2)
+    )
+    sweep.run(sweep.fast, together, sweep.codecs(torch.float32))
+    for batch in alone:
+        sweep.run(sweep.fast, [batch], sweep.codecs(torch.float32))
+    for a, b in zip(together, alone):
+        for (label, x), (_, y) in zip(tensors(list(a.works)), tensors(list(b.works))):
+            assert same_bytes(x, y), label
+
+
+def test_dtypes_may_be_mixed_in_one_call(kernel_device: torch.device) -> None:
+    sweep = SWEEPS["adamw-torch"]
+    names = ("fp32", "bf16-grads", "bf16-out", "remainder")
+    mixed, alone = (
+        [make_works(sweep, STORAGES[name], kernel_device, sizes=(65, 300)) for name in names] for _ in range(2)
+    )
+    sweep.run(sweep.fast, [Batch(HYPER, [work for works in mixed for work in works])], sweep.codecs(torch.float32))
+    for a, b in zip(mixed, alone):
+        sweep.run(sweep.fast, [Batch(HYPER, b)], sweep.codecs(torch.float32))
+        for (label, x), (_, y) in zip(tensors(a), tensors(b)):
+            assert same_bytes(x, y), label
+
+
+def test_matrices_may_lie_transposed_in_memory(kernel_device: torch.device) -> None:
+    sweep = SWEEPS["adamw-torch"]
+    [flat] = make_works(sweep, Storage(), kernel_device, sizes=(1200,))
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return tensor.view(30, 40).t().contiguous().t()
+
+    assert flat.main is not None
+    state = {name: laid_out(tensor) for name, tensor in flat.state.items()}
+    # The gradient keeps the other order: it must be matched by element, not by address.
+    turned = Work(grad=flat.grad.view(30, 40), main=laid_out(flat.main), state=state)
+    for work in (flat, turned):
+        sweep.run(sweep.fast, [Batch(HYPER, [work])], sweep.codecs(torch.float32))
+    assert turned.main is not None
+    assert torch.equal(turned.main.reshape(-1), flat.main)
+
+
+@each(ONE_OF_EACH)
+def test_nan_reaches_the_weight_and_its_remainder(sweep: Sweep, kernel_device: torch.device) -> None:
+    storage = STORAGES["remainder"]
+    works = make_works(sweep, storage, kernel_device, sizes=(70,))
+    works[0].grad[[3, 69]] = torch.nan
+    sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32))
+    assert works[0].out is not None
+    assert works[0].out.isnan().nonzero().flatten().tolist() == [3, 69]
+
+
+def test_holes_are_refused(kernel_device: torch.device) -> None:
+    [work] = make_works(SWEEPS["lion"], Storage(), kernel_device, sizes=(100,))
+    holes = replace(work, grad=work.grad[::2], main=work.main[::2] if work.main is not None else None, state={
+        name: tensor[::2] for name, tensor in work.state.items()
+    })  # fmt: skip
+    with pytest.raises(LayoutError, match="contiguous"):
+        lion_triton.lion_([Batch(HYPER, [holes])], exp_avg_codec=Plain())
+
+
+def test_float64_is_refused_with_a_way_on(kernel_device: torch.device) -> None:
+    p = torch.zeros(4, dtype=torch.float64, device=kernel_device)
+    with pytest.raises(LayoutError, match="backend='torch'"):
+        lion_triton.lion_(
+            [Batch(HYPER, [Work(grad=p, main=p.clone(), state={"exp_avg": p.clone()})])], exp_avg_codec=Plain()
+        )
+
+
+def test_nothing_to_update_is_no_error() -> None:
+    adam_triton.adam_([], decoupled=True, order="torch", exp_avg_codec=Plain(), exp_avg_sq_codec=Plain())
+    lion_triton.lion_([Batch(HYPER, [])], exp_avg_codec=Plain())

@@ -1,0 +1,167 @@
+"""The chunk table against a brute-force one, and the scalar block against Python's own arithmetic."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_kernels.multi_tensor import (
+    MAX_CHUNK,
+    MIN_CHUNK,
+    Column,
+    DeviceTables,
+    Extents,
+    chunk_elements,
+    chunk_records,
+    gradient_column,
+    record_width,
+)
+from opt_kernels.rules.base import Hyper
+
+COLUMNS = (Column(item_bytes=4), Column(item_bytes=2), Column(item_bytes=4, elements=128))
+
+
+def brute_force(addresses: Sequence[Sequence[int]], extents: Extents, chunk: int) -> list[list[int]]:
+    """Every record by a loop over elements' runs."""
+    records = []
+    for run, numel in enumerate(extents.numels):
+        for start in range(0, numel, chunk):
+            moved = [
+                of_runs[run] + start // column.elements * column.item_bytes
+                for column, of_runs in zip(COLUMNS, addresses)
+            ]
+            padding = [0] * (record_width(len(COLUMNS)) - len(COLUMNS) - 3)
+            tail = [min(chunk, numel - start), extents.rows[run], extents.firsts[run] + start]
+            records.append([*moved, *padding, *tail])
+    return records
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 7), st.integers(0, 2**40)), max_size=12),
+    chunk=st.sampled_from([128, 1024, 2048]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_table_is_the_one_that_a_loop_over_chunks_gives(runs: list[tuple[int, int, int]], chunk: int) -> None:
+    extents = Extents(*(tuple(run[i] for run in runs) for i in range(3)))
+    addresses = [tuple(10**12 * (lane + 1) + 4096 * i for i in range(len(runs))) for lane in range(len(COLUMNS))]
+    table = chunk_records(addresses, COLUMNS, extents, chunk=chunk)
+    assert table.tolist() == brute_force(addresses, extents, chunk)
+
+
+@given(numels=st.lists(st.integers(0, 70000), max_size=20), chunk=st.sampled_from([128, 2048, 16384]))
+@settings(max_examples=60, deadline=None)
+def test_every_element_is_in_exactly_one_chunk(numels: list[int], chunk: int) -> None:
+    nowhere = (0,) * len(numels)
+    firsts = tuple(sum(numels[:i]) for i in range(len(numels)))
+    table = chunk_records([nowhere], COLUMNS[:1], Extents(tuple(numels), nowhere, firsts), chunk=chunk)
+    covered = [i for n, _, first in table[:, -3:].tolist() for i in (first, first + n)]
+    assert covered == sorted(covered)
+    assert table[:, -3].sum().item() == sum(numels)
+    assert covered[::2] == [0, *covered[1:-1:2]][: len(covered[::2])]
+
+
+def test_gradients_stand_in_the_order_of_the_records() -> None:
+    numels = (5000, 0, 1, 2048)
+    column = gradient_column((1000, 2000, 3000, 4000), numels, item_bytes=2, chunk=2048)
+    assert column.tolist() == [1000, 1000 + 4096, 1000 + 8192, 3000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("total", "processors", "expected"),
+    [
+        pytest.param(0, 132, MIN_CHUNK, id="nothing"),
+        pytest.param(10_000_000, 132, 4096, id="small-shard-on-an-h200"),
+        pytest.param(10**9, 132, MAX_CHUNK, id="billion-on-an-h200"),
+        pytest.param(10**9, 1, MAX_CHUNK, id="one-processor"),
+    ],
+)
+def test_chunks_grow_with_the_work_and_shrink_with_the_processors(total: int, processors: int, expected: int) -> None:
+    assert chunk_elements(total, processors=processors) == expected
+
+
+def test_a_table_is_built_once_for_the_same_tensors() -> None:
+    tables = DeviceTables(torch.device("cpu"), capacity=2)
+    built = []
+
+    def build() -> torch.Tensor:
+        built.append(1)
+        return torch.zeros(1)
+
+    first = tables.get("a", build)
+    assert tables.get("a", build) is first
+    assert len(built) == 1
+
+
+def test_the_table_that_was_unused_longest_makes_room() -> None:
+    tables = DeviceTables(torch.device("cpu"), capacity=2)
+    a = tables.get("a", lambda: torch.zeros(1))
+    tables.get("b", lambda: torch.zeros(1))
+    tables.get("a", lambda: torch.zeros(1))
+    tables.get("c", lambda: torch.zeros(1))
+    assert len(tables) == 2
+    assert tables.get("a", lambda: torch.ones(1)) is a
+    assert tables.get("b", lambda: torch.ones(1)).item() == 1
+
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+from opt_kernels.ops import scalars  # noqa: E402
+
+
+def single(value: float) -> float:
+    """`value` rounded to float32."""
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+def lane(block: torch.Tensor, row: int, index: int) -> float:
+    return block[row, index].item()
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000, 1_000_000])
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_the_scalar_block_holds_what_a_host_would_compute_in_float64(
+    step: int, kind: str, kernel_device: torch.device
+) -> None:
+    def given_as(value: float) -> float | torch.Tensor:
+        return value if kind == "host" else torch.tensor(value, dtype=torch.float64, device=kernel_device)
+
+    lr, decay, (beta1, beta2) = 3e-4, 0.1, (0.9, 0.95)
+    count = step if kind == "host" else torch.tensor(step, device=kernel_device)
+    hyper = Hyper(lr=given_as(lr), weight_decay=given_as(decay), step=count, betas=(beta1, beta2), momentum=0.8)
+    block = scalars.scalar_block([hyper], grad_scale=given_as(0.25), skip=None, device=kernel_device)
+    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
+    expected = {
+        scalars.PROCEED: 1.0,
+        scalars.GRAD_SCALE: 0.25,
+        scalars.LR: lr,
+        scalars.WEIGHT_DECAY: decay,
+        scalars.BETA1: beta1,
+        scalars.ONE_MINUS_BETA1: 1 - beta1,
+        scalars.BETA2: beta2,
+        scalars.ONE_MINUS_BETA2: 1 - beta2,
+        scalars.EPS: 1e-8,
+        scalars.CORRECTION1: correction1,
+        scalars.CORRECTION2: correction2,
+        scalars.ROOT_CORRECTION2: math.sqrt(correction2),
+        scalars.STEP_SIZE: lr / correction1,
+        scalars.LR_DECAY: lr * decay,
+        scalars.MOMENTUM: 0.8,
+    }
+    for index, value in expected.items():
+        # Both are float64 to a few units; one rounding to float32 can then differ by one unit at most.
+        assert lane(block, 0, index.value) == pytest.approx(single(value), rel=2**-23, abs=0), index
+    assert block.view(torch.int32)[0, scalars.STEP.value].item() == step
+
+
+def test_rows_mix_host_numbers_and_device_tensors(kernel_device: torch.device) -> None:
+    hypers = [Hyper(lr=0.5, step=3), Hyper(lr=torch.tensor(0.25, device=kernel_device), step=4)]
+    block = scalars.scalar_block(hypers, grad_scale=1.0, skip=None, device=kernel_device)
+    assert block[:, scalars.LR.value].tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(("flag", "proceed"), [(0.0, 1.0), (1.0, 0.0), (True, 0.0), (3, 0.0)], ids=str)
+def test_any_skip_flag_but_zero_stops_every_row(flag: float, proceed: float, kernel_device: torch.device) -> None:
+    skip = torch.tensor(flag, device=kernel_device)
+    block = scalars.scalar_block([Hyper(lr=1.0)] * 3, grad_scale=1.0, skip=skip, device=kernel_device)
+    assert block[:, scalars.PROCEED.value].tolist() == [proceed] * 3
