@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from models import Block, Experts, Model
-from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamWithNamePredicate
 from opt_paramgroups import get_param_groups
 from torch import nn
 
@@ -52,7 +52,7 @@ class Ranks:
         def outcome(rank: int) -> Any:
             try:
                 return work(rank)
-            except ConfigError as error:
+            except (ConfigError, RuntimeError) as error:
                 return error
 
         with ThreadPoolExecutor(self.size) as pool:
@@ -110,6 +110,18 @@ def test_one_ranks_contradiction_is_every_ranks_error():
         "leave it out, or match other parameters"
     )
     assert [str(error) for error in errors] == [f"rank 1: {contradiction}", contradiction, f"rank 1: {contradiction}"]
+
+
+def test_an_error_of_ones_own_reaches_every_rank():
+    def answer(param: nn.Parameter, name: str) -> bool:
+        raise RuntimeError("my predicate is wrong")
+
+    ranks = Ranks(2)
+    overrides = {ParamKey(with_name_predicate=ParamWithNamePredicate("broken", answer)): {"wd_mult": 0.0}}
+    models = [nn.Identity(), Experts()]
+    errors = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, overrides, gather=ranks.gather_of(rank)))
+    assert [type(error) for error in errors] == [ConfigError, RuntimeError]
+    assert [str(error) for error in errors] == ["rank 1: my predicate is wrong", "my predicate is wrong"]
 
 
 def test_ranks_that_were_given_different_overrides_all_refuse():

@@ -300,6 +300,17 @@ def test_predicates_of_one_name_with_different_answers_are_refused():
         get_param_groups([Model()], CONFIG, overrides)
 
 
+def test_a_module_in_place_of_chunks_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        get_param_groups(nn.Sequential(nn.Linear(2, 2)), CONFIG, {})
+    assert str(caught.value) == "model_chunks: Sequential is a module: pass a list, [model]"
+
+
+def test_metas_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match=r"^metas: there is no entry for 'embedding\.weight'; describe"):
+        get_param_groups([Model()], CONFIG, {}, metas=describe([Experts()]))
+
+
 def test_lr_mult_multiplies_both_rates():
     group = groups_of(Model(), {BIAS: {"lr_mult": 0.5}})["*.bias"]
     assert (group["lr"], group["max_lr"], group["min_lr"]) == (5e-3, 5e-3, 5e-5)

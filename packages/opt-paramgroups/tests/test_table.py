@@ -97,6 +97,14 @@ def test_the_command_prints_the_table(capsys, monkeypatch, form, begins):
     assert "default" in out
 
 
+def test_the_command_leaves_a_matrix_rule_its_matrices_only(capsys, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"optimizer": "soap"}')
+    assert main(["table", "models:Model", "--config", str(path), "--format", "json"]) == 0
+    counts = {(row["optimizer"], row["num_params"]) for row in json.loads(capsys.readouterr().out)}
+    assert counts == {("soap", 4), ("adam", 2), ("adam", 14)}
+
+
 def test_the_command_reads_a_configuration(capsys, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[optimizer]\nlr = 0.25\n")

@@ -109,7 +109,7 @@ def validate_optimizer_config(config: "OptimizerConfig") -> None:
 def _alone(config: "OptimizerConfig") -> Iterator[Problem]:
     """Problems of fields taken one by one."""
     yield from interval_problems(config, INTERVALS)
-    yield from choice_problems(config, CHOICES)
+    yield from choice_problems(config, {name: allowed for name, allowed in CHOICES.items() if name not in UNBUILT})
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in UNBUILT and value != field_default(field):

@@ -10,6 +10,12 @@ from opt_config import ConfigError, OptimizerConfig, load_config
 from torch import nn
 
 from opt_paramgroups.groups import get_param_groups
+from opt_paramgroups.presets import (
+    MATRIX_RULES,
+    Overrides,
+    get_matrix_rule_overrides,
+    get_standard_config_overrides,
+)
 from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
 
 FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = MappingProxyType(
@@ -28,12 +34,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config, section=options.section) if options.config else OptimizerConfig()
-        rows = group_rows(get_param_groups(model_chunks_of(options.model), config, None))
+        rows = group_rows(get_param_groups(model_chunks_of(options.model), config, usual_overrides(config)))
         show(rows, options.format)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def usual_overrides(config: OptimizerConfig) -> Overrides:
+    """The standard overrides and, for a matrix rule, what it leaves to another."""
+    matrices = get_matrix_rule_overrides(config) if config.optimizer in MATRIX_RULES else {}
+    return {**get_standard_config_overrides(config), **matrices}
 
 
 def show(rows: Sequence[GroupRow], form: str) -> None:
@@ -53,7 +65,6 @@ def model_chunks_of(place: str) -> list[nn.Module]:
     module_name, colon, attr = place.partition(":")
     if not colon:
         raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
-    sys.path.insert(0, "")  # as `python -m` of the user's own module would find it
     try:
         factory = getattr(import_module(module_name), attr)
     except (ImportError, AttributeError) as error:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from opt_config import ConfigError
 
@@ -33,12 +33,12 @@ class Report(NamedTuple):
     error: str  # why it cannot go on; empty: it can
 
     @classmethod
-    def of(cls, seen: Iterable[Seen]) -> "Report":
+    def of(cls, seen: Iterable[Seen]) -> Self:
         """What a rank says that has matched all its parameters."""
         return cls(frozenset(seen), "")
 
     @classmethod
-    def failed(cls, error: ConfigError) -> "Report":
+    def failed(cls, error: Exception) -> Self:
         """What a rank says that cannot go on."""
         return cls(frozenset(), str(error))
 
@@ -58,13 +58,13 @@ def alone(value: Any) -> list[Any]:
 def agree(report: Report, gather: Gather) -> Agreed:
     """The groups of all ranks, named and in one order. Collective: every rank calls it once.
 
-    A rank that has failed reports it here instead of staying away, so that none waits for it. Raises `ConfigError` on
-    every rank if one failed, or if ranks were given different overrides.
+    A rank that has failed gives `Report.failed` to `gather` instead of staying away, so that none waits for it. Raises
+    `ConfigError` if another rank failed, or if ranks were given different overrides.
     """
     reports: list[Report] = list(gather(report))
     for rank, told in enumerate(reports):
         if told.error:
-            raise ConfigError(told.error if told == report else f"rank {rank}: {told.error}")
+            raise ConfigError(f"rank {rank}: {told.error}")
     seen = frozenset[Seen]().union(*(told.seen for told in reports))
     return Agreed(_named(seen), frozenset[str]().union(*(labels for labels, _ in seen)))
 

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig, ParamKey
 from torch import nn
 
 from opt_paramgroups.align import Gather, GroupKey, Report, Seen, agree, alone
-from opt_paramgroups.match import Match, check_all_matched, match_all
+from opt_paramgroups.match import check_all_matched, match_all
 from opt_paramgroups.meta import ParamMeta, describe
 from opt_paramgroups.names import ParamId, parameters_by_id
-from opt_paramgroups.overrides import ConfigOverrides, read_overrides
+from opt_paramgroups.overrides import ConfigOverrides, Override, read_overrides
 from opt_paramgroups.presets import get_standard_config_overrides
 
 ParamGroup = dict[str, Any]
@@ -60,9 +60,9 @@ def get_param_groups(
         known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
         chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         overrides = read_overrides(config, chosen)
-        seen = {id: _seen(match_all(param, known[id], overrides), known[id]) for id, param in params.items()}
-    except ConfigError as error:
-        agree(Report.failed(error), gather)  # the other ranks wait there
+        seen = {id: _seen(param, _known(known, id), overrides) for id, param in params.items()}
+    except Exception as error:
+        gather(Report.failed(error))  # the other ranks wait there
         raise
     agreed = agree(Report.of(seen.values()), gather)
     if not allow_unmatched:
@@ -96,7 +96,14 @@ def get_param_groups_and_buffers(
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
 
 
-def _seen(match: Match, meta: ParamMeta) -> Seen:
+def _known(metas: Mapping[ParamId, ParamMeta], id: ParamId) -> ParamMeta:
+    if id not in metas:
+        raise ConfigError(f"metas: there is no entry for {str(id)!r}; describe(model_chunks) makes them all")
+    return metas[id]
+
+
+def _seen(param: nn.Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Seen:
+    match = match_all(param, meta, overrides)
     return Seen(match.labels, GroupKey(match.entries, meta.is_expert))
 
 

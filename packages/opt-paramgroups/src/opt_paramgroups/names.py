@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from opt_config import ConfigError
 from torch import nn
 
 # Wrappers hold the model as their only child, under one of these names, and have no parameters of their own.
@@ -29,7 +30,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """The trainable parameters in order of registration: tied ones once, under their first name; frozen ones never."""
+    """The trainable parameters in order of registration: tied ones once, under their first name; frozen ones never.
+
+    Raises `ConfigError` for a module in place of the list of chunks: the layers of a sequential model are none.
+    """
+    if isinstance(model_chunks, nn.Module):
+        raise ConfigError(f"model_chunks: {type(model_chunks).__name__} is a module: pass a list, [model]")
     return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
 
 

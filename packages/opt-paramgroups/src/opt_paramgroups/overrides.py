@@ -11,7 +11,7 @@ from opt_scheduler import ParamGroupOverride
 Override = Mapping[str, Any]
 """Entries of a group: those of `ParamGroupOverride`, `optimizer`, `lr_mult`, `betas`, `eps`, `momentum`, one's own."""
 
-ConfigOverrides = Mapping[ParamKey, ParamGroupOverride] | Mapping[ParamKey, OptimizerConfig] | Mapping[ParamKey, Any]
+ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Override]
 
 _RESERVED = MappingProxyType(
     {
@@ -40,7 +40,7 @@ _INTERVALS = MappingProxyType(
 )
 
 
-def read_overrides(config: OptimizerConfig, config_overrides: ConfigOverrides) -> dict[ParamKey, Override]:
+def read_overrides(config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any]) -> dict[ParamKey, Override]:
     """Every override as a dict of group entries, checked; the arguments are left as they are.
 
     Of an `OptimizerConfig`, what differs from `config` is the override. Raises `ConfigError` for keys of another type,

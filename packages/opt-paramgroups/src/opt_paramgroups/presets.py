@@ -13,6 +13,9 @@ from opt_paramgroups.overrides import Override
 MUON_FAMILY = ("muon", "adaptive_muon")
 """The rules for which `use_muon=False` on a parameter and `muon_scalar_optimizer` are meant."""
 
+MATRIX_RULES = (*MUON_FAMILY, "soap")
+"""The rules of ours that move whole matrices only."""
+
 Overrides = dict[ParamKey, Override]
 
 
