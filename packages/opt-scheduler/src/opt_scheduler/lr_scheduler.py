@@ -3,7 +3,8 @@
 Who steps it, and how often:
 
 - A loop of one's own calls `step()` after `optimizer.step()`, once per update.
-- Lightning does so if `configure_optimizers` says {"scheduler": ..., "interval": "step"}; its default is once per epoch.
+- Lightning does so if `configure_optimizers` says {"scheduler": ..., "interval": "step"}; once per epoch is
+  its default.
 - The HF Trainer takes `optimizers=(optimizer, scheduler)` and steps once per update, except where one was skipped.
 - Accelerate, after `prepare(scheduler)`, steps `num_processes` times per update (once with `split_batches=True`), and
   not at all where an update was skipped. Leave the scheduler out of `prepare` to step it once, or count in batches of
@@ -77,8 +78,8 @@ class _Adapter(LRScheduler):
 def as_lr_scheduler(scheduler: GroupScheduler, *, increment: float = 1) -> LRScheduler:
     """`scheduler` as a true torch `LRScheduler`, for trainers that accept nothing else.
 
-    Each `step()` moves it by `increment`: the global batch size where steps are samples. `seek` and `lr_at` are still to
-    be had from `scheduler` itself.
+    Each `step()` moves it by `increment`: the global batch size where steps are samples. `seek` and `lr_at` remain
+    methods of `scheduler` itself.
 
     >>> import torch
     >>> from opt_scheduler import FieldScheduler, linear

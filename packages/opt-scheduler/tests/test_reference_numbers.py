@@ -1,0 +1,182 @@
+"""The reference's numbers: a table measured on it, and its formulas written down a second time."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_scheduler import OptimizerParamScheduler
+
+STEPS = (0, 5, 10, 11, 60, 90, 100, 110, 111, 1000)
+
+# Measured on Megatron-Core: init 0, max 1e-3, min 1e-4, warmup 10, decay 110, WSD anneal 20.
+GOLDEN: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    "constant": ({}, (0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3)),
+    "linear": ({}, (0, 5e-4, 1e-3, 9.91e-4, 5.5e-4, 2.8e-4, 1.9e-4, 1e-4, 1e-4, 1e-4)),
+    "cosine": ({}, (0, 5e-4, 1e-3, 9.99778e-4, 5.5e-4, 1.85942e-4, 1.22025e-4, 1e-4, 1e-4, 1e-4)),
+    # The reference drops to 1e-4 after step 110, a jump by a factor of three that is not wanted here.
+    "inverse-square-root": (
+        {},
+        (0, 5e-4, 1e-3, 9.53463e-4, 4.08248e-4, 3.33333e-4, 3.16228e-4, 3.01511e-4, 3.01511e-4, 3.01511e-4),
+    ),
+    "WSD": (
+        {"wsd_decay_steps": 20, "lr_wsd_decay_style": "exponential"},
+        (0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 4.72792e-4, 1e-4, 1e-4, 1e-4),
+    ),
+}
+
+WSD_TAIL_STEPS = (91, 95, 100, 105, 109, 110)
+WSD_TAIL = {  # in units of 1e-4
+    "linear": (9.55, 7.75, 5.5, 3.25, 1.45, 1),
+    "cosine": (9.9446, 8.68198, 5.5, 2.31802, 1.0554, 1),
+    "exponential": (9.38685, 7.13614, 4.72792, 2.70286, 1.31738, 1),
+    "minus_sqrt": (7.98754, 5.5, 3.63604, 2.20577, 1.22789, 1),
+}
+
+BASE: dict[str, Any] = {
+    "init_lr": 0.0, "max_lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 10, "lr_decay_steps": 110,
+    "start_wd": 0.0, "end_wd": 0.1, "wd_incr_steps": 110, "wd_incr_style": "linear",
+}  # fmt: skip
+
+
+def build(**arguments: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=[{"params": []}]), **BASE | arguments)
+
+
+@pytest.mark.parametrize("style", GOLDEN)
+def test_the_learning_rate_is_the_reference_s_to_the_printed_digits(style: str) -> None:
+    more, expected = GOLDEN[style]
+    scheduler = build(lr_decay_style=style, **more)
+    seen = []
+    for step in STEPS:
+        scheduler.step(step - scheduler.num_steps)
+        seen.append(scheduler.param_groups[0]["lr"])
+    assert seen == pytest.approx(list(expected), rel=2e-6)  # six digits were printed
+
+
+@pytest.mark.parametrize("style", WSD_TAIL)
+def test_the_anneal_is_the_reference_s_to_the_printed_digits(style: str) -> None:
+    scheduler = build(lr_decay_style="WSD", wsd_decay_steps=20, lr_wsd_decay_style=style)
+    seen = [scheduler.lr_at(step) * 1e4 for step in WSD_TAIL_STEPS]
+    assert seen == pytest.approx(list(WSD_TAIL[style]), rel=2e-6)
+
+
+def reference_lr(n: float, *, high: float, low: float, a: dict[str, Any]) -> float:
+    """The reference's learning rate, from its documentation; past its end the inverse square root is left out."""
+    init, warm, decay, style = a["init_lr"], a["lr_warmup_steps"], a["lr_decay_steps"], a["lr_decay_style"]
+    if warm > 0 and n <= warm:
+        return float(init + (high - init) * n / warm)
+    if style == "constant":
+        return high
+    if style == "inverse-square-root":
+        return max(low, high * max(warm, 1) ** 0.5 / max(n, 1) ** 0.5)
+    if n > decay:
+        return low
+    r = (n - warm) / (decay - warm)
+    if style == "WSD":
+        start = decay - a["wsd_decay_steps"]
+        r = max((n - start) / a["wsd_decay_steps"], 0.0)
+    coefficient = {
+        "linear": 1.0 - r,
+        "cosine": 0.5 * (math.cos(math.pi * r) + 1.0),
+        "exponential": 2.0 * 0.5**r - 1.0,
+        "minus_sqrt": 1.0 - math.sqrt(r),
+    }[a["lr_wsd_decay_style"] if style == "WSD" else style]
+    return float(low + coefficient * (high - low))
+
+
+def reference_wd(n: float, *, start: float, end: float, a: dict[str, Any]) -> float:
+    if n > a["wd_incr_steps"]:
+        return end
+    r = n / a["wd_incr_steps"]
+    coefficient = r if a["wd_incr_style"] == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0)
+    return start + coefficient * (end - start)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> dict[str, Any]:
+    max_lr = draw(st.floats(1e-8, 10))
+    decay = draw(st.integers(2, 100_000))
+    warm = draw(st.integers(0, decay - 1) | st.floats(0, decay / 2))
+    end_wd = draw(st.floats(0, 1))
+    return {
+        "max_lr": max_lr,
+        "min_lr": max_lr * draw(st.floats(0, 1)),
+        "init_lr": max_lr * draw(st.floats(0, 1)),
+        "lr_warmup_steps": warm,
+        "lr_decay_steps": decay,
+        "lr_decay_style": draw(st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"])),
+        "wsd_decay_steps": (decay - warm) * draw(st.floats(0.01, 1)),
+        "lr_wsd_decay_style": draw(st.sampled_from(["linear", "cosine", "exponential", "minus_sqrt"])),
+        "start_wd": end_wd * draw(st.floats(0, 1)),
+        "end_wd": end_wd,
+        "wd_incr_steps": draw(st.integers(1, 100_000)),
+        "wd_incr_style": draw(st.sampled_from(["linear", "cosine"])),
+    }
+
+
+@given(arguments(), st.floats(0, 1.5))
+@settings(max_examples=300, deadline=None)
+def test_it_equals_the_reference_s_formulas(a: dict[str, Any], where: float) -> None:
+    scheduler = build(**a)
+    n = round(where * a["lr_decay_steps"])
+    scheduler.step(n)
+    group = scheduler.param_groups[0]
+    clamped = min(n, a["lr_decay_steps"]) if a["lr_decay_style"] == "inverse-square-root" else n
+    lr = reference_lr(clamped, high=a["max_lr"], low=a["min_lr"], a=a)
+    assert group["lr"] == pytest.approx(lr, rel=1e-12, abs=1e-300)
+    wd = reference_wd(n, start=a["start_wd"], end=a["end_wd"], a=a)
+    assert group["weight_decay"] == pytest.approx(wd, rel=1e-12, abs=1e-300)
+
+
+@given(arguments(), st.floats(0, 1.5), st.sampled_from(["init", "one", 7.5]))
+@settings(max_examples=300, deadline=None)
+def test_the_pure_schedule_equals_stepping(a: dict[str, Any], where: float, first: Any) -> None:
+    scheduler = build(**a, warmup_first=first)
+    n = round(where * a["lr_decay_steps"])
+    scheduler.step(n)
+    # A warmup of a fraction of a step, or an anneal's edge, may round to the other side of a boundary: 1e-9 of the peak.
+    assert scheduler.lr_schedule()(n) == pytest.approx(scheduler.get_lr(), rel=1e-9, abs=1e-9 * a["max_lr"])
+
+
+@given(arguments(), st.lists(st.integers(0, 5_000), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_any_split_of_the_increments_is_the_same(a: dict[str, Any], increments: list[int]) -> None:
+    in_one, split = build(**a), build(**a)
+    in_one.step(sum(increments))
+    for increment in increments:
+        split.step(increment)
+    assert in_one.param_groups == split.param_groups
+
+
+@given(arguments(), st.floats(0, 1.5), st.floats(0.0, 2.0))
+@settings(max_examples=100, deadline=None)
+def test_it_stays_within_its_bounds(a: dict[str, Any], where: float, mult: float) -> None:
+    scheduler = build(**a)
+    scheduler.param_groups[0]["wd_mult"] = mult
+    scheduler.step(round(where * a["lr_decay_steps"]))
+    group = scheduler.param_groups[0]
+    ulp = 1 + 1e-15  # low + 1.0 · (high - low) may round above high
+    assert min(a["init_lr"], a["min_lr"]) / ulp <= group["lr"] <= a["max_lr"] * ulp
+    assert a["start_wd"] * mult / ulp <= group["weight_decay"] <= a["end_wd"] * mult * ulp
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        pytest.param("init", [0, 0.25, 0.5, 0.75, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], id="the-reference"),
+        pytest.param("one", [0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], id="no-wasted-update"),
+    ],
+)
+def test_the_first_update_is_wasted_only_where_asked_for(first: Any, expected: list[float]) -> None:
+    scheduler = build(
+        max_lr=1.0, min_lr=0.0, lr_warmup_steps=4, lr_decay_steps=10, lr_decay_style="linear", warmup_first=first
+    )
+    assert [scheduler.lr_at(k) for k in range(10)] == pytest.approx(expected, rel=1e-15)
+
+
+def test_counted_in_samples_the_warmup_runs_ahead_by_one_batch() -> None:
+    scheduler = build(max_lr=1.0, lr_warmup_steps=1024, lr_decay_steps=4096, lr_decay_style="linear", warmup_first=256)
+    assert [scheduler.lr_at(256 * k) for k in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])

@@ -1,0 +1,353 @@
+"""`OptimizerParamScheduler` on groups: what it reads, what it writes, what it refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opt_scheduler import (
+    FieldSchedule,
+    OptimizerParamScheduler,
+    ScheduleError,
+    constant,
+    cosine,
+    get_canonical_lr_for_logging,
+    linear,
+)
+
+BASE: dict[str, Any] = {
+    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
+    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
+}  # fmt: skip
+
+
+def build(*groups: dict[str, Any], **arguments: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=list(groups) or [{}]), **BASE | arguments)
+
+
+def written(scheduler: OptimizerParamScheduler, field: str = "lr") -> list[float]:
+    return [group[field] for group in scheduler.param_groups]
+
+
+def test_the_groups_are_written_on_construction() -> None:
+    group = {"lr": 3e-4, "weight_decay": 0.05}
+    build(group, init_lr=0.01, start_wd=0.1)
+    assert group == {"lr": 0.01, "weight_decay": 0.1}
+
+
+def test_one_step_is_the_default_increment() -> None:
+    scheduler = build()
+    scheduler.step()
+    assert (scheduler.num_steps, written(scheduler)) == (1, [0.1])
+
+
+def test_groups_without_parameters_are_written_too() -> None:
+    scheduler = build({"params": [], "default_config": True}, {"params": [], "default_config": False, "max_lr": 0.5})
+    scheduler.step(5)
+    assert written(scheduler) == [0.5, 0.25]
+    assert get_canonical_lr_for_logging(scheduler.param_groups) == 0.5
+
+
+def test_the_canonical_lr_is_that_of_the_first_default_group() -> None:
+    groups = [{"lr": 1.0}, {"lr": 2.0, "default_config": True}, {"lr": 3.0, "default_config": True}]
+    assert get_canonical_lr_for_logging(groups) == 2.0
+    assert get_canonical_lr_for_logging(groups[:1]) is None
+    assert get_canonical_lr_for_logging([]) is None
+
+
+def test_a_group_s_own_bounds_replace_the_scheduler_s() -> None:
+    own = {"max_lr": 0.5, "min_lr": 0.3, "start_wd": 0.4, "end_wd": 0.6, "wd_mult": 0.5}
+    scheduler = build({}, own)
+    scheduler.step(60)
+    assert written(scheduler) == pytest.approx([0.55, 0.4])
+    assert written(scheduler, "weight_decay") == pytest.approx([0.12, 0.5 * 0.52])
+
+
+def test_an_override_of_none_is_one_that_was_not_set() -> None:
+    # A configuration's min_lr is None by default, and the reference copies it into every group, where it fails later.
+    unset = {"max_lr": None, "min_lr": None, "start_wd": None, "end_wd": None, "wd_mult": None}
+    scheduler = build({}, unset)
+    scheduler.step(60)
+    assert written(scheduler)[0] == written(scheduler)[1]
+    assert written(scheduler, "weight_decay")[0] == written(scheduler, "weight_decay")[1]
+
+
+def test_a_min_lr_of_none_is_zero() -> None:
+    assert build(min_lr=None).lr_at(110) == 0.0
+
+
+def test_groups_are_read_anew_at_every_step() -> None:
+    scheduler = build({})
+    scheduler.optimizer.param_groups.append({"max_lr": 0.5})  # type: ignore[union-attr]
+    scheduler.step(10)
+    scheduler.param_groups[0]["max_lr"] = 2.0
+    assert written(scheduler) == [1.0, 0.5]
+    scheduler.step(0)
+    assert written(scheduler) == [2.0, 0.5]
+
+
+def test_several_optimizers_are_scheduled_together() -> None:
+    one, other = SimpleNamespace(param_groups=[{}]), SimpleNamespace(param_groups=[{"max_lr": 0.2}, {}])
+    scheduler = OptimizerParamScheduler([one, other], **BASE)
+    scheduler.step(10)
+    assert [group["lr"] for group in one.param_groups + other.param_groups] == [1.0, 0.2, 1.0]
+
+
+def test_no_groups_at_all_are_fine() -> None:
+    scheduler = OptimizerParamScheduler(SimpleNamespace(param_groups=[]), **BASE)
+    scheduler.step(10)
+    assert scheduler.get_lr() == 1.0
+
+
+def test_looking_ahead_does_not_move() -> None:
+    scheduler = build({"max_lr": 0.5})
+    scheduler.step(3)
+    before = [dict(group) for group in scheduler.param_groups]
+    assert scheduler.lr_at(10, {"max_lr": 0.5}) == 0.5
+    assert scheduler.lr_at(10) == 1.0
+    assert scheduler.wd_at(50) == pytest.approx(0.1)
+    assert scheduler.lr_schedule({"max_lr": 0.5})(10) == 0.5
+    assert (scheduler.num_steps, scheduler.param_groups) == (3, before)
+
+
+def test_seek_goes_back_where_step_refuses_to() -> None:
+    scheduler = build()
+    scheduler.step(50)
+    with pytest.raises(ScheduleError, match=r"step: increment=-3 must be at least 0 and finite; seek\(\) can go back"):
+        scheduler.step(-3)
+    assert scheduler.num_steps == 50
+    scheduler.seek(5)
+    assert (scheduler.num_steps, written(scheduler)) == (5, [0.5])
+    with pytest.raises(ScheduleError, match="seek: num_steps=-1 must be at least 0"):
+        scheduler.seek(-1)
+
+
+def test_settings_are_attributes_and_an_assignment_is_validated_and_used() -> None:
+    scheduler = build()
+    assert {name: getattr(scheduler, name) for name in BASE} == BASE
+    scheduler.max_lr = 2.0
+    scheduler.step(10)
+    assert written(scheduler) == [2.0]
+    with pytest.raises(ScheduleError, match="max_lr=0.05 must be at least min_lr=0.1"):
+        scheduler.max_lr = 0.05
+    assert scheduler.max_lr == 2.0
+
+
+def test_trainers_find_the_attributes_they_look_for() -> None:
+    scheduler = build({}, {"max_lr": 0.5})
+    scheduler.step(5)
+    assert scheduler.base_lrs == [1.0, 0.5]
+    assert scheduler.get_last_lr() == [0.5, 0.25]
+    assert scheduler.last_epoch == 5
+
+
+class TestRefusedGroups:
+    CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "floor-above-its-peak": (
+            {"max_lr": 0.05},
+            {},
+            "group 1, which sets {'max_lr': 0.05} for itself: max_lr=0.05 must be at least min_lr=0.1; "
+            "set both in the group",
+        ),
+        "peak-below-the-start": (
+            {"max_lr": 0.2},
+            {"init_lr": 0.5},
+            "group 1, which sets {'max_lr': 0.2} for itself: max_lr=0.2 must be at least init_lr=0.5, "
+            "where every group's warmup begins",
+        ),
+        "falling-weight-decay": (
+            {"end_wd": 0.0},
+            {"start_wd": 0.1},
+            "group 1, which sets {'end_wd': 0.0} for itself: end_wd=0.0 must be at least start_wd=0.1; "
+            "set both in the group",
+        ),
+        "constant-with-two-values": (
+            {"end_wd": 0.5},
+            {"start_wd": 0.2, "wd_incr_style": "constant"},
+            "group 1, which sets {'end_wd': 0.5} for itself: wd_incr_style='constant' needs start_wd=0.2 equal to "
+            "end_wd=0.5; set both in the group",
+        ),
+        "a-string": (
+            {"max_lr": "1e-3"},
+            {},
+            "group 1, which sets {'max_lr': '1e-3'} for itself: max_lr='1e-3' must be a number, at least 0",
+        ),
+        "nan": (
+            {"wd_mult": float("nan")},
+            {},
+            "group 1, which sets {'wd_mult': nan} for itself: wd_mult=nan must be a number, at least 0",
+        ),
+    }
+
+    @pytest.mark.parametrize(("group", "arguments", "message"), CASES.values(), ids=CASES)
+    def test_overrides_that_cannot_be_are_refused_when_built(
+        self, group: dict[str, Any], arguments: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            build({}, group, **arguments)
+        assert str(caught.value) == message
+
+    def test_a_refused_step_changes_nothing(self) -> None:
+        scheduler = build({}, {})
+        scheduler.step(5)
+        scheduler.param_groups[1]["max_lr"] = 0.01
+        with pytest.raises(ScheduleError, match="group 1"):
+            scheduler.step(5)
+        assert (scheduler.num_steps, written(scheduler)) == (5, [0.5, 0.5])
+
+
+class TestFieldSchedules:
+    def test_any_field_of_some_groups_follows_its_own_schedule(self) -> None:
+        groups = [{"name": "body", "betas": (0.9, 0.99)}, {"name": "head", "betas": (0.9, 0.99), "eps": 1.0}]
+        scheduler = build(
+            *groups,
+            schedules=[
+                FieldSchedule(field="lr", schedule=cosine(0.4, 0.0, steps=100), where={"name": "head"}),
+                FieldSchedule(field="betas[1]", schedule=linear(0.9, 0.8, steps=100)),
+                FieldSchedule(field="eps", schedule=constant(1e-8), where={"name": "head"}),
+            ],
+        )
+        scheduler.step(50)
+        body, head = scheduler.param_groups
+        assert (body["lr"], head["lr"]) == pytest.approx((0.64, 0.2))
+        assert body["betas"] == head["betas"] == pytest.approx((0.9, 0.85))
+        assert isinstance(body["betas"], tuple)
+        assert (body.get("eps"), head["eps"]) == (None, 1e-8)
+        assert scheduler.get_lr(head) == scheduler.lr_schedule(head)(50) == head["lr"]
+
+    CASES: dict[str, tuple[list[FieldSchedule], str]] = {
+        "matches-nothing": (
+            [FieldSchedule(field="lr", schedule=constant(1.0), where={"name": "tail"})],
+            "schedules: 'lr': no group matches where={'name': 'tail'}",
+        ),
+        "twice-the-same": (
+            [FieldSchedule(field="lr", schedule=constant(1.0)), FieldSchedule(field="lr", schedule=constant(2.0))],
+            "schedules: group 0 has two for 'lr'; make their where disjoint",
+        ),
+        "whole-and-part": (
+            [
+                FieldSchedule(field="betas[0]", schedule=constant(0.9)),
+                FieldSchedule(field="betas", schedule=constant(0.9)),
+            ],
+            "schedules: group 0 has two for 'betas'; make their where disjoint",
+        ),
+        "no-such-field": (
+            [FieldSchedule(field="momentum", schedule=constant(0.9))],
+            "schedules: group 0 has no 'momentum' to schedule; it has ['betas', 'name']",
+        ),
+        "no-such-place": (
+            [FieldSchedule(field="betas[2]", schedule=constant(0.9))],
+            "schedules: group 0: 'betas[2]' does not exist, 'betas' is (0.9, 0.99)",
+        ),
+    }
+
+    @pytest.mark.parametrize(("schedules", "message"), CASES.values(), ids=CASES)
+    def test_schedules_that_cannot_be_are_refused(self, schedules: list[FieldSchedule], message: str) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            build({"name": "body", "betas": (0.9, 0.99), "params": []}, schedules=schedules)
+        assert str(caught.value) == message
+
+    @pytest.mark.parametrize("field", ["", "betas[", "betas[x]", "betas[0", "0lr"])
+    def test_a_field_must_be_a_name_or_a_name_with_an_index(self, field: str) -> None:
+        with pytest.raises(ScheduleError, match="must be a key of the groups"):
+            FieldSchedule(field=field, schedule=constant(1.0))
+
+
+class TestRefusedConstruction:
+    """Each with its exact message; the reference takes most of these and fails later, or never."""
+
+    PREFIX = "OptimizerParamScheduler: "
+    STYLES = "'WSD', 'constant', 'cosine', 'inverse-square-root', 'linear'"
+    ANNEALS = "'cosine', 'exponential', 'linear', 'minus_sqrt'"
+    WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "wsd_decay_steps": 20}
+    CASES: dict[str, tuple[dict[str, Any], str]] = {
+        "negative-init": ({"init_lr": -1e-3}, "init_lr=-0.001 must not be negative"),
+        "init-above-max": (
+            {"init_lr": 2.0},
+            "init_lr=2.0 must be at most max_lr=1.0: warmup rises from one to the other",
+        ),
+        "negative-min": ({"min_lr": -0.1}, "min_lr=-0.1 must not be negative"),
+        "min-above-max": ({"min_lr": 2.0}, "max_lr=1.0 must be at least min_lr=2.0"),
+        "max-is-nan": ({"max_lr": float("nan")}, "max_lr=nan must be a finite number"),
+        "max-is-none": ({"max_lr": None}, "max_lr=None must be a finite number"),
+        "max-is-a-string": ({"max_lr": "1e-3"}, "max_lr='1e-3' must be a finite number"),
+        "negative-warmup": ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1 must not be negative; 0 turns warmup off"),
+        "no-decay-steps": ({"lr_decay_steps": 0}, "lr_decay_steps=0 must be positive"),
+        "all-warmup": (
+            {"lr_warmup_steps": 110},
+            "lr_warmup_steps=110 must be less than lr_decay_steps=110, which counts from step 0 and contains the warmup",
+        ),
+        "style-in-lower-case": (
+            {"lr_decay_style": "wsd"},
+            f"lr_decay_style='wsd' is not known: use one of {STYLES}; did you mean 'WSD'?",
+        ),
+        "style-unknown": ({"lr_decay_style": "xyz"}, f"lr_decay_style='xyz' is not known: use one of {STYLES}"),
+        "anneal-under-another-name": (
+            WSD | {"lr_wsd_decay_style": "1-sqrt"},
+            f"lr_wsd_decay_style='1-sqrt' is not known: use one of {ANNEALS}; did you mean 'minus_sqrt'?",
+        ),
+        "anneal-without-style": (
+            WSD | {"lr_wsd_decay_style": None},
+            "lr_wsd_decay_style=None, but 'WSD' needs one of 'linear', 'cosine', 'exponential', 'minus_sqrt'",
+        ),
+        "anneal-without-length": (
+            WSD | {"wsd_decay_steps": None},
+            "wsd_decay_steps=None, but 'WSD' needs the length of its anneal",
+        ),
+        "anneal-of-no-length": (
+            WSD | {"wsd_decay_steps": 0},
+            "wsd_decay_steps=0 must be positive; without an anneal, use 'constant'",
+        ),
+        "anneal-into-the-warmup": (
+            WSD | {"wsd_decay_steps": 101},
+            "wsd_decay_steps=101 must fit between the warmup and the end: lr_decay_steps - lr_warmup_steps = 100",
+        ),
+        "negative-weight-decay": ({"start_wd": -0.1}, "start_wd=-0.1 must not be negative"),
+        "falling-weight-decay": (
+            {"start_wd": 0.3},
+            "end_wd=0.2 must be at least start_wd=0.3; "
+            "for a falling weight decay pass schedules=[FieldSchedule(field='weight_decay', ...)]",
+        ),
+        "weight-decay-style": (
+            {"wd_incr_style": "sine"},
+            "wd_incr_style='sine' is not known: use one of 'constant', 'cosine', 'linear'; did you mean 'cosine'?",
+        ),
+        "weight-decay-in-no-steps": (
+            {"wd_incr_steps": 0},
+            "wd_incr_steps=0 must be positive for wd_incr_style='linear'",
+        ),
+        "constant-weight-decay-of-two-values": (
+            {"wd_incr_style": "constant"},
+            "wd_incr_style='constant' needs start_wd=0.0 equal to end_wd=0.2",
+        ),
+        "warmup-first": (
+            {"warmup_first": "two"},
+            "warmup_first='two' must be 'init', 'one' or a positive number, the size of an increment",
+        ),
+        "both-flags": (
+            {"override_opt_param_scheduler": True},
+            "override_opt_param_scheduler and use_checkpoint_opt_param_scheduler contradict each other; "
+            "set one of them to False, or override only the fields you name",
+        ),
+    }
+
+    @pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
+    def test_it_says_what_is_wrong(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            build(**arguments)
+        assert str(caught.value) == self.PREFIX + message
+
+    def test_all_problems_are_listed_at_once(self) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            build(init_lr=-1.0, lr_decay_style="cosin", wd_incr_steps=-5)
+        assert str(caught.value).splitlines() == [
+            "OptimizerParamScheduler: 3 problems",
+            "  - init_lr=-1.0 must not be negative",
+            f"  - lr_decay_style='cosin' is not known: use one of {self.STYLES}; did you mean 'cosine'?",
+            "  - wd_incr_steps=-5 must be positive for wd_incr_style='linear'",
+        ]
+
+    def test_code_that_catches_the_reference_s_assertions_catches_these(self) -> None:
+        with pytest.raises(AssertionError):
+            build(lr_decay_steps=0)
+        with pytest.raises(ValueError, match="lr_decay_steps"):
+            build(lr_decay_steps=0)
