@@ -1,0 +1,102 @@
+"""The command line: tables, plots, files, and what it says when it cannot."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opt_scheduler import constant, cosine, linear
+from opt_scheduler.__main__ import main
+from opt_scheduler.draw import text_plot
+
+FLAGS = ["--max-lr", "1e-3", "--min-lr", "1e-4", "--lr-warmup-steps", "10", "--lr-decay-steps", "110"]
+
+
+def test_a_table_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", *FLAGS, "--at", "0,5,60,110", "--end-wd", "0.1", "--wd-incr-style", "linear"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [
+        ["step", "lr", "weight_decay"],
+        ["0", "0", "0"],
+        ["5", "0.0005", "0.00454545"],
+        ["60", "0.00055", "0.0545455"],
+        ["110", "0.0001", "0.1"],
+    ]
+
+
+def test_the_boundaries_are_always_among_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", *FLAGS, "--rows", "3"]) == 0
+    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {"10", "110"} <= set(steps)
+
+
+def test_flags_override_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[scheduler]\nmax_lr = 5.0\nlr_decay_steps = 100\nlr_decay_style = "cosine"\n')
+    assert main(["table", "--file", str(file), "--max-lr", "2", "--at", "50"]) == 0
+    assert capsys.readouterr().out.split()[-1] == "1"
+
+
+def test_a_file_may_hold_any_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[momentum]\nkind = "join"\n'
+        'parts = [{kind = "ramp", start = 0.8, end = 0.9, steps = 10}, {kind = "constant", value = 0.95}]\n'
+    )
+    assert main(["table", "--file", str(file), "--at", "5,10"]) == 0
+    assert capsys.readouterr().out.split() == ["step", "momentum", "5", "0.85", "10", "0.95"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["table"], "nothing to show: give --max-lr and --lr-decay-steps, or --file"),
+        (["table", "--max-lr", "1"], "lr_decay_steps is missing"),
+        (["table", *FLAGS, "--min-lr", "1"], "max_lr=0.001 must be at least min_lr=1.0"),
+        (["table", *FLAGS, "--at", "0;5"], "--at='0;5' must be numbers with commas between them"),
+        (["plot", *FLAGS, "--width", "1"], "need steps > 0 and at least 2 x 2"),
+        (["plot", "--file", "nowhere.toml"], "No such file or directory: 'nowhere.toml'"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_shown_is_refused_with_a_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_setting_in_the_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[scheduler]\nmax_lrs = 5.0\n")
+    assert main(["table", "--file", str(file)]) == 2
+    assert "field='max_lrs' is not known" in capsys.readouterr().err
+    assert main(["table", "--file", str(file), *FLAGS]) == 2
+    assert "did you mean 'max_lr'?" in capsys.readouterr().err
+
+
+def test_a_terminal_plot_has_its_extremes_where_they_are() -> None:
+    lines = text_plot([linear(4.0, 0.0, steps=20)], steps=20, width=21, height=5).splitlines()
+    assert lines[0] == "         4 ┤•••"
+    assert lines[4] == "         0 ┤" + " " * 18 + "•••"
+    assert lines[6].split() == ["0", "20"]
+
+
+def test_every_schedule_draws_itself() -> None:
+    for schedule in (constant(0.0), cosine(1e-3, 1e-4, steps=100)):
+        assert schedule.plot(width=30, height=5).count("•") == 30
+        assert schedule._repr_html_().startswith("<svg ")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="a PNG needs the [plot] extra")
+def test_a_png_is_written(tmp_path: Path) -> None:
+    assert main(["plot", *FLAGS, "--png", str(tmp_path / "lr.png")]) == 0
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "opt_scheduler", "plot", *FLAGS]
+    result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "0.001 ┤" in result.stdout

@@ -1,0 +1,278 @@
+"""Saving and loading: the step is set, not added; all or nothing; and the two flags choose what they say."""
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_scheduler import (
+    FieldSchedule,
+    FieldScheduler,
+    OptimizerParamScheduler,
+    ScheduleError,
+    constant,
+    linear,
+    piecewise_linear,
+)
+
+BASE: dict[str, Any] = {
+    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
+    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
+}  # fmt: skip
+WSD: dict[str, Any] = {"lr_decay_style": "WSD", "wsd_decay_steps": 20, "lr_wsd_decay_style": "exponential"}
+TAKE = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
+KEEP = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": True}
+AGREE = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False}
+
+
+def build(*groups: dict[str, Any], **arguments: Any) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(SimpleNamespace(param_groups=list(groups) or [{}]), **BASE | arguments)
+
+
+def saved(step: float = 50, **arguments: Any) -> dict[str, Any]:
+    scheduler = build(**arguments)
+    scheduler.step(step)
+    state: dict[str, Any] = json.loads(json.dumps(scheduler.state_dict()))  # what a checkpoint keeps of it
+    return state
+
+
+def everything(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
+    return copy.deepcopy({"state": scheduler.state_dict(), "groups": scheduler.param_groups})
+
+
+def test_the_state_has_the_reference_s_keys_and_those_it_forgets() -> None:
+    assert set(saved()) == {
+        "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
+        "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
+        "init_lr", "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "schedules", "version",
+    }  # fmt: skip
+
+
+def test_loading_twice_equals_loading_once() -> None:
+    # The reference adds: 50 becomes 100, and into a scheduler already at 7 it becomes 57.
+    scheduler = build()
+    scheduler.step(7)
+    scheduler.load_state_dict(saved(50))
+    once = everything(scheduler)
+    scheduler.load_state_dict(saved(50))
+    assert scheduler.num_steps == 50
+    assert everything(scheduler) == once
+
+
+def test_the_weight_decay_is_right_at_once() -> None:
+    # The reference writes the groups before it has restored the fields, so the first update after resume is wrong.
+    scheduler = build(end_wd=1.0)
+    scheduler.load_state_dict(saved(50))
+    assert scheduler.param_groups[0]["weight_decay"] == pytest.approx(0.1)
+
+
+def test_a_wsd_run_goes_on_as_it_was() -> None:
+    # The reference does not save the anneal, so the arguments of the resuming run decide it.
+    scheduler = build(**WSD | {"wsd_decay_steps": 80, "lr_wsd_decay_style": "linear"})
+    scheduler.load_state_dict(saved(100, **WSD))
+    assert scheduler.get_lr() == build(**WSD).lr_at(100)
+    cosine = build(lr_decay_style="cosine")
+    cosine.load_state_dict(saved(100, **WSD))
+    assert cosine.get_lr() == build(**WSD).lr_at(100)
+
+
+@given(
+    step=st.integers(0, 300),
+    more=st.integers(0, 200),
+    style=st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]),
+    first=st.sampled_from(["init", "one", 3.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_resumed_anywhere_equals_one_never_stopped(step: int, more: int, style: str, first: Any) -> None:
+    arguments = WSD | {"lr_decay_style": style, "warmup_first": first}
+    unbroken = build(**arguments)
+    unbroken.step(step + more)
+    resumed = build(**arguments)
+    resumed.load_state_dict(saved(step, **arguments))
+    resumed.step(more)
+    assert everything(resumed) == everything(unbroken)
+
+
+class TestFlags:
+    OTHER: dict[str, Any] = {"max_lr": 2.0, "lr_decay_steps": 210, "init_lr": 0.5}
+
+    def test_taking_the_checkpoint_s_values(self) -> None:
+        scheduler = build(**self.OTHER, **TAKE)
+        scheduler.load_state_dict(saved())
+        assert scheduler.state_dict() == saved()
+
+    def test_keeping_one_s_own(self) -> None:
+        scheduler = build(**self.OTHER, **KEEP)
+        own = scheduler.state_dict()
+        scheduler.load_state_dict(saved())
+        assert scheduler.state_dict() == own | {"num_steps": 50}
+
+    def test_what_was_not_given_is_not_kept_over_the_checkpoint(self) -> None:
+        scheduler = build(**KEEP, min_lr=None)
+        scheduler.load_state_dict(saved(**WSD | {"lr_decay_style": "linear"}))
+        assert (scheduler.min_lr, scheduler.wsd_decay_steps, scheduler.lr_wsd_decay_style) == (0.1, 20, "exponential")
+
+    def test_only_the_named_fields_are_kept(self) -> None:
+        scheduler = build(**self.OTHER, override_opt_param_scheduler=["lr_decay_steps"])
+        scheduler.load_state_dict(saved())
+        assert (scheduler.lr_decay_steps, scheduler.max_lr, scheduler.init_lr) == (210, 1.0, 0.0)
+
+    def test_a_name_that_is_no_field_is_refused(self) -> None:
+        with pytest.raises(ScheduleError, match="override_opt_param_scheduler names 'lr'; the fields are end_wd, "):
+            build(override_opt_param_scheduler=["lr"])
+
+    def test_without_a_flag_a_difference_is_refused(self) -> None:
+        scheduler = build(lr_decay_steps=220, **AGREE)
+        with pytest.raises(ScheduleError) as caught:
+            scheduler.load_state_dict(saved())
+        assert str(caught.value) == (
+            "OptimizerParamScheduler: lr_decay_steps is 220 here and 110 in the checkpoint; set "
+            "use_checkpoint_opt_param_scheduler or override_opt_param_scheduler to say which to take"
+        )
+
+    def test_without_a_flag_agreement_is_enough(self) -> None:
+        scheduler = build(**AGREE)
+        scheduler.load_state_dict(saved())
+        assert scheduler.num_steps == 50
+
+    @pytest.mark.parametrize(("flags", "result"), [(TAKE, 1), (KEEP, 2)], ids=["take", "keep"])
+    def test_check_and_set_follows_the_flags(self, flags: dict[str, bool], result: int) -> None:
+        assert build(**flags)._check_and_set(2, 1, "max_lr") == result
+
+
+class TestGroupsOnLoad:
+    """Groups carry copies of max_lr and min_lr, and these come back with the optimizer's own checkpoint."""
+
+    def test_copies_follow_and_overrides_stay(self) -> None:
+        copied, own, partly, plain = {"max_lr": 1.0, "min_lr": 0.1}, {"max_lr": 0.3, "min_lr": 0.1}, {"max_lr": 0.7}, {}
+        scheduler = build(copied, own, partly, plain, max_lr=2.0, min_lr=0.2, **KEEP)
+        scheduler.load_state_dict(saved(10))
+        assert (copied["max_lr"], copied["min_lr"]) == (2.0, 0.2)
+        assert (copied["lr"], plain["lr"]) == (2.0, 2.0)
+        assert (own["max_lr"], own["min_lr"], own["lr"]) == (0.3, 0.1, 0.3)
+        assert (partly["max_lr"], partly["lr"]) == (0.7, 0.7)
+
+    def test_copies_of_the_new_values_follow_to_the_checkpoint_s(self) -> None:
+        copied = {"max_lr": 2.0, "min_lr": 0.2}
+        scheduler = build(copied, max_lr=2.0, min_lr=0.2, **TAKE)
+        scheduler.load_state_dict(saved(10))
+        assert copied == {"max_lr": 1.0, "min_lr": 0.1, "lr": 1.0, "weight_decay": pytest.approx(0.02)}
+
+    def test_a_weight_decay_that_happens_to_be_equal_stays(self) -> None:
+        group = {"start_wd": 0.0, "end_wd": 0.0}
+        scheduler = build(group, start_wd=0.0, end_wd=0.0, **TAKE)
+        scheduler.load_state_dict(saved())
+        assert (group["start_wd"], group["end_wd"], group["weight_decay"]) == (0.0, 0.0, 0.0)
+
+
+class TestRefusedStates:
+    STATE = saved()
+    CASES: dict[str, tuple[dict[str, Any], str]] = {
+        "missing": (
+            {key: value for key, value in STATE.items() if key not in ("max_lr", "num_steps")},
+            "state: 2 problems\n  - max_lr is missing (keys: start_lr, max_lr)\n"
+            "  - num_steps is missing (keys: num_iters, num_steps)",
+        ),
+        "newer": (STATE | {"version": 2}, "state: version=2 is newer than 1, the last this code reads"),
+        "negative": (STATE | {"num_steps": -1}, "state: num_steps=-1 must be a number, at least 0"),
+        "impossible": (
+            STATE | {"lr_warmup_steps": 500},
+            "OptimizerParamScheduler: lr_warmup_steps=500 must be less than lr_decay_steps=110, "
+            "which counts from step 0 and contains the warmup",
+        ),
+        "impossible-for-a-group": (
+            STATE | {"min_lr": 0.6},
+            "group 0, which sets {'max_lr': 0.5} for itself: max_lr=0.5 must be at least min_lr=0.6; "
+            "set both in the group",
+        ),
+    }
+
+    @pytest.mark.parametrize(("state", "message"), CASES.values(), ids=CASES)
+    def test_a_refused_state_changes_nothing(self, state: dict[str, Any], message: str) -> None:
+        scheduler = build({"max_lr": 0.5})
+        scheduler.step(3)
+        before = everything(scheduler)
+        with pytest.raises(ScheduleError) as caught:
+            scheduler.load_state_dict(state)
+        assert str(caught.value) == message
+        assert everything(scheduler) == before
+
+
+class TestOldStates:
+    """What checkpoints of the reference hold, by age."""
+
+    CASES: dict[str, dict[str, Any]] = {
+        "today": {
+            "max_lr": 1.0, "lr_warmup_steps": 10, "num_steps": 60, "lr_decay_style": "linear", "lr_decay_steps": 110,
+            "min_lr": 0.1, "start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 100,
+        },
+        "without-weight-decay": {
+            "max_lr": 1.0, "warmup_steps": 10, "num_steps": 60, "decay_style": "linear", "decay_steps": 110, "min_lr": 0.1,
+        },
+        "in-iterations": {
+            "start_lr": 1.0, "warmup_iter": 10, "num_iters": 60, "decay_style": "linear", "end_iter": 110, "min_lr": 0.1,
+        },
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("container", [None, "opt_param_scheduler", "lr_scheduler"])
+    @pytest.mark.parametrize("age", CASES)
+    def test_it_is_understood(self, age: str, container: str | None) -> None:
+        state = self.CASES[age] if container is None else {container: self.CASES[age], "iteration": 60}
+        scheduler = build(max_lr=5.0, min_lr=0.0, lr_warmup_steps=1, lr_decay_steps=2, lr_decay_style="cosine")
+        scheduler.load_state_dict(state)
+        assert scheduler.state_dict() == build().state_dict() | {"num_steps": 60}
+        assert scheduler.get_lr() == pytest.approx(0.55)
+
+
+def test_field_schedules_are_saved_and_chosen_by_the_flags() -> None:
+    mine = [FieldSchedule(field="lr", schedule=linear(3.0, 0.0, steps=100))]
+    other = [FieldSchedule(field="lr", schedule=constant(7.0))]
+    taking, keeping, agreeing = (build(schedules=other, **flags) for flags in (TAKE, KEEP, AGREE))
+    for scheduler in (taking, keeping):
+        scheduler.load_state_dict(saved(50, schedules=mine))
+    assert (taking.param_groups[0]["lr"], keeping.param_groups[0]["lr"]) == (1.5, 7.0)
+    with pytest.raises(ScheduleError, match="schedules is "):
+        agreeing.load_state_dict(saved(50, schedules=mine))
+
+
+class TestFieldScheduler:
+    def build(self) -> FieldScheduler:
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "momentum": 0.0}])
+        return FieldScheduler(
+            optimizer, {"lr": linear(1.0, 0.0, steps=10), "momentum": piecewise_linear((0, 0.8), (10, 0.9))}
+        )
+
+    def test_it_writes_its_fields_and_no_others(self) -> None:
+        scheduler = self.build()
+        scheduler.step(5)
+        assert scheduler.param_groups == [{"lr": 0.5, "momentum": pytest.approx(0.85)}]
+        assert (scheduler.base_lrs, scheduler.get_last_lr()) == ([1.0], [0.5])
+
+    def test_loading_sets_the_step(self) -> None:
+        scheduler, resumed = self.build(), self.build()
+        scheduler.step(5)
+        for _ in range(2):
+            resumed.load_state_dict(scheduler.state_dict())
+        assert (resumed.num_steps, resumed.param_groups) == (5, scheduler.param_groups)
+
+    @pytest.mark.parametrize(
+        ("state", "message"),
+        [
+            ({}, r"FieldScheduler: state has no 'num_steps', only \[\]"),
+            ({"num_steps": 1, "version": 9}, "FieldScheduler: version=9 is newer than 1"),
+            ({"num_steps": -1}, "seek: num_steps=-1"),
+        ],
+        ids=["empty", "newer", "negative"],
+    )
+    def test_a_refused_state_changes_nothing(self, state: dict[str, Any], message: str) -> None:
+        scheduler = self.build()
+        with pytest.raises(ScheduleError, match=message):
+            scheduler.load_state_dict(state)
+        assert scheduler.num_steps == 0
+
+    def test_no_schedules_are_refused(self) -> None:
+        with pytest.raises(ScheduleError, match="schedules is empty; give at least"):
+            FieldScheduler(SimpleNamespace(param_groups=[{}]), {})

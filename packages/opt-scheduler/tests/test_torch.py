@@ -1,0 +1,201 @@
+"""With torch: tensors are filled in place, the adapter is a true LRScheduler, and torch's own schedulers agree."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+from opt_scheduler import (
+    FieldScheduler,
+    OptimizerParamScheduler,
+    ScheduleError,
+    cosine,
+    cyclic,
+    exponential,
+    linear,
+    one_cycle,
+    polynomial,
+    repeat,
+    step_decay,
+)
+
+torch = pytest.importorskip("torch")
+from opt_scheduler.lr_scheduler import as_lr_scheduler  # noqa: E402
+from torch.optim import lr_scheduler as torch_schedulers  # noqa: E402
+
+BASE: dict[str, Any] = {
+    "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
+    "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",
+}  # fmt: skip
+
+
+def adamw(lr: Any = 1.0, **more: Any) -> Any:
+    parameters = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+    return torch.optim.AdamW([{"params": [parameters[0]]}, {"params": [parameters[1]], "max_lr": 0.5}], lr=lr, **more)
+
+
+def test_tensors_are_filled_in_place() -> None:
+    # A captured graph or a compiled step reads from the address it saw first.
+    optimizer = adamw(torch.tensor(1.0), weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = torch.tensor(1.0), torch.tensor(0.0)
+        group["betas"] = (torch.tensor(0.9), 0.99)
+    before = [(group["lr"], group["weight_decay"], group["betas"][0]) for group in optimizer.param_groups]
+    OptimizerParamScheduler(optimizer, **BASE).step(60)
+    FieldScheduler(optimizer, {"betas[0]": linear(0.9, 0.8, steps=10)}).step(5)
+    for group, tensors in zip(optimizer.param_groups, before, strict=True):
+        assert group["lr"] is tensors[0]
+        assert group["weight_decay"] is tensors[1]
+        assert group["betas"][0] is tensors[2]
+        # float32 holds 24 bits
+        assert [float(t) for t in tensors[1:]] == pytest.approx([0.12, 0.85], rel=2**-23)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.55, 0.3], rel=2**-23)
+
+
+def test_a_compiled_like_step_sees_the_new_values() -> None:
+    optimizer = adamw(torch.tensor(1.0), capturable=False, foreach=False)
+    scheduler = OptimizerParamScheduler(optimizer, **BASE | {"init_lr": 0.5})
+    parameter = optimizer.param_groups[0]["params"][0]
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # Adam's first update is lr · g / |g|, whatever the gradient.
+    assert parameter.tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
+    scheduler.step(10)
+    assert float(optimizer.param_groups[0]["lr"]) == 1.0
+
+
+class TestAdapter:
+    def build(self, increment: float = 1) -> tuple[Any, OptimizerParamScheduler, Any]:
+        optimizer = adamw()
+        scheduler = OptimizerParamScheduler(optimizer, **BASE)
+        return optimizer, scheduler, as_lr_scheduler(scheduler, increment=increment)
+
+    def test_it_is_a_true_lr_scheduler(self) -> None:
+        assert isinstance(self.build()[2], torch_schedulers.LRScheduler)
+
+    @pytest.mark.filterwarnings("error")
+    def test_it_steps_the_scheduler_inside(self) -> None:
+        optimizer, scheduler, adapter = self.build(increment=5)
+        assert (scheduler.num_steps, adapter.last_epoch) == (0, 0)
+        optimizer.step()
+        adapter.step()
+        assert (scheduler.num_steps, adapter.last_epoch) == (5, 1)
+        assert adapter.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+        assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.01)
+        assert adapter.base_lrs == [1.0, 0.5]
+
+    def test_torch_still_warns_where_the_order_is_wrong(self) -> None:
+        adapter = self.build()[2]
+        with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+            adapter.step()
+
+    def test_its_state_survives_a_safe_load_and_sets(self) -> None:
+        optimizer, _, adapter = self.build()
+        for _ in range(7):
+            optimizer.step()
+            adapter.step()
+        file = io.BytesIO()
+        torch.save(adapter.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        resumed_optimizer, resumed_scheduler, resumed = self.build()
+        for _ in range(2):
+            resumed.load_state_dict(copy.deepcopy(state))
+        assert (resumed_scheduler.num_steps, resumed.last_epoch) == (7, 7)
+        assert [g["lr"] for g in resumed_optimizer.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+    def test_a_state_that_is_not_its_own_is_refused(self) -> None:
+        with pytest.raises(ScheduleError, match="missing; it has"):
+            self.build()[2].load_state_dict({"last_epoch": 3})
+
+    def test_an_epoch_is_refused(self) -> None:
+        with pytest.raises(ScheduleError, match="epoch=3 is not supported; use seek"):
+            self.build()[2].step(3)
+
+    def test_it_needs_a_torch_optimizer(self) -> None:
+        scheduler = OptimizerParamScheduler([adamw(), adamw()], **BASE)
+        with pytest.raises(ScheduleError, match=r"needs a torch.optim.Optimizer, but the scheduler has list"):
+            as_lr_scheduler(scheduler)
+
+    def test_the_increment_must_be_positive(self) -> None:
+        with pytest.raises(ScheduleError, match="increment=0 must be positive"):
+            as_lr_scheduler(OptimizerParamScheduler(adamw(), **BASE), increment=0)
+
+    def test_a_second_scheduler_on_the_same_optimizer_is_not_taken_for_one_cycle(self) -> None:
+        optimizer, _, _ = self.build()
+        for group in optimizer.param_groups:
+            group.setdefault("max_lr", 1.0)
+            group["min_lr"] = 0.1
+        OptimizerParamScheduler(optimizer, **BASE).step(10)
+
+
+class TestOneCycle:
+    MESSAGE = "as torch's OneCycleLR leaves them: two schedulers would write one lr"
+
+    def test_its_groups_are_refused_when_built(self) -> None:
+        optimizer = adamw()
+        torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
+        with pytest.raises(ScheduleError, match=self.MESSAGE):
+            OptimizerParamScheduler(optimizer, **BASE)
+
+    def test_one_that_comes_later_is_refused_at_the_next_step(self) -> None:
+        optimizer = adamw()
+        scheduler = OptimizerParamScheduler(optimizer, **BASE)
+        torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
+        with pytest.raises(ScheduleError, match=self.MESSAGE):
+            scheduler.step()
+
+    def test_doing_what_the_message_says_helps(self) -> None:
+        optimizer = adamw()
+        torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
+        for group in optimizer.param_groups:
+            for key in ("max_lr", "min_lr", "initial_lr"):
+                del group[key]
+        OptimizerParamScheduler(optimizer, **BASE).step(10)
+        assert optimizer.param_groups[0]["lr"] == 1.0
+
+    def test_a_field_scheduler_is_kept_apart(self) -> None:
+        optimizer = adamw()
+        torch_schedulers.OneCycleLR(optimizer, max_lr=1.0, total_steps=100)
+        FieldScheduler(optimizer, {"lr": linear(0.3, 0.0, steps=10)})
+        assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+def _torch_values(make: Any, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    scheduler = make(optimizer)
+    values = []
+    for _ in range(steps):
+        values.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+T: Any = torch_schedulers
+AGAINST_TORCH: dict[str, tuple[Any, Any]] = {
+    "LinearLR": (linear(0.25, 1.0, steps=20), lambda o: T.LinearLR(o, start_factor=0.25, total_iters=20)),
+    # torch's cosine climbs again past T_max; up to there they agree.
+    "CosineAnnealingLR": (cosine(1.0, 0.1, steps=50), lambda o: T.CosineAnnealingLR(o, T_max=50, eta_min=0.1)),
+    "CosineAnnealingWarmRestarts": (
+        repeat(cosine(1.0, 0.1, steps=7)),
+        lambda o: T.CosineAnnealingWarmRestarts(o, T_0=7, eta_min=0.1),
+    ),
+    "ExponentialLR": (exponential(1.0, 0.9**50, steps=50), lambda o: T.ExponentialLR(o, gamma=0.9)),
+    "PolynomialLR": (polynomial(1.0, 0.0, steps=30, power=2), lambda o: T.PolynomialLR(o, total_iters=30, power=2)),
+    "StepLR": (step_decay(1.0, factor=0.5, every=8, times=9), lambda o: T.StepLR(o, step_size=8, gamma=0.5)),
+    "CyclicLR": (
+        cyclic(0.1, 1.0, up_steps=4, down_steps=6),
+        lambda o: T.CyclicLR(o, base_lr=0.1, max_lr=1.0, step_size_up=4, step_size_down=6),
+    ),
+    "OneCycleLR": (
+        one_cycle(1.0, up_steps=0.3 * 50 - 1, down_steps=0.7 * 50, end=1.0 / 25 / 1e4),
+        lambda o: T.OneCycleLR(o, max_lr=1.0, total_steps=50, pct_start=0.3),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), AGAINST_TORCH.values(), ids=AGAINST_TORCH)
+def test_it_equals_torch_s_scheduler_of_that_shape(ours: Any, theirs: Any) -> None:
+    # torch's chained forms multiply step by step, so its rounding errors add up: 50 steps of 2⁻⁵³ each, and some room.
+    assert ours.values(range(49)) == pytest.approx(_torch_values(theirs, 49), rel=1e-12, abs=1e-13)
