@@ -1,13 +1,15 @@
 """The one place where Triton is imported; importing this module raises ImportError where there is none."""
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-__all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "jit", "tl"]
+__all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "tl"]
 
 
 # Any: kernels are launched as kernel[grid](...), device functions are called by other kernels; neither has a type that
@@ -24,5 +26,6 @@ def _probe() -> None:
 
 # Triton's interpreter rounds float32 to bfloat16 by truncation, so kernels round for themselves under it.
 INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(_probe, JITFunction))
-# Tensor descriptors (TMA on Hopper and later) came with Triton 3.4 under this name.
-HAS_DESCRIPTORS: bool = hasattr(tl, "make_tensor_descriptor")
+# Tensor descriptors (TMA on Hopper and later) made on the host came with Triton 3.4.
+HAS_DESCRIPTORS: bool = find_spec("triton.tools.tensor_descriptor") is not None
+TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor if HAS_DESCRIPTORS else None
