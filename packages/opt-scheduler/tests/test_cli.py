@@ -99,4 +99,5 @@ def test_it_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "opt_scheduler", "plot", *FLAGS]
     result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "0.001 ┤" in result.stdout
+    assert result.stdout.splitlines()[0] == "lr"
+    assert result.stdout.count("•") == 72

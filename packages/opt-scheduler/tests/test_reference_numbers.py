@@ -143,7 +143,7 @@ def test_the_pure_schedule_equals_stepping(a: dict[str, Any], where: float, firs
     scheduler = build(**a, warmup_first=first)
     n = round(where * a["lr_decay_steps"])
     scheduler.step(n)
-    # A warmup of a fraction of a step, or an anneal's edge, may round to the other side of a boundary: 1e-9 of the peak.
+    # An edge may round to the other side of a boundary: 1e-9 of the peak.
     assert scheduler.lr_schedule()(n) == pytest.approx(scheduler.get_lr(), rel=1e-9, abs=1e-9 * a["max_lr"])
 
 

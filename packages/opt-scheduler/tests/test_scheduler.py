@@ -1,7 +1,7 @@
 """`OptimizerParamScheduler` on groups: what it reads, what it writes, what it refuses."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from opt_scheduler import (
@@ -117,7 +117,7 @@ def test_seek_goes_back_where_step_refuses_to() -> None:
     assert scheduler.num_steps == 50
     scheduler.seek(5)
     assert (scheduler.num_steps, written(scheduler)) == (5, [0.5])
-    with pytest.raises(ScheduleError, match="seek: num_steps=-1 must be at least 0"):
+    with pytest.raises(ScheduleError, match=r"seek: num_steps=-1 must be at least 0"):
         scheduler.seek(-1)
 
 
@@ -127,7 +127,7 @@ def test_settings_are_attributes_and_an_assignment_is_validated_and_used() -> No
     scheduler.max_lr = 2.0
     scheduler.step(10)
     assert written(scheduler) == [2.0]
-    with pytest.raises(ScheduleError, match="max_lr=0.05 must be at least min_lr=0.1"):
+    with pytest.raises(ScheduleError, match=r"max_lr=0.05 must be at least min_lr=0.1"):
         scheduler.max_lr = 0.05
     assert scheduler.max_lr == 2.0
 
@@ -141,7 +141,7 @@ def test_trainers_find_the_attributes_they_look_for() -> None:
 
 
 class TestRefusedGroups:
-    CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    CASES: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
         "floor-above-its-peak": (
             {"max_lr": 0.05},
             {},
@@ -214,7 +214,7 @@ class TestFieldSchedules:
         assert (body.get("eps"), head["eps"]) == (None, 1e-8)
         assert scheduler.get_lr(head) == scheduler.lr_schedule(head)(50) == head["lr"]
 
-    CASES: dict[str, tuple[list[FieldSchedule], str]] = {
+    CASES: ClassVar[dict[str, tuple[list[FieldSchedule], str]]] = {
         "matches-nothing": (
             [FieldSchedule(field="lr", schedule=constant(1.0), where={"name": "tail"})],
             "schedules: 'lr': no group matches where={'name': 'tail'}",
@@ -258,8 +258,8 @@ class TestRefusedConstruction:
     PREFIX = "OptimizerParamScheduler: "
     STYLES = "'WSD', 'constant', 'cosine', 'inverse-square-root', 'linear'"
     ANNEALS = "'cosine', 'exponential', 'linear', 'minus_sqrt'"
-    WSD: dict[str, Any] = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "wsd_decay_steps": 20}
-    CASES: dict[str, tuple[dict[str, Any], str]] = {
+    WSD: ClassVar[dict[str, Any]] = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine", "wsd_decay_steps": 20}
+    CASES: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
         "negative-init": ({"init_lr": -1e-3}, "init_lr=-0.001 must not be negative"),
         "init-above-max": (
             {"init_lr": 2.0},
@@ -274,7 +274,8 @@ class TestRefusedConstruction:
         "no-decay-steps": ({"lr_decay_steps": 0}, "lr_decay_steps=0 must be positive"),
         "all-warmup": (
             {"lr_warmup_steps": 110},
-            "lr_warmup_steps=110 must be less than lr_decay_steps=110, which counts from step 0 and contains the warmup",
+            "lr_warmup_steps=110 must be less than lr_decay_steps=110, "
+            "which counts from step 0 and contains the warmup",
         ),
         "style-in-lower-case": (
             {"lr_decay_style": "wsd"},

@@ -3,7 +3,7 @@
 import copy
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -97,7 +97,7 @@ def test_a_run_resumed_anywhere_equals_one_never_stopped(step: int, more: int, s
 
 
 class TestFlags:
-    OTHER: dict[str, Any] = {"max_lr": 2.0, "lr_decay_steps": 210, "init_lr": 0.5}
+    OTHER: ClassVar[dict[str, Any]] = {"max_lr": 2.0, "lr_decay_steps": 210, "init_lr": 0.5}
 
     def test_taking_the_checkpoint_s_values(self) -> None:
         scheduler = build(**self.OTHER, **TAKE)
@@ -169,8 +169,8 @@ class TestGroupsOnLoad:
 
 
 class TestRefusedStates:
-    STATE = saved()
-    CASES: dict[str, tuple[dict[str, Any], str]] = {
+    STATE: ClassVar[dict[str, Any]] = saved()
+    CASES: ClassVar[dict[str, tuple[dict[str, Any], str]]] = {
         "missing": (
             {key: value for key, value in STATE.items() if key not in ("max_lr", "num_steps")},
             "state: 2 problems\n  - max_lr is missing (keys: start_lr, max_lr)\n"
@@ -204,7 +204,7 @@ class TestRefusedStates:
 class TestOldStates:
     """What checkpoints of the reference hold, by age."""
 
-    CASES: dict[str, dict[str, Any]] = {
+    CASES: ClassVar[dict[str, dict[str, Any]]] = {
         "today": {
             "max_lr": 1.0, "lr_warmup_steps": 10, "num_steps": 60, "lr_decay_style": "linear", "lr_decay_steps": 110,
             "min_lr": 0.1, "start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 100,

@@ -52,16 +52,30 @@ def test_tensors_are_filled_in_place() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.55, 0.3], rel=2**-23)
 
 
-def test_a_compiled_like_step_sees_the_new_values() -> None:
-    optimizer = adamw(torch.tensor(1.0), capturable=False, foreach=False)
-    scheduler = OptimizerParamScheduler(optimizer, **BASE | {"init_lr": 0.5})
-    parameter = optimizer.param_groups[0]["params"][0]
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    # Adam's first update is lr · g / |g|, whatever the gradient.
-    assert parameter.tolist() == pytest.approx([-0.5, -0.5], rel=1e-6)
+def test_groups_that_share_one_lr_tensor_get_their_own() -> None:
+    # torch hands the tensor passed as lr to every group; filled in place, the last group's value was everybody's.
+    optimizer = adamw(torch.tensor(1.0), foreach=False)
+    assert optimizer.param_groups[0]["lr"] is optimizer.param_groups[1]["lr"]
+    first = optimizer.param_groups[0]["lr"]
+    scheduler = OptimizerParamScheduler(optimizer, **BASE)
     scheduler.step(10)
-    assert float(optimizer.param_groups[0]["lr"]) == 1.0
+    second = optimizer.param_groups[1]["lr"]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [1.0, 0.5]
+    scheduler.step(1)
+    assert optimizer.param_groups[0]["lr"] is first
+    assert optimizer.param_groups[1]["lr"] is second
+
+
+def test_an_optimizer_uses_what_was_written() -> None:
+    optimizer = adamw(torch.tensor(1.0), weight_decay=0.0, foreach=False)
+    scheduler = OptimizerParamScheduler(optimizer, **BASE | {"end_wd": 0.0})
+    scheduler.step(5)
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()
+    # Adam's first update is lr · g / |g|, up to eps = 1e-8, in float32.
+    moved = [group["params"][0][0].item() for group in optimizer.param_groups]
+    assert moved == pytest.approx([-0.5, -0.25], rel=1e-6)
 
 
 class TestAdapter:

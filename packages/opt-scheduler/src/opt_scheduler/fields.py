@@ -110,38 +110,41 @@ def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) ->
 
 def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float) -> None:
     """Set every scheduled field of every matching group to its value at `step`. Writes the groups."""
+    filled: set[int] = set()
     for schedule in schedules:
         value = schedule.schedule(step)
         for group in groups:
             if schedule.matches(group):
-                _set_field_(group, schedule, value)
+                _set_field_(group, schedule, value, filled)
 
 
-def set_(group: Group, key: str, value: float) -> None:
-    """Set one entry of a group. Writes the group, or in place the tensor that it holds.
-
-    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`,
-    so that torch need not be imported.
-    """
-    old: Any = group.get(key)
-    if hasattr(old, "fill_"):
-        old.fill_(value)
-    else:
-        group[key] = value
+def set_(group: Group, key: str, value: float, filled: set[int]) -> None:
+    """Set one entry of a group, in place where it is a tensor. Writes the group, and `filled`: the ids of such tensors."""
+    group[key] = _new_entry(group.get(key), value, filled)
 
 
-def _set_field_(group: Group, schedule: FieldSchedule, value: float) -> None:
+def _set_field_(group: Group, schedule: FieldSchedule, value: float, filled: set[int]) -> None:
     if schedule.index is None:
-        set_(group, schedule.name, value)
+        set_(group, schedule.name, value, filled)
         return
     entry = group[schedule.name]
-    old = entry[schedule.index]
-    if hasattr(old, "fill_"):
-        old.fill_(value)
-        return
     places = list(entry)
-    places[schedule.index] = value
+    places[schedule.index] = _new_entry(places[schedule.index], value, filled)
     group[schedule.name] = type(entry)(places)
+
+
+def _new_entry(old: Any, value: float, filled: set[int]) -> Any:
+    """What to store in place of `old`: the number `value`, or `old` itself, filled with it.
+
+    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`, so
+    that torch need not be imported. But one that another group has filled already is cloned first: torch gives all groups
+    the one tensor that was passed as lr, and the last group's value would be everybody's.
+    """
+    if not hasattr(old, "fill_"):
+        return value
+    tensor = old.clone() if id(old) in filled else old
+    filled.add(id(tensor))
+    return tensor.fill_(value)
 
 
 def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:

@@ -178,13 +178,14 @@ class OptimizerParamScheduler(GroupScheduler):
         self._write_values(groups, group_values(self.settings, groups, num_steps), num_steps)
 
     def _write_values(self, groups: Sequence[Group], values: GroupValues, num_steps: float) -> None:
+        filled: set[int] = set()
         for group, lr, weight_decay in zip(groups, values.lr, values.weight_decay, strict=True):
             # `set_`, written out for the usual case: this loop is the cost of a step.
             if type(group.get("lr")) is float and type(group.get("weight_decay")) is float:
                 group["lr"], group["weight_decay"] = lr, weight_decay
             else:
-                set_(group, "lr", lr)
-                set_(group, "weight_decay", weight_decay)
+                set_(group, "lr", lr, filled)
+                set_(group, "weight_decay", weight_decay, filled)
         write_fields_(groups, self.schedules, num_steps)
 
     def _base_lr(self, group: Group) -> float:
