@@ -77,7 +77,7 @@ def reference_lr(n: float, *, high: float, low: float, a: dict[str, Any]) -> flo
     if style == "constant":
         return high
     if style == "inverse-square-root":
-        return max(low, high * max(warm, 1) ** 0.5 / max(n, 1) ** 0.5)
+        return float(max(low, high * max(warm, 1) ** 0.5 / max(n, 1) ** 0.5))
     if n > decay:
         return low
     r = (n - warm) / (decay - warm)
@@ -105,7 +105,7 @@ def reference_wd(n: float, *, start: float, end: float, a: dict[str, Any]) -> fl
 def arguments(draw: st.DrawFn) -> dict[str, Any]:
     max_lr = draw(st.floats(1e-8, 10))
     decay = draw(st.integers(2, 100_000))
-    warm = draw(st.integers(0, decay - 1) | st.floats(0, decay / 2))
+    warm = draw(st.integers(0, decay - 1) | st.floats(0.25, decay / 2))
     end_wd = draw(st.floats(0, 1))
     return {
         "max_lr": max_lr,

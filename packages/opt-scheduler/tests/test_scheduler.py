@@ -197,7 +197,10 @@ class TestRefusedGroups:
 
 class TestFieldSchedules:
     def test_any_field_of_some_groups_follows_its_own_schedule(self) -> None:
-        groups = [{"name": "body", "betas": (0.9, 0.99)}, {"name": "head", "betas": (0.9, 0.99), "eps": 1.0}]
+        groups: list[dict[str, Any]] = [
+            {"name": "body", "betas": (0.9, 0.99)},
+            {"name": "head", "betas": (0.9, 0.99), "eps": 1.0},
+        ]
         scheduler = build(
             *groups,
             schedules=[

@@ -147,7 +147,9 @@ class TestGroupsOnLoad:
     """Groups carry copies of max_lr and min_lr, and these come back with the optimizer's own checkpoint."""
 
     def test_copies_follow_and_overrides_stay(self) -> None:
-        copied, own, partly, plain = {"max_lr": 1.0, "min_lr": 0.1}, {"max_lr": 0.3, "min_lr": 0.1}, {"max_lr": 0.7}, {}
+        copied, own = {"max_lr": 1.0, "min_lr": 0.1}, {"max_lr": 0.3, "min_lr": 0.1}
+        partly: dict[str, Any] = {"max_lr": 0.7}
+        plain: dict[str, Any] = {}
         scheduler = build(copied, own, partly, plain, max_lr=2.0, min_lr=0.2, **KEEP)
         scheduler.load_state_dict(saved(10))
         assert (copied["max_lr"], copied["min_lr"]) == (2.0, 0.2)
@@ -210,10 +212,12 @@ class TestOldStates:
             "min_lr": 0.1, "start_wd": 0.0, "end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 100,
         },
         "without-weight-decay": {
-            "max_lr": 1.0, "warmup_steps": 10, "num_steps": 60, "decay_style": "linear", "decay_steps": 110, "min_lr": 0.1,
+            "max_lr": 1.0, "warmup_steps": 10, "num_steps": 60, "decay_style": "linear", "decay_steps": 110,
+            "min_lr": 0.1,
         },
         "in-iterations": {
-            "start_lr": 1.0, "warmup_iter": 10, "num_iters": 60, "decay_style": "linear", "end_iter": 110, "min_lr": 0.1,
+            "start_lr": 1.0, "warmup_iter": 10, "num_iters": 60, "decay_style": "linear", "end_iter": 110,
+            "min_lr": 0.1,
         },
     }  # fmt: skip
 

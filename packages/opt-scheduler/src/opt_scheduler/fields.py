@@ -119,7 +119,7 @@ def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], s
 
 
 def set_(group: Group, key: str, value: float, filled: set[int]) -> None:
-    """Set one entry of a group, in place where it is a tensor. Writes the group, and `filled`: the ids of such tensors."""
+    """Set one entry of a group, in place where it is a tensor. Writes `group`, and to `filled` the tensor's id."""
     group[key] = _new_entry(group.get(key), value, filled)
 
 
@@ -136,9 +136,9 @@ def _set_field_(group: Group, schedule: FieldSchedule, value: float, filled: set
 def _new_entry(old: Any, value: float, filled: set[int]) -> Any:
     """What to store in place of `old`: the number `value`, or `old` itself, filled with it.
 
-    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`, so
-    that torch need not be imported. But one that another group has filled already is cloned first: torch gives all groups
-    the one tensor that was passed as lr, and the last group's value would be everybody's.
+    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`,
+    so that torch need not be imported. But one that another group has filled already is cloned first: torch gives all
+    groups the one tensor that was passed as lr, and the last group's value would be everybody's.
     """
     if not hasattr(old, "fill_"):
         return value

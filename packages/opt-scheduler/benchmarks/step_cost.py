@@ -1,0 +1,94 @@
+"""What a step over 200 groups costs, as a ratio to the same loop written by hand, and what the import costs.
+
+python packages/opt-scheduler/benchmarks/step_cost.py
+"""
+
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from opt_scheduler import OptimizerParamScheduler
+
+GROUPS = 200
+ROUNDS = 2_000
+
+
+class Case(NamedTuple):
+    """Both ways of doing the same, on groups of their own."""
+
+    name: str
+    ours: Callable[[], None]
+    by_hand: Callable[[], None]
+
+
+def groups(overridden: bool) -> list[dict[str, Any]]:
+    """200 groups as an optimizer has them, all alike or each with bounds of its own."""
+    plain = [{"params": [], "lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(GROUPS)]
+    own = ({"max_lr": 1e-3 + i * 1e-6, "min_lr": 1e-4, "wd_mult": i % 2} if overridden else {} for i in range(GROUPS))
+    return [group | mine for group, mine in zip(plain, own, strict=True)]
+
+
+def by_hand(param_groups: list[dict[str, Any]]) -> Callable[[], None]:
+    """Cosine and a linear ramp of the weight decay with the same five group keys, as one writes it: nothing checked."""
+    max_lr, min_lr, warmup, decay, start_wd, end_wd = 1e-3, 1e-4, 100, 10_000_000, 0.01, 0.1
+    n = 200
+
+    def step() -> None:
+        nonlocal n
+        n += 1
+        for group in param_groups:
+            high, low = group.get("max_lr", max_lr), group.get("min_lr", min_lr)
+            r = (n - warmup) / (decay - warmup)
+            group["lr"] = low + 0.5 * (math.cos(math.pi * r) + 1.0) * (high - low)
+            start, end = group.get("start_wd", start_wd), group.get("end_wd", end_wd)
+            group["weight_decay"] = (start + n / decay * (end - start)) * group.get("wd_mult", 1.0)
+
+    return step
+
+
+def ours(param_groups: list[dict[str, Any]]) -> Callable[[], None]:
+    optimizer = SimpleNamespace(param_groups=param_groups)
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, 1e-3, 1e-4, 100, 10_000_000, "cosine", 0.01, 0.1, 10_000_000, "linear"
+    )
+    scheduler.step(200)
+    return scheduler.step
+
+
+def microseconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(case: Case) -> None:
+    """Both ways in turn, so that a busy machine slows them alike; medians, and the best of each."""
+    pairs = [(microseconds(case.ours), microseconds(case.by_hand)) for _ in range(ROUNDS)]
+    mine, hand = (sorted(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(
+        f"{case.name:<28} ours {statistics.median(mine):6.1f} us (best {mine[0]:.1f})   "
+        f"by hand {statistics.median(hand):6.1f} us (best {hand[0]:.1f})   ratio {ratio:.2f}"
+    )
+
+
+def import_milliseconds() -> float:
+    """The best of several fresh interpreters; the interpreter's own start does not count."""
+    code = "import time; t = time.perf_counter(); import opt_scheduler; print((time.perf_counter() - t) * 1e3)"
+    runs = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(15))
+    return min(float(run.stdout) for run in runs)
+
+
+def main() -> None:
+    for name, overridden in (("200 groups alike", False), ("200 groups with own bounds", True)):
+        measure(Case(name, ours(groups(overridden)), by_hand(groups(overridden))))
+    print(f"import opt_scheduler         {import_milliseconds():.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
