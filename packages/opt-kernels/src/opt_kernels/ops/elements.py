@@ -58,17 +58,21 @@ def run_of(work: Work) -> Run:
     anchor = work.main if work.main is not None else work.out
     if anchor is None:
         raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
+    grad = work.grad if _same_order(work.grad, anchor) else torch.empty_like(anchor, dtype=work.grad.dtype)
+    if grad is not work.grad:
+        grad.copy_(work.grad)
+    # Block scales are one number a block: another length than the anchor's, and always flat.
+    state = {
+        name: flat(tensor, anchor, name) if tensor.shape == anchor.shape else tensor
+        for name, tensor in work.state.items()
+    }
     return Run(
-        grad=flat(_arranged(work.grad, anchor), anchor, "grad"),
-        main=None if work.main is None else flat(work.main, anchor, "main"),
-        out=None if work.out is None else flat(work.out, anchor, "out"),
-        remainder=None if work.remainder is None else flat(work.remainder, anchor, "remainder"),
-        state={
-            # Scales are one number a block: another length, and always flat.
-            name: tensor if tensor.shape != anchor.shape else flat(tensor, anchor, name)
-            for name, tensor in work.state.items()
-        },
-        first=work.first,
+        flat(grad, anchor, "grad"),
+        None if work.main is None else flat(work.main, anchor, "main"),
+        None if work.out is None else flat(work.out, anchor, "out"),
+        None if work.remainder is None else flat(work.remainder, anchor, "remainder"),
+        state,
+        work.first,
     )
 
 
@@ -119,19 +123,10 @@ def scaled_grad(run: Run, scale: float) -> Tensor:
     return run.grad.to(compute_dtype(run), copy=True).mul_(scale)
 
 
-def _arranged(grad: Tensor, anchor: Tensor) -> Tensor:
-    """`grad`, or where its elements lie in another order than the anchor's, a copy in that order."""
-    if _same_order(grad, anchor):
-        return grad
-    return torch.empty_like(anchor, dtype=grad.dtype).copy_(grad)
-
-
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory."""
-    if tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor
-    if tensor.is_contiguous() and anchor.is_contiguous():
-        return tensor.view(-1)
+    if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
     if not _same_order(tensor, anchor) or not _is_dense(anchor):
         raise LayoutError(
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "

@@ -1,10 +1,15 @@
-"""Cache tiles: a run is walked in pieces small enough to stay in the cache while several passes go over them.
+"""Cache tiles: runs are walked in pieces small enough to stay in the cache while several passes go over them.
 
 A tile presents everything in the compute dtype: a view of the tensor itself where it is stored so, else a scratch copy
 that is written back before the next tile. So a sweep over any mix of dtypes moves each byte to and from memory once.
+Small tensors share a tile: on a CPU a pass over them costs little more than starting it.
+
+Pieces are cut at multiples of TILE_NUMEL and no operation crosses from one to the next: an element's bits do not depend
+on what shares its tile, nor on where a parameter is cut, as long as it is cut at a multiple of 64.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,31 +20,17 @@ from opt_kernels.ops.elements import Run, compute_dtype, rounds_by_chance
 from opt_kernels.ops.remainder import torch_native as remainder
 from opt_kernels.ops.rounding import torch_native as rounding
 
-# Four float32 rows of this length are 4 MiB: within the cache of two cores, and long enough that the cost of starting
-# an operation is small beside its work. A multiple of every codec's block and of 64: no vector straddles a cut.
-TILE_NUMEL = 1 << 18
-
-
-class Scratch:
-    """Rows of one tile's length, each allocated when first asked for."""
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def row(self, name: str, dtype: torch.dtype, *, like: Tensor) -> Tensor:
-        """As many elements of the row `name` as `like` has; what they hold is left over from an earlier tile."""
-        key = (name, dtype)
-        if key not in self._rows:
-            self._rows[key] = torch.empty(TILE_NUMEL, dtype=dtype, device=like.device)
-        return self._rows[key][: like.numel()]
+# 2 MiB of float32 a row, at most five rows: within the cache that two cores share, below 16 MiB, and long enough that
+# the cost of starting an operation is small beside its work. A multiple of every codec's block.
+TILE_NUMEL = 1 << 19
 
 
 class Tile(NamedTuple):
-    """A piece of a run in the compute dtype. All (n,), n <= TILE_NUMEL."""
+    """Pieces of runs in their compute dtype: lists of (n,), matched by position, at most TILE_NUMEL elements in all."""
 
-    main: Tensor  # updated by the sweep
-    grad: Tensor  # scaled; may be the gradient itself: read only
-    state: dict[str, Tensor]  # updated by the sweep, decoded, by name
+    mains: list[Tensor]  # updated by the sweep
+    grads: list[Tensor]  # scaled; may be the gradients themselves: read only
+    states: dict[str, list[Tensor]]  # updated by the sweep, decoded, by name
 
 
 class Divided(NamedTuple):
@@ -60,28 +51,149 @@ def divided(runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: flo
 def tiles(
     runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float, stochastic_step: int | None = None
 ) -> Iterator[Tile]:
-    """The tiles of all `runs` in order; what the caller does to one is stored when it asks for the next.
+    """The tiles of all `runs`; what the caller does to one is stored when it asks for the next.
 
     With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
     """
     scratch = Scratch()
-    for run in runs:
-        dtype = compute_dtype(run)
-        for piece in _pieces(run, codecs):
-            state = {name: _state(piece, name, codec, dtype, scratch) for name, codec in codecs.items()}
-            tile = Tile(_main(piece, dtype, scratch), _grad(piece, scale, dtype, scratch), state)
-            yield tile
-            for name, codec in codecs.items():
-                if state[name] is not piece.state[name]:
-                    codec.encode_(piece.state[name], piece.state.get(scale_name(name)), state[name])
-            _store_(piece, tile.main, scratch, stochastic_step)
+    for pieces in _gathered(runs, codecs):
+        stage = _Stage(pieces=pieces, dtype=compute_dtype(pieces[0]), scratch=scratch)
+        states = {name: stage.decoded(name, codec) for name, codec in codecs.items()}
+        tile = Tile(stage.mains(), stage.grads(scale), states)
+        yield tile
+        for name, codec in codecs.items():
+            stage.encode_(name, codec, states[name])
+        stage.store_mains_(tile.mains, stochastic_step)
+
+
+class Scratch:
+    """Rows of one tile's length, each allocated when first asked for."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def row(self, name: str, dtype: torch.dtype, *, numel: int, device: torch.device) -> Tensor:
+        """The first `numel` elements of the row `name`; what they hold is left over from an earlier tile."""
+        key = (name, dtype)
+        if key not in self._rows:
+            self._rows[key] = torch.empty(TILE_NUMEL, dtype=dtype, device=device)
+        return self._rows[key][:numel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """What is between the pieces of one tile, alike in all their dtypes, and their copies in the compute dtype."""
+
+    pieces: Sequence[Run]
+    dtype: torch.dtype
+    scratch: Scratch
+
+    def decoded(self, name: str, codec: StateCodec) -> list[Tensor]:
+        codes = [piece.state[name] for piece in self.pieces]
+        if _is_direct(codec, self.dtype):
+            return codes
+        values = self._parts(self._row(name, self.dtype))
+        if isinstance(codec, Plain):
+            torch._foreach_copy_(values, codes)
+            return values
+        for piece, into, code in zip(self.pieces, values, codes):
+            codec.decode_(into, code, piece.state.get(scale_name(name)))
+        return values
+
+    def encode_(self, name: str, codec: StateCodec, values: list[Tensor]) -> None:
+        if _is_direct(codec, self.dtype):
+            return
+        codes = [piece.state[name] for piece in self.pieces]
+        if isinstance(codec, Plain):
+            torch._foreach_copy_(codes, values)
+            return
+        for piece, code, value in zip(self.pieces, codes, values):
+            codec.encode_(code, piece.state.get(scale_name(name)), value)
+
+    def grads(self, scale: float) -> list[Tensor]:
+        grads = [piece.grad for piece in self.pieces]
+        if grads[0].dtype is self.dtype:
+            # New tensors, not a row: allocating is cheaper than cutting, and their total is a row's.
+            return grads if scale == 1.0 else list(torch._foreach_mul(grads, scale))
+        row = self._row("grad", self.dtype)
+        parts = self._parts(row)
+        torch._foreach_copy_(parts, grads)
+        if scale != 1.0:
+            row.mul_(scale)
+        return parts
+
+    def mains(self) -> list[Tensor]:
+        mains = [piece.main for piece in self.pieces if piece.main is not None]
+        if mains and mains[0].dtype is self.dtype:
+            return mains
+        row = self._row("main", self.dtype)
+        parts = self._parts(row)
+        if mains:
+            torch._foreach_copy_(parts, mains)
+        else:
+            remainder.join_(parts, self._outs(), self._remainders())
+        return parts
+
+    def store_mains_(self, values: list[Tensor], stochastic_step: int | None) -> None:
+        if self.pieces[0].main is None:
+            row, words = self._row("main", self.dtype), self._row("words", torch.int32)
+            remainder.split_(self._outs(), self._remainders(), row, words=words)
+            return
+        for piece, value in zip(self.pieces, values):
+            assert piece.main is not None
+            if stochastic_step is not None and rounds_by_chance(piece):
+                rounding.round_(piece.main, value, first=piece.first, step=stochastic_step)
+            elif value is not piece.main:
+                piece.main.copy_(value)
+        if self.pieces[0].out is not None:
+            torch._foreach_copy_(self._outs(), values)
+
+    def _outs(self) -> list[Tensor]:
+        return [piece.out for piece in self.pieces if piece.out is not None]
+
+    def _remainders(self) -> list[Tensor]:
+        return [piece.remainder for piece in self.pieces if piece.remainder is not None]
+
+    def _row(self, name: str, dtype: torch.dtype) -> Tensor:
+        numel = sum(piece.grad.numel() for piece in self.pieces)
+        return self.scratch.row(name, dtype, numel=numel, device=self.pieces[0].grad.device)
+
+    def _parts(self, row: Tensor) -> list[Tensor]:
+        """The row cut as the pieces are."""
+        return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
 
 
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
     dtype = compute_dtype(run)
     if run.main is None or run.out is not None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False
-    return all(isinstance(codec, Plain) and run.state[name].dtype is dtype for name, codec in codecs.items())
+    return all(_is_direct(codec, dtype) for codec in codecs.values())
+
+
+def _is_direct(codec: StateCodec, dtype: torch.dtype) -> bool:
+    """Whether the codes are the values, as the sweep computes with them."""
+    return isinstance(codec, Plain) and codec.dtype is dtype
+
+
+def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator[list[Run]]:
+    """Pieces alike in their dtypes, in lists of at most TILE_NUMEL elements."""
+    lists: dict[tuple[torch.dtype | None, ...], list[Run]] = {}
+    numels: dict[tuple[torch.dtype | None, ...], int] = {}
+    for run in runs:
+        kind = _kind(run)
+        for piece in _pieces(run, codecs):
+            numel = piece.grad.numel()
+            if numels.get(kind, 0) + numel > TILE_NUMEL:
+                yield lists.pop(kind)
+                numels[kind] = 0
+            lists.setdefault(kind, []).append(piece)
+            numels[kind] = numels.get(kind, 0) + numel
+    yield from lists.values()
+
+
+def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
+    """What runs must have in common to share a tile."""
+    return (run.grad.dtype, *(None if tensor is None else tensor.dtype for tensor in (run.main, run.out)))
 
 
 def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
@@ -101,49 +213,3 @@ def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
 
 def _split(tensor: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
     return (None,) * count if tensor is None else torch.split(tensor, TILE_NUMEL)
-
-
-def _state(piece: Run, name: str, codec: StateCodec, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    codes = piece.state[name]
-    if isinstance(codec, Plain) and codes.dtype is dtype:
-        return codes
-    values = scratch.row(name, dtype, like=codes)
-    codec.decode_(values, codes, piece.state.get(scale_name(name)))
-    return values
-
-
-def _main(piece: Run, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    if piece.main is not None and piece.main.dtype is dtype:
-        return piece.main
-    values = scratch.row("main", dtype, like=piece.grad)
-    if piece.main is not None:
-        return values.copy_(piece.main)
-    assert piece.out is not None
-    assert piece.remainder is not None
-    remainder.join_(values, piece.out, piece.remainder)
-    return values
-
-
-def _grad(piece: Run, scale: float, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    if piece.grad.dtype is dtype and scale == 1.0:
-        return piece.grad
-    values = scratch.row("grad", dtype, like=piece.grad)
-    if piece.grad.dtype is dtype:
-        return torch.mul(piece.grad, scale, out=values)
-    values.copy_(piece.grad)
-    return values if scale == 1.0 else values.mul_(scale)
-
-
-def _store_(piece: Run, main: Tensor, scratch: Scratch, stochastic_step: int | None) -> None:
-    if piece.main is None:
-        assert piece.out is not None
-        assert piece.remainder is not None
-        words = scratch.row("words", torch.int32, like=main)
-        remainder.split_(piece.out, piece.remainder, main, scratch=words)
-        return
-    if stochastic_step is not None and rounds_by_chance(piece):
-        rounding.round_(piece.main, main, first=piece.first, step=stochastic_step)
-    elif main is not piece.main:
-        piece.main.copy_(main)
-    if piece.out is not None:
-        piece.out.copy_(main)

@@ -38,8 +38,8 @@ def adam_(
             update_(mains, [run.grad for run in whole], exp_avgs, exp_avg_sqs, row, decoupled=decoupled)
         stochastic_step = int(row.step) if stochastic_rounding else None
         for tile in tiles(cut, codecs, scale=float(grad_scale), stochastic_step=stochastic_step):
-            m, v = tile.state["exp_avg"], tile.state["exp_avg_sq"]
-            update_([tile.main], [tile.grad], [m], [v], row, decoupled=decoupled)
+            m, v = tile.states["exp_avg"], tile.states["exp_avg_sq"]
+            update_(tile.mains, tile.grads, m, v, row, decoupled=decoupled)
 
 
 def _fused_(

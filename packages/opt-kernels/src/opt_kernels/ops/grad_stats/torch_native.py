@@ -1,7 +1,6 @@
 """The statistics of gradients at the speed of memory, with torch's own reductions."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,46 +23,57 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     finite; or so small that squares may have vanished. That look reads the sum on the host.
     """
     check_norm_type(norm_type)
-    if norm_type != 2.0 or not grads:
-        return _exact(grads, count_zeros=count_zeros, norm_type=norm_type)
-    partials = [_partials(tile, count_zeros) for tile in _tiles(grads)]
-    total = torch.cat([partial.row_norms for partial in partials]).double().square().sum()
+    pieces = [piece for grad in grads if grad.numel() for piece in _cut(grad.detach().reshape(-1), TILE_NUMEL)]
+    if norm_type != 2.0 or not pieces:
+        return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
+    norms, zeros = [], []
+    for tile in _tiles(pieces):
+        norms += _norms(tile)
+        if count_zeros:
+            zeros.append(tile.numel() - torch.count_nonzero(tile))
+    total = torch.cat(norms).double().square().sum()
     if not SMALLEST_SAFE < float(total) < LARGEST_SAFE:
-        return _exact(grads, count_zeros=count_zeros, norm_type=norm_type)
-    nowhere = torch.zeros((), dtype=torch.int64, device=total.device)
-    zeros = torch.stack([partial.zeros for partial in partials]).sum() if count_zeros else nowhere
-    return GradStats(sum_of_squares=total, nonfinite=nowhere, zeros=zeros)
+        return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
+    none = torch.zeros((), dtype=torch.int64, device=total.device)
+    return GradStats(sum_of_squares=total, nonfinite=none, zeros=torch.stack(zeros).sum() if zeros else none)
 
 
-class _Partials(NamedTuple):
-    row_norms: Tensor  # (rows,) float32 or float64
-    zeros: Tensor  # 0-d int64
+def _cut(tensor: Tensor, numel: int) -> Iterable[Tensor]:
+    """`tensor` (n,) in pieces of at most `numel`; a call to split costs more than a small tensor's norm."""
+    return (tensor,) if tensor.numel() <= numel else torch.split(tensor, numel)
 
 
-def _exact(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float) -> GradStats:
-    """By the reference, a tile at a time: its float64 copies stay small."""
-    pieces = [piece for grad in grads for piece in torch.split(grad.reshape(-1), TILE_NUMEL)]
-    return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
+def _tiles(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Float32 and float64 pieces as they are; narrower ones packed into a float32 tile, which the next overwrites."""
+    narrow: list[Tensor] = []
+    numel, row = 0, torch.empty(0)
+    for piece in pieces:
+        if piece.dtype in (torch.float32, torch.float64):
+            yield piece
+            continue
+        if numel + piece.numel() > TILE_NUMEL:
+            row = _packed(narrow, row)
+            yield row[:numel]
+            narrow, numel = [], 0
+        narrow.append(piece)
+        numel += piece.numel()
+    if narrow:
+        yield _packed(narrow, row)[:numel]
 
 
-def _tiles(grads: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Pieces of every gradient, float32 or float64; scratch that the next piece overwrites where it was narrower."""
-    wide: Tensor | None = None
-    for grad in grads:
-        for piece in torch.split(grad.detach().reshape(-1), TILE_NUMEL):
-            if piece.dtype in (torch.float32, torch.float64):
-                yield piece
-                continue
-            if wide is None:
-                wide = torch.empty(TILE_NUMEL, dtype=torch.float32, device=piece.device)
-            yield wide[: piece.numel()].copy_(piece)
+def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
+    """The pieces one after another in `row`; in a new row where there was none."""
+    if not row.numel():
+        row = torch.empty(TILE_NUMEL, dtype=torch.float32, device=pieces[0].device)
+    numels = [piece.numel() for piece in pieces]
+    torch._foreach_copy_(list(torch.split(row[: sum(numels)], numels)), pieces)
+    return row
 
 
-def _partials(tile: Tensor, count_zeros: bool) -> _Partials:
-    rows = tile.numel() // ROW_NUMEL
-    norms = torch.linalg.vector_norm(tile[: rows * ROW_NUMEL].view(rows, ROW_NUMEL), dim=1)
-    rest = tile[rows * ROW_NUMEL :]
-    if rest.numel():
-        norms = torch.cat([norms, torch.linalg.vector_norm(rest).view(1)])
-    zeros = tile.numel() - torch.count_nonzero(tile) if count_zeros else norms.new_zeros((), dtype=torch.int64)
-    return _Partials(norms, zeros)
+def _norms(tile: Tensor) -> list[Tensor]:
+    """The norms of the rows of `tile` (n,), and of what is left: (rows,) and (1,)."""
+    full = tile.numel() // ROW_NUMEL * ROW_NUMEL
+    norms = [torch.linalg.vector_norm(tile[:full].view(-1, ROW_NUMEL), dim=1)] if full else []
+    if full < tile.numel():
+        norms.append(torch.linalg.vector_norm(tile[full:], dim=0, keepdim=True))
+    return norms

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.ops.elements import HostHyper, on_host, run_of, skipped
-from opt_kernels.ops.tiles import Scratch, Tile, tiles
+from opt_kernels.ops.tiles import Tile, tiles
 from opt_kernels.rules.base import Batch
 
 
@@ -21,16 +21,28 @@ def lion_(
     """What `reference.lion_` does, but for the last bits. Hyper-parameters are read on the host."""
     if skipped(skip):
         return
-    scratch = Scratch()
     for hyper, works in batches:
         row = on_host(hyper)
         for tile in tiles(map(run_of, works), {"exp_avg": exp_avg_codec}, scale=float(grad_scale)):
-            _update_(tile, row, scratch)
+            _update_(tile, row)
 
 
-def _update_(tile: Tile, row: HostHyper, scratch: Scratch) -> None:
-    m = tile.state["exp_avg"]
+def _update_(tile: Tile, row: HostHyper) -> None:
+    moments = tile.states["exp_avg"]
     beta1, beta2 = row.betas
-    u = torch.lerp(m, tile.grad, 1 - beta1, out=scratch.row("sign", m.dtype, like=m)).sign_()
-    m.lerp_(tile.grad, 1 - beta2)
-    tile.main.mul_(1 - row.lr * row.weight_decay).add_(u, alpha=-row.lr)
+    updates = torch._foreach_lerp(moments, tile.grads, 1 - beta1)
+    torch._foreach_sign_(updates)
+    torch._foreach_lerp_(moments, tile.grads, 1 - beta2)
+    # Plain descent along the signs: p <- p - lr * (u + wd * p) in one pass.
+    torch._fused_sgd_(
+        tile.mains,
+        updates,
+        [],
+        weight_decay=row.weight_decay,
+        momentum=0.0,
+        lr=row.lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+    )

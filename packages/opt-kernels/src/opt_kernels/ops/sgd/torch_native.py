@@ -32,8 +32,8 @@ def sgd_(
             mains = [run.main for run in whole if run.main is not None]
             _fused_(mains, [run.grad for run in whole], buffers, row, nesterov=nesterov, dampening=dampening)
         for tile in tiles(cut, codecs, scale=float(grad_scale)):
-            buffers = list(tile.state.values())
-            _fused_([tile.main], [tile.grad], buffers, row, nesterov=nesterov, dampening=dampening)
+            buffers = tile.states.get("momentum_buffer", [])
+            _fused_(tile.mains, tile.grads, buffers, row, nesterov=nesterov, dampening=dampening)
 
 
 def _fused_(
