@@ -87,7 +87,10 @@ def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
     """
     view, stalled = memoryview(data), 0
     while len(view):
-        written = files.write(fd, view)
+        try:
+            written = files.write(fd, view)
+        except InterruptedError:  # a signal before anything was written; some mounted file systems let it through
+            continue
         stalled = 0 if written else stalled + 1
         if stalled == _RETRIES:
             raise OSError(errno.EIO, "the file system accepts no more bytes and gives no reason")

@@ -25,6 +25,7 @@ class FlatState:
         objects: sharded objects.
         common: values that are stored once for all ranks.
         built: what each factory built.
+        empty: paths of empty dicts, which ask for nothing and may be full on another rank.
     """
 
     state: ShardedStateDict
@@ -32,6 +33,7 @@ class FlatState:
     objects: dict[Path, ShardedObject]
     common: dict[Path, Any]
     built: dict[Path, Any]
+    empty: dict[Path, Any]
 
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
         """The nest with every sharded value replaced by what was loaded for it.
@@ -54,6 +56,8 @@ class FlatState:
                 return merged_factory(value, self.built[path])
             if isinstance(value, ShardedObject):
                 return objects[path]
+            if path in self.empty:
+                return {}
             return value.unwrap() if isinstance(value, LocalNonpersistentObject) else common[path]
 
         return _without_absent(map_leaves(self.state, loaded))
@@ -74,7 +78,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         CheckpointingException: a DTensor where a sharded tensor should be, something sharded in a tuple, or a factory
             that does not build.
     """
-    flat = FlatState(state=state, tensors={}, objects={}, common={}, built={})
+    flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={})
     for path, value in leaves(state):
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
@@ -83,6 +87,8 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
             flat.tensors[path] = value
         elif isinstance(value, ShardedObject):
             flat.objects[path] = value
+        elif isinstance(value, dict):
+            flat.empty[path] = value
         elif not isinstance(value, LocalNonpersistentObject):
             flat.common[path] = _plain(path, value)
     return flat

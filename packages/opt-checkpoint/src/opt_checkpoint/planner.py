@@ -164,7 +164,7 @@ class ShardedSavePlanner(SavePlanner):
 
     def _object(self, key: str) -> Any:
         if key == COMMON_KEY:
-            return nest(self.flat.common)
+            return nest({**self.flat.empty, **self.flat.common})
         return next(o.data for o in self.flat.objects.values() if o.unique_key == key)
 
 

@@ -186,8 +186,12 @@ def _opened(path: Path, verify: Verify) -> Opened:
 
 
 def _check_wanted(state: ShardedStateDict, index: CheckpointIndex, aliases: Mapping[str, str]) -> None:
-    keys = {aliased(t.key, index.tensors, aliases) for t in flatten_state(state).tensors.values()}
-    check_places(index, sorted(keys & index.tensors.keys()))
+    """Every chunk and object that this rank needs matches its checksum."""
+    flat = flatten_state(state)
+    keys = {aliased(t.key, index.tensors, aliases) for t in flat.tensors.values()} & index.tensors.keys()
+    objects = {o.unique_key for o in flat.objects.values()} & index.objects.keys()
+    wanted_boxes = {k: [c.place for c in index.tensors[k].chunks] for k in sorted(keys)}
+    check_places(index, {**wanted_boxes, **{k: [index.objects[k]] for k in sorted(objects)}})
 
 
 def _error_of(compute: Callable[[], object]) -> Exception | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,13 +70,17 @@ def check_sizes(index: CheckpointIndex) -> None:
         return  # opening has compared the save id at the beginning of each file
 
 
-def check_places(index: CheckpointIndex, keys: Iterable[str]) -> None:
-    """Compare the stored chunks of some tensors with their checksums.
+def check_places(index: CheckpointIndex, places: Mapping[str, Iterable[Place]]) -> None:
+    """Compare places with their checksums.
+
+    Args:
+        index: the checkpoint.
+        places: by the key of the tensor or object that is there.
 
     Raises:
-        CheckpointCorruptError: one differs; the message names file and tensor.
+        CheckpointCorruptError: one differs, or has no checksum; the message names file and key.
     """
-    wanted = [(key, chunk.place) for key in keys for chunk in index.tensors[key].chunks]
+    wanted = [(key, place) for key, own in places.items() for place in own]
     with open_files(index, {place.file for _, place in wanted}) as files:
         for key, place in wanted:
             if place.crc is None:

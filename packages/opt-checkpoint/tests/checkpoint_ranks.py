@@ -1,0 +1,132 @@
+"""Ranks for tests: real processes over gloo, and the same protocol carried out in one process, rank after rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing as mp
+import os
+import socket
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from opt_checkpoint.files import Files
+from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.open_checkpoint import open_checkpoint
+from opt_checkpoint.planner import ShardedSavePlanner
+from opt_checkpoint.reader import CheckpointReader
+from opt_checkpoint.strictness import StrictHandling
+from opt_checkpoint.writer import CheckpointWriter
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_world(rank: int, size: int, port: int, timeout: timedelta = TIMEOUT) -> None:
+    """Make this process a rank of a gloo world."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout
+    )
+
+
+def function_at(file: str, name: str) -> Callable[..., Any]:
+    """A function of a test file, which a worker cannot import by name."""
+    spec = importlib.util.spec_from_file_location(f"work_{abs(hash(file))}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    work: Callable[..., Any] = getattr(module, name)
+    return work
+
+
+def _serve(pipe: Connection) -> None:
+    """Run tasks until told to stop; each in a world of its own."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    while (task := pipe.recv()) is not None:
+        file, name, rank, size, port, arguments = task
+        try:
+            work = function_at(file, name)
+            join_world(rank, size, port)
+            pipe.send((True, work(rank, size, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Up to four processes that take part in one world after another."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`work(rank, size, *arguments)` on every rank of a new world; the results by rank."""
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        port = free_port()
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((inspect.getsourcefile(work), work.__name__, rank, size, port, arguments))
+        answers = [pipe.recv() if pipe.poll(120) else (False, "no answer") for _, pipe in self._workers[:size]]
+        failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in self._workers:
+            pipe.send(None)
+            process.join(5)
+
+
+def save_as_ranks(states: Sequence[Any], path: Path, *, files: Files | None = None, **options: Any) -> None:
+    """Carry out a save of as many ranks as there are states, one after another, in this process."""
+    planners = [ShardedSavePlanner(state, **options) for state in states]
+    writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex, files=files) for _ in states]
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner({}, None, rank == 0)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    plans = writers[0].prepare_global_plan(plans)
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).value()
+        for writer, planner, plan in zip(writers, planners, plans, strict=True)
+    ]
+    writers[0].finish(metadata, results)
+
+
+def load_as_ranks(states: Sequence[Any], path: Path, *, strict: str = "raise_unexpected", dtype: str = "exact") -> list[Any]:
+    """Carry out a load of as many ranks as there are states, in this process; what was assembled, by rank."""
+    opened = open_checkpoint(path)
+    options = {"strict": StrictHandling.parse(strict), "dtype": DtypeRule(dtype), "aliases": {}}
+    planners = [ShardedLoadPlanner(state, opened.index, opened.common, **options) for state in states]
+    for planner in planners:
+        planner.set_up_planner({}, None)
+    plans = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    assembled = []
+    for planner, plan in zip(planners, plans, strict=True):
+        CheckpointReader(opened.index, threads=1).read_data(planner.finish_plan(plan), planner).wait()
+        planner.assemble()
+        assembled.append(planner.assembled)
+    return assembled

@@ -1,0 +1,32 @@
+"""What all tests of the package share: the worlds they run in, and how often random tests repeat."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Worker processes import what they run by name, so the folder of the workers must be on the path of both.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoint_ranks import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes to be the ranks of small worlds, started when first needed and used again."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def full() -> bool:
+    """Whether fault tests run at their full counts."""
+    return os.environ.get("OPT_FAULTS") == "full"

@@ -1,0 +1,71 @@
+"""F5, F6: a disk that is full, broken or slow to accept bytes: a clean error on all ranks, or none at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoint_ranks import RankPool
+from disks import CountingFiles, ShortWrites, failing_at
+from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
+from states import assert_is_step, state_at
+
+ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def fail_at_every_call(folder: Path, errors: list[int]) -> None:
+    save(state_at(1, 0, 1), folder / "good")
+    counting = CountingFiles()
+    save(state_at(2, 0, 1), folder / "counted", files=counting)
+    fds, threads = open_descriptors(), threading.active_count()
+    for call in range(1, len(counting.calls) + 1):
+        for error in errors:
+            with pytest.raises(CheckpointFailedError, match=rf"\[Errno {error}\]") as caught:
+                save(state_at(2, 0, 1), folder / "target", files=failing_at(call, error))
+            assert isinstance(caught.value.causes[0], OSError)
+            assert sorted(p.name for p in folder.iterdir()) == ["counted", "good"], counting.calls[call - 1]
+    assert (open_descriptors(), threading.active_count()) == (fds, threads)
+    save(state_at(2, 0, 1), folder / "target")
+    assert verify_checkpoint(folder / "target") == verify_checkpoint(folder / "good") == []
+
+
+def test_an_error_at_any_call_commits_nothing_and_leaks_nothing(tmp_path: Path, full: bool) -> None:
+    fail_at_every_call(tmp_path, ERRORS if full else [errno.ENOSPC])
+
+
+def fill_the_disk_of_one(rank: int, size: int, folder: str) -> str:
+    files = failing_at(3, errno.ENOSPC) if rank == 1 else None
+    with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 28\] No space left") as caught:
+        save(state_at(2, rank, size), Path(folder) / "target", files=files)
+    save(state_at(3, rank, size), Path(folder) / "next")
+    return str(caught.value)
+
+
+def test_one_full_disk_is_an_error_on_every_rank_and_the_next_save_works(ranks: RankPool, tmp_path: Path) -> None:
+    texts = ranks.run(3, fill_the_disk_of_one, str(tmp_path))
+    assert len(set(texts)) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["next"]
+    assert verify_checkpoint(tmp_path / "next") == []
+
+
+def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path) -> None:
+    save(state_at(4, 0, 1), tmp_path / "target", files=ShortWrites())
+    assert verify_checkpoint(tmp_path / "target") == []
+    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "target").state, 4, 0, 1)
+
+
+def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    class Deaf(CountingFiles):
+        def write(self, fd: int, data: bytes | memoryview) -> int:
+            return 0
+
+    with pytest.raises(CheckpointFailedError, match="accepts no more bytes"):
+        save(state_at(1, 0, 1), tmp_path / "target", files=Deaf())
+    assert list(tmp_path.iterdir()) == []

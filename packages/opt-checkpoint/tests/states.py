@@ -1,0 +1,44 @@
+"""Small states for tests: what a rank saves at a step, known without the code under test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opt_checkpoint import ShardedObject, ShardedTensor
+from torch import Tensor
+
+ROWS, COLUMNS = 12, 40
+
+
+def whole_at(step: int) -> Tensor:
+    """The global tensor `w` at a step."""
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + 1000 * step
+
+
+def state_at(step: int, rank: int, size: int, *, filled: bool = True) -> dict[str, Any]:
+    """Rank `rank` of `size` holds a flat range of `w`, a replica of `b`, an object of its own, and common values."""
+    numel = ROWS * COLUMNS
+    start, stop = rank * numel // size, (rank + 1) * numel // size
+    data = whole_at(step).reshape(-1)[start:stop].clone()
+    bias = torch.full((5,), float(step))
+    if not filled:
+        data, bias = torch.full_like(data, -1), torch.full_like(bias, -1)
+    shape = (ROWS, COLUMNS)
+    return {
+        "w": ShardedTensor("w", data, torch.float32, shape, shape, (0, 0), None, flattened_range=slice(start, stop)),
+        "b": ShardedTensor("b", bias, torch.float32, (5,), (5,), (0,), None, replica_id=rank),
+        "rng": ShardedObject("rng", {"seed": step * 10} if filled else None, (1,), (0,), replica_id=rank),
+        "step": step if filled else None,
+        "groups": [{"lr": 0.1 * step, "betas": (0.9, 0.95)}] if filled else None,
+    }
+
+
+def assert_is_step(loaded: dict[str, Any], step: int, rank: int, size: int) -> None:
+    """What `load` put together is bit-equal to what rank `rank` of `size` holds at a step."""
+    expected = state_at(step, rank, size)
+    assert torch.equal(loaded["w"], expected["w"].data)
+    assert torch.equal(loaded["b"], expected["b"].data)
+    assert loaded["rng"] == {"seed": step * 10}
+    assert loaded["step"] == step
+    assert loaded["groups"] == expected["groups"]
