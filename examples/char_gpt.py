@@ -14,7 +14,9 @@ VOCAB = 128  # ASCII; any other character becomes one stand-in
 def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
     """The standard library's modules, in a fixed order, as character codes (n,) int64."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)
+    files = sorted(
+        path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts
+    )
     text, size = [], 0
     for path in files:
         text.append(path.read_bytes())
@@ -42,7 +44,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -58,14 +62,16 @@ class CharGPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
         self.apply(self._init)
-        for block in self.blocks:  # residual branches start small, so that depth does not change the scale of the output
+        for (
+            block
+        ) in self.blocks:  # residual branches start small, so that depth does not change the scale of the output
             nn.init.normal_(block.proj.weight, std=0.02 / math.sqrt(2 * depth))
             nn.init.normal_(block.down.weight, std=0.02 / math.sqrt(2 * depth))
 
     @staticmethod
     def _init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=0.5 if isinstance(module, nn.Embedding) else 0.02)
 
     def forward(self, codes: Tensor) -> Tensor:  # (batch, context + 1)
         inputs, targets = codes[:, :-1], codes[:, 1:]

@@ -65,7 +65,9 @@ def draw_losses(logs: dict, whole: dict, half: int, path: Path) -> None:
         ("until it was stopped", logs["first"], {"color": "tab:blue"}),
         ("resumed from the checkpoint", logs["resumed"], {"color": "tab:orange"}),
     ):
-        axis.plot([row["step"] for row in log["log"]], [row["loss"] / 0.6931 for row in log["log"]], label=label, **style)
+        axis.plot(
+            [row["step"] for row in log["log"]], [row["loss"] / 0.6931 for row in log["log"]], label=label, **style
+        )
     axis.axhline(whole["bigram_bits"], color="black", linestyle=":", label="bigram, held-out")
     axis.axvline(half - 0.5, color="0.5", linewidth=0.8)
     axis.plot(len(whole["log"]), whole["bits"], "k*", markersize=12, label=f"held-out: {whole['bits']:.2f}")
@@ -80,7 +82,9 @@ def draw_schedule(whole: dict, path: Path) -> None:
     axis.plot(steps, [row["lr"] for row in whole["log"]], color="tab:blue", label="learning rate")
     axis.set(xlabel="step", ylabel="learning rate", title="Warmup, stable, decay; and the ramp of weight decay")
     right = axis.twinx()
-    right.plot(steps, [row["weight_decay"] for row in whole["log"]], color="tab:red", linestyle="--", label="weight decay")
+    right.plot(
+        steps, [row["weight_decay"] for row in whole["log"]], color="tab:red", linestyle="--", label="weight decay"
+    )
     right.set(ylabel="weight decay", ylim=(0, None))
     axis.set_ylim(0, None)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -35,14 +35,18 @@ def main() -> None:
     text = stdlib_text()
     train, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
     model = CharGPT().bfloat16()
-    config = OptimizerConfig(lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, bf16=True, adam_beta2=0.95, clip_grad=1.0)
+    config = OptimizerConfig(
+        lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, bf16=True, adam_beta2=0.95, clip_grad=1.0
+    )
     optimizer = get_optimizer(config, [model])
     scheduler = wsd(optimizer, config, num_samples=args.steps * BATCH)
     start = load(args.dir, rank, model, optimizer, scheduler) if args.resume else 0
 
     if rank == 0 and not args.resume:
         print(optimizer.plan, as_text(group_rows(optimizer.param_groups)), sep="\n\n")
-        print(f"\nheld-out, bits per character: bigram {bigram_bits(train, held_out):.3f}, untrained {bits(model, held_out):.3f}")
+        print(
+            f"\nheld-out, bits per character: bigram {bigram_bits(train, held_out):.3f}, untrained {bits(model, held_out):.3f}"
+        )
 
     log = []
     bar = tqdm(range(start, args.stop_at or args.steps), disable=rank > 0, initial=start, total=args.steps)

@@ -22,6 +22,7 @@ from opt_stack.optimizer import Optimizer
 from opt_stack.plan import Plan
 from opt_stack.planner import WorldSizes, make_plan
 from opt_stack.registry import Registry
+from opt_stack.wrapped import check_wrapped, wrapped_buffers
 
 Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig]
 
@@ -56,7 +57,7 @@ def get_optimizer(
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     groups, plan = _agreed_plan(config, chunks, config_overrides, roles, rules or Registry().with_installed())
     model = Model(params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups))
-    stepper = build_stepper(plan, model, roles, sources={})
+    stepper = build_stepper(plan, model, roles, sources={ready.plan.name: ready.source for ready in wrapped_buffers(chunks)})
     return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=f"{roles.dense.dp.rank}:{plan.fingerprint()}")
 
 
@@ -92,7 +93,9 @@ def _agreed_plan(
         _fill_hyper(groups, config, rules)
         made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
         sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
-        plan = make_plan(config, metas, groups, made, sizes=sizes)
+        check_wrapped(config, chunks)
+        ready = [buffer.plan for buffer in wrapped_buffers(chunks)]
+        plan = make_plan(config, metas, groups, made, sizes=sizes, ready_buffers=ready)
     except ValueError as caught:
         error = caught
     agree(roles.everyone, error)

@@ -19,7 +19,6 @@ from opt_distributed.buffers.grouping import (
     IsWhole,
     NumShards,
     nothing_whole,
-    order_of_use,
     plan_buffers,
 )
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
@@ -58,6 +57,10 @@ class SyncedBuffer:
 
     def settle_(self, flags: Tensor) -> None:
         """Nothing is in doubt."""
+
+    def used(self, id: ParamId) -> bool:
+        """True: zeros are a gradient too."""
+        return True
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
         """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
@@ -121,17 +124,17 @@ class DistributedDataParallel(nn.Module):
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
         plans, memories = self._agreed_buffers(is_whole, per_token=calculate_per_token_loss)
         travels = [self._travel(plan, per_token=calculate_per_token_loss) for plan in plans]
-        in_backward = list(order_of_use(plans, self._params))[::-1]
+        buckets = [(number, index) for number, plan in enumerate(plans) for index in range(len(plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
         self._grad_sync = GradSync(
-            [GradBucket(memories[number], index, travels[number]) for number, index in in_backward],
+            [GradBucket(memories[number], index, travels[number]) for number, index in buckets],
             reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
             axes=self._roles.dense if overlaps else None,
         )
         self._param_sync = ParamSync(
             [
                 ParamBucket(memories[number], index, travels[number].comm)
-                for number, index in in_backward
+                for number, index in buckets
                 if config.use_distributed_optimizer
             ],
             gathers=Gathers.BEFORE_USE if config.overlap_param_gather else Gathers.IN_STEP,

@@ -1,0 +1,66 @@
+"""Chunks that come in `DistributedDataParallel`: their buffers as the plan and the step know them."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
+from opt_stack.plan import BufferPlan, Spread
+
+
+class WrappedBuffer(NamedTuple):
+    """A buffer that exists already: how it is laid out, and where its gradients come from."""
+
+    plan: BufferPlan
+    source: SyncedBuffer
+
+
+def wrapped_buffers(chunks: Sequence[nn.Module]) -> Iterator[WrappedBuffer]:
+    """The buffers of those chunks that are wrapped, chunk by chunk."""
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in chunk.synced_buffers:
+                yield WrappedBuffer(_plan(index, chunk, buffer), buffer)
+
+
+def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
+    """What configuration and wrappers must say alike.
+
+    Raises:
+        ConfigError: a wrapper of another chunk number or another sharding, or an overlap that nothing can provide.
+    """
+    sharded = not isinstance(config.sharding, Replicated)
+    for index, chunk in enumerate(chunks):
+        if not isinstance(chunk, DistributedDataParallel):
+            if config.overlap_param_gather:
+                raise ConfigError(
+                    f"overlap_param_gather=True, but model chunk {index} is a plain {type(chunk).__name__}: gathers overlap "
+                    "with the forward of a chunk in DistributedDataParallel; wrap it, or set overlap_param_gather=False"
+                )
+            continue
+        if any(id.chunk != index for id in chunk.metas):
+            raise ConfigError(f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}")
+        for name, ours, theirs in (
+            ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
+            ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),
+        ):
+            if ours != theirs:
+                raise ConfigError(
+                    f"the optimizer's configuration means {name}={ours}, but model chunk {index} was wrapped with "
+                    f"{name}={theirs}; give both the same"
+                )
+
+
+def _plan(index: int, chunk: DistributedDataParallel, buffer: SyncedBuffer) -> BufferPlan:
+    key = buffer.plan.key
+    sharded = Spread.WHOLE if key.is_whole else Spread.FLAT
+    return BufferPlan(
+        name=f"chunk {index}, {key}",
+        dtype=key.param_dtype,
+        is_expert=key.is_expert,
+        spread=sharded if chunk.config.use_distributed_optimizer else Spread.REPLICATED,
+        params=buffer.plan.params,
+        layout=buffer.plan.layout,
+    )
