@@ -13,6 +13,7 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Op, Pending
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from torch import Tensor, nn
 
@@ -366,3 +367,24 @@ def test_ranks_with_different_graphs_reduce_the_same_buckets_in_the_same_order(o
         # The two ranks swap roles each iteration, so that the mean over both is the same.
         assert torch.equal(first, second)
         assert torch.equal(second, third)
+
+
+def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None:
+    def rank_main(comm: ThreadComm) -> list[int]:
+        recording = RecordingComm(comm)
+        axes = Axes(dp=recording, mp=Alone(), tp=Alone())
+        model = nn.ModuleList(nn.Linear(1, width, bias=False) for width in (128, 256, 384, 512))
+        config = replace(CONFIG, bucket_size=1)
+        ddp = DistributedDataParallel(config, model, groups=Roles(dense=axes, expert=axes, everyone=comm))
+        for _ in range(2):
+            recording.calls.clear()
+            ddp.zero_grad_buffer()
+            for index in reversed(range(4)):
+                if (comm.rank, index) != (1, 2):  # rank 1 has no gradient in the bucket of 384 elements
+                    backward(model[index](torch.ones(1, 1)).sum())
+            before_finish = [call.numel for call in recording.of("reduce_scatter")]
+            ddp.finish_grad_sync()
+        assert before_finish == ([512, 256, 128, 384] if comm.rank == 0 else [512, 256, 128])
+        return [call.numel for call in recording.of("reduce_scatter")]
+
+    assert run_threads(2, rank_main) == [[512, 256, 128, 384]] * 2

@@ -220,6 +220,12 @@ def test_a_shared_embedding_is_alone_in_its_bucket(sizes: list[int], world: int,
         assert layout.buckets[0].slots == (Slot(params[-1].id, 0, 100),)
 
 
+@pytest.mark.parametrize("plan", [flat_layout, whole_layout], ids=["flat", "whole"])
+def test_a_shared_embedding_closes_the_bucket_before_it(plan: Callable[..., Layout]) -> None:
+    layout = plan(vectors(100, 200, 300, shared=[1]), num_shards=2)
+    assert [[slot.id.name for slot in bucket.slots] for bucket in layout.buckets] == [["p2"], ["p1"], ["p0"]]
+
+
 def test_a_flat_layout_knows_that_it_cuts() -> None:
     assert flat_layout(vectors(1000), num_shards=2).cuts_a_parameter()
     assert not flat_layout(vectors(1000), num_shards=1).cuts_a_parameter()
@@ -289,7 +295,8 @@ def lines_run(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("grows", ["parameters", "both"])
 def test_cost_grows_linearly(plan: Callable[..., Layout], grows: str) -> None:
     numbers = random.Random(0)
-    params = vectors(*(numbers.choice([64, 1000, 5000, 20000]) for _ in range(1600)))
+    shapes = [(64,), (20000,), (50, 20), (10, 500), (100, 200), (2, 10000)]
+    params = matrices(*(numbers.choice(shapes) for _ in range(1600)))
 
     def cost(part: int) -> int:
         world = 64 // part if grows == "both" else 16

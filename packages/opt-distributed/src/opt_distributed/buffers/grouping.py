@@ -1,6 +1,6 @@
 """Which parameters share a buffer, and the layout of each: values only, from what is known of the parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,14 +126,3 @@ def _layout(
     pad = config.pad_buckets_for_high_nccl_busbw
     shards = num_shards.expert if key.is_expert else num_shards.dense
     return planner(params, num_shards=shards, bucket_size=size, pad_for_high_busbw=pad)
-
-
-def order_of_use(plans: Sequence[BufferPlan], registered: Iterable[ParamId]) -> Iterator[tuple[int, int]]:
-    """(buffer, bucket) pairs in the order in which a forward that follows registration needs them."""
-    place = {id: index for index, id in enumerate(registered)}
-    found = [
-        (min(place[slot.id] for slot in bucket.slots), buffer, index)
-        for buffer, plan in enumerate(plans)
-        for index, bucket in enumerate(plan.layout.buckets)
-    ]
-    return ((buffer, index) for _, buffer, index in sorted(found))

@@ -162,9 +162,7 @@ class Layout:
         ids = [slot.id for slot in self.slots()]
         if len(set(ids)) != len(ids):
             twice = sorted({str(id) for id in ids if ids.count(id) > 1})
-            raise LayoutError(
-                f"parameters with more than one slot: {', '.join(twice)}; each has one"
-            )
+            raise LayoutError(f"parameters with more than one slot: {', '.join(twice)}; each has one")
 
     @property
     def numel(self) -> int:

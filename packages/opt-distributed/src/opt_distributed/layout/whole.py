@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -164,7 +163,6 @@ class _Packing:
     def _deal(self, chunk: Sequence[ParamShape]) -> list[_Placed]:
         """Costliest first, each to the cheapest shard it fits in, else to the emptiest."""
         order = sorted(chunk, key=lambda param: update_cost(param.shape), reverse=True)
-        smallest_left = list(accumulate((param.numel for param in reversed(order)), min))[::-1]
         shards = _Shards(
             capacity=MAX_OVERFILL * sum(param.numel for param in chunk) / self.num_shards,
             multiple=self.start_multiple,
@@ -174,7 +172,7 @@ class _Packing:
             by_fill=[(0, shard) for shard in range(self.num_shards)],
         )
         heapify(shards.by_cost)
-        return [shards.place(param, smallest) for param, smallest in zip(order, smallest_left, strict=True)]
+        return [shards.place(param) for param in order]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,16 +188,15 @@ class _Shards:
     ]  # heap of (cost, shard), stale once the shard has grown; what nothing fits is dropped
     by_fill: list[tuple[int, int]]  # heap of (cursor, shard); an entry is stale once the shard has grown
 
-    def place(self, param: ParamShape, smallest_left: int) -> _Placed:
-        """Put ``param`` into a shard; nothing smaller than ``smallest_left`` will come after."""
+    def place(self, param: ParamShape) -> _Placed:
+        """Put ``param`` into the cheapest shard that it fits in, else into the emptiest."""
         emptiest = self._emptiest()
         if not self._fits(emptiest, param.numel):
             return self._put(param, emptiest)
         passed_over = []
         shard = self._cheapest()
-        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits, so it was never dropped
-            if self._fits(shard, smallest_left):
-                passed_over.append(shard)
+        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits
+            passed_over.append(shard)
             shard = self._cheapest()
         placed = self._put(param, shard)
         for left in (*passed_over, shard):
