@@ -17,7 +17,7 @@ def test_its_code_runs_and_prints_its_picture(capsys: pytest.CaptureFixture[str]
     namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(README), "exec"), namespace)
-    (picture,) = (b for b in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) if "┤" in b)
+    (picture,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
     assert capsys.readouterr().out == picture
     assert namespace["lr"](250) == pytest.approx(1.5e-4)
     assert namespace["branch"](4_400) == 0.0

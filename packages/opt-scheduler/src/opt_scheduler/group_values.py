@@ -48,8 +48,11 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
     lr_of, wd_of = settings.lr_formula(step), settings.wd_formula(step)
     init, all_max, all_min = settings.init_lr, settings.max_lr, settings.min_lr
     all_start, all_end, flat = settings.start_wd, settings.end_wd, settings.wd_incr_style == "constant"
+    lr, wd = lr_of(all_max, all_min), wd_of(all_start, all_end)
+    last_high, last_low, last_start, last_end = all_max, all_min, all_start, all_end
     lrs, wds = [], []
-    # Plain code in one loop, since this is what a step costs: `bounds_of` and the checks of `_problem`, written out.
+    # This loop is what a step costs, so it is `bounds_of` and `_problem` written out, and a group with the bounds of the
+    # one before it, as most have, costs only the look at them.
     try:
         for group in groups:
             get = group.get
@@ -61,12 +64,18 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
                 start = all_start
             if (end := get("end_wd")) is None:
                 end = all_end
-            if (mult := get("wd_mult")) is None:
-                mult = 1.0
-            if not (0 <= low <= high >= init and 0 <= start <= end) or (flat and start != end) or not mult >= 0:
+            if high != last_high or low != last_low:
+                if not 0 <= low <= high >= init:
+                    raise _refusal(settings, groups)
+                lr, last_high, last_low = lr_of(high, low), high, low
+            if start != last_start or end != last_end:
+                if not 0 <= start <= end or (flat and start != end):
+                    raise _refusal(settings, groups)
+                wd, last_start, last_end = wd_of(start, end), start, end
+            if (mult := get("wd_mult")) is not None and not mult >= 0:
                 raise _refusal(settings, groups)
-            lrs.append(lr_of(high, low))
-            wds.append(wd_of(start, end) * mult)
+            lrs.append(lr)
+            wds.append(wd if mult is None else wd * mult)
     except TypeError as error:
         raise _refusal(settings, groups) from error
     return GroupValues(lrs, wds)
