@@ -92,6 +92,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "a string for a number": ({"lr": "1e-4"}, "OptimizerConfig: lr='1e-4': must be a number or None"),
     "a number for a bool": ({"bf16": 1}, "OptimizerConfig: bf16=1: must be True or False"),
     "a bool for a number": ({"clip_grad": True}, "OptimizerConfig: clip_grad=True: must be a number"),
+    "a bool for a count": ({"hysteresis": True}, "OptimizerConfig: hysteresis=True: must be an int"),
     "a float for a count": ({"hysteresis": 2.0}, "OptimizerConfig: hysteresis=2.0: must be an int"),
     "a string for a dtype": (
         {"params_dtype": "bfloat16"},

@@ -135,3 +135,16 @@ def test_ranks_that_were_given_different_overrides_all_refuse():
         "config_overrides: '*.bias': the same keys make different groups; give every rank the same overrides, and "
         "different predicates different names"
     ] * 2
+
+
+def test_different_overrides_are_seen_where_groups_happen_to_merge_on_one_rank():
+    ranks = Ranks(2)
+    errors = ranks.run(
+        lambda rank: get_param_groups(
+            [Experts()],
+            CONFIG,
+            {ParamKey(name="router.weight"): {"max_lr": 1.0}, ParamKey(name="router.bias"): {"max_lr": 1.0 + rank}},
+            gather=ranks.gather_of(rank),
+        )
+    )
+    assert ["'router.bias': the same keys make different groups" in str(error) for error in errors] == [True, True]
