@@ -162,7 +162,7 @@ class _Packing:
 
     def _deal(self, chunk: Sequence[ParamShape]) -> list[_Placed]:
         """Costliest first, each to the cheapest shard it fits in, else to the emptiest."""
-        order = sorted(chunk, key=lambda param: update_cost(param.shape), reverse=True)
+        order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
         shards = _Shards(
             capacity=MAX_OVERFILL * sum(param.numel for param in chunk) / self.num_shards,
             multiple=self.start_multiple,
@@ -183,25 +183,32 @@ class _Shards:
     multiple: int
     cursors: list[int]
     costs: list[int]  # over all buckets; updated
-    by_cost: list[
-        tuple[int, int]
-    ]  # heap of (cost, shard), stale once the shard has grown; what nothing fits is dropped
-    by_fill: list[tuple[int, int]]  # heap of (cursor, shard); an entry is stale once the shard has grown
+    by_cost: list[tuple[int, int]]  # heap of (cost, shard); an entry is stale once the shard has grown
+    by_fill: list[tuple[int, int]]  # heap of (cursor, shard); likewise
+    set_aside: list[int] = field(default_factory=list)  # shards out of `by_cost`, too full for ...
+    aside_numel: int = 0  # ... this many elements
 
     def place(self, param: ParamShape) -> _Placed:
         """Put ``param`` into the cheapest shard that it fits in, else into the emptiest."""
         emptiest = self._emptiest()
         if not self._fits(emptiest, param.numel):
             return self._put(param, emptiest)
-        passed_over = []
+        if param.numel < self.aside_numel:
+            self._take_back()
         shard = self._cheapest()
-        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits
-            passed_over.append(shard)
+        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits, so it is not set aside
+            self.set_aside.append(shard)
+            self.aside_numel = param.numel
             shard = self._cheapest()
         placed = self._put(param, shard)
-        for left in (*passed_over, shard):
-            heappush(self.by_cost, (self.costs[left], left))
+        heappush(self.by_cost, (self.costs[shard], shard))
         return placed
+
+    def _take_back(self) -> None:
+        """Considers every shard again. Models have few sizes, so this is rare and a plan's cost linear."""
+        for shard in self.set_aside:
+            heappush(self.by_cost, (self.costs[shard], shard))
+        self.set_aside, self.aside_numel = [], 0
 
     def _cheapest(self) -> int:
         """Takes the shard of least cost out of the heap."""
