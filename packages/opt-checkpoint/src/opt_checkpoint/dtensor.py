@@ -46,7 +46,7 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
     offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
     return ShardedTensor(
         key=key,
-        data=local.detach(),
+        data=local,
         dtype=local.dtype,
         local_shape=tuple(local.shape),
         global_shape=tuple(tensor.shape),
@@ -61,7 +61,7 @@ def whole_tensor(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
     shape = tuple(tensor.shape)
     return ShardedTensor(
         key=key,
-        data=tensor.detach(),
+        data=tensor,
         dtype=tensor.dtype,
         local_shape=shape,
         global_shape=shape,

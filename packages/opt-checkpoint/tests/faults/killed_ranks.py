@@ -1,0 +1,71 @@
+"""Jobs that are killed: processes cheap to start, since they are forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpoint_ranks import free_port, join_world
+from disks import dying_at
+from opt_checkpoint import CheckpointManager, save
+from opt_checkpoint.series import step_name
+from states import state_at
+
+
+def context() -> Any:
+    """A fork server that has torch and this module imported, and has run no threads."""
+    server = mp.get_context("forkserver")
+    server.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "opt_checkpoint", "killed_ranks"])
+    return server
+
+
+def train_and_save(rank: int, size: int, port: int, folder: str, background: bool, steps: int) -> None:
+    """Resume from the newest step, then save step after step until killed."""
+    join_world(rank, size, port)
+    manager = CheckpointManager(folder, keep=2, in_background=background)
+    start = manager.latest() or 0
+    for step in range(start + 1, start + 1 + steps):
+        manager.save(step, state_at(step, rank, size))
+    manager.close()
+    os._exit(0)
+
+
+def save_and_die(folder: str, step: int, call: int) -> None:
+    """A save that is killed before its given call to the file system."""
+    save(state_at(step, 0, 1), Path(folder) / step_name(step), files=dying_at(call))
+    os._exit(0)
+
+
+def save_at_once(folder: str, step: int, start_at: float) -> None:
+    """One of several jobs that save the same step; exits 0 when it won, 3 on a clean error."""
+    while time.time() < start_at:
+        time.sleep(0.001)
+    try:
+        save(state_at(step, 0, 1), Path(folder) / step_name(step))
+    except ValueError:
+        os._exit(3)
+    os._exit(0)
+
+
+def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
+    """Start a world, kill some of its ranks after a while, then the rest; exit codes by rank."""
+    port, server = free_port(), context()
+    arguments = (size, port, str(folder), background, 100_000)
+    processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(after_s)
+    for victim in victims:
+        os.kill(processes[victim].pid, signal.SIGKILL)
+    time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.join(30)
+    return [process.exitcode for process in processes]

@@ -1,0 +1,140 @@
+"""F11, F12: saving in the background: isolation, order, failure, and the end of the process."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool
+from disks import CountingFiles, failing_at
+from opt_checkpoint import (
+    AsyncSaver,
+    CheckpointFailedError,
+    CheckpointManager,
+    async_save,
+    committed_steps,
+    load,
+    verify_checkpoint,
+)
+from states import assert_is_step, state_at
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
+    gate = threading.Event()
+    state = state_at(1, 0, 1)
+    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(10) and None))
+    handle = saver.save(state, tmp_path / "x")
+    assert not handle.done()
+    assert saver.busy
+    state["w"].data.fill_(-5)
+    state["b"].data.fill_(-5)
+    state["rng"].data["seed"] = -5
+    state["groups"][0]["lr"] = -5
+    gate.set()
+    assert handle.wait() == tmp_path / "x"
+    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 1, 0, 1)
+    saver.close()
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(10) and None))
+    first = saver.save(state_at(1, 0, 1), tmp_path / "1")
+    threading.Timer(0.2, gate.set).start()
+    second = saver.save(state_at(2, 0, 1), tmp_path / "2")
+    assert first.done()
+    second.wait()
+    for step in (1, 2):
+        assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
+    saver.close()
+
+
+def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
+    saver = AsyncSaver(files=failing_at(5, errno.ENOSPC))
+    handle = saver.save(state_at(1, 0, 1), tmp_path / "1")
+    with pytest.raises(CheckpointFailedError, match="No space left"):
+        saver.save(state_at(2, 0, 1), tmp_path / "2")
+    with pytest.raises(CheckpointFailedError, match="No space left"):
+        handle.wait()
+    assert list(tmp_path.iterdir()) == []
+    saver.save(state_at(3, 0, 1), tmp_path / "3").wait()
+    saver.close()
+    assert verify_checkpoint(tmp_path / "3") == []
+
+
+def fail_in_the_background_of_one(rank: int, size: int, folder: str) -> str:
+    files = failing_at(2, errno.EIO) if rank == 1 else None
+    manager = CheckpointManager(folder, files=files)
+    manager.save(1, state_at(1, rank, size))
+    with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 5\]") as caught:
+        manager.save(2, state_at(2, rank, size))
+    manager.save(3, state_at(3, rank, size))
+    manager.close()
+    report = load(state_at(0, rank, size, filled=False), Path(folder) / "step-000000003")
+    assert_is_step(report.state, 3, rank, size)
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_surfaces_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    texts = ranks.run(2, fail_in_the_background_of_one, str(tmp_path))
+    assert texts[0] == texts[1]
+    assert committed_steps(tmp_path) == [3]
+
+
+def bad_state_on_one(rank: int, size: int, folder: str) -> str:
+    saver = AsyncSaver()
+    state = state_at(1, rank, size)
+    if rank == 1:
+        state["bad"] = (state["w"],)
+    with pytest.raises(ValueError, match="'bad' is a tuple with something sharded in it") as caught:
+        saver.save(state, Path(folder) / "x")
+    saver.close()
+    return str(caught.value)
+
+
+def test_a_snapshot_that_fails_on_one_rank_fails_on_all_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    assert len(set(ranks.run(2, bad_state_on_one, str(tmp_path)))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_ends_without_waiting_finishes_its_save(tmp_path: Path) -> None:
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+        "from opt_checkpoint import async_save\nfrom states import state_at\n"
+        f"async_save(state_at(1, 0, 1), {str(tmp_path / 'x')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_memory_of_a_snapshot_is_used_again(tmp_path: Path) -> None:
+    saver = AsyncSaver()
+    seen = set()
+    for step in (1, 2, 3):
+        saver.save(state_at(step, 0, 1), tmp_path / str(step)).wait()
+        seen.add(tuple(sorted(b.data_ptr() for b in saver._staging._buffers.values())))
+    assert len(seen) == 1
+    assert saver._staging.nbytes == (12 * 40 + 5) * 4
+    saver.close()
+
+
+def test_a_small_view_of_a_large_bucket_is_staged_alone(tmp_path: Path) -> None:
+    bucket = torch.zeros(1 << 20)
+    state = state_at(1, 0, 1)
+    state["b"].data = bucket[:5]
+    saver = AsyncSaver()
+    saver.save(state, tmp_path / "x").wait()
+    assert saver._staging.nbytes == (12 * 40 + 5) * 4
+    saver.close()
+
+
+def test_a_single_async_save_needs_no_saver(tmp_path: Path) -> None:
+    handle = async_save(state_at(2, 0, 1), tmp_path / "x")
+    assert handle.wait(60) == tmp_path / "x"
+    assert handle.blocked_s >= 0
+    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 2, 0, 1)
