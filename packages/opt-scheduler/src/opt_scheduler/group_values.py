@@ -51,8 +51,8 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
     lr, wd = lr_of(all_max, all_min), wd_of(all_start, all_end)
     last_high, last_low, last_start, last_end = all_max, all_min, all_start, all_end
     lrs, wds = [], []
-    # This loop is what a step costs, so it is `bounds_of` and `_problem` written out, and a group with the bounds of the
-    # one before it, as most have, costs only the look at them.
+    # This loop is what a step costs, so it is `bounds_of` and `_problem` written out, and a group with the bounds of
+    # the one before it, as most have, costs only the look at them.
     try:
         for group in groups:
             get = group.get

@@ -4,7 +4,7 @@ Who steps it, and how often:
 
 - A loop of one's own calls `step()` after `optimizer.step()`, once per update.
 - Lightning does so if `configure_optimizers` says {"scheduler": ..., "interval": "step"}; once per epoch is
-  its default.
+  its default. Without the adapter it asks for a hook, `lr_scheduler_step`, that calls `scheduler.step()`.
 - The HF Trainer takes `optimizers=(optimizer, scheduler)` and steps once per update, except where one was skipped.
 - Accelerate, after `prepare(scheduler)`, steps `num_processes` times per update (once with `split_batches=True`), and
   not at all where an update was skipped. Leave the scheduler out of `prepare` to step it once, or count in batches of

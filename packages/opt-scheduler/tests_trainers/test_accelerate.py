@@ -1,0 +1,75 @@
+"""Accelerate: a prepared adapter is stepped once per update and process, skips what the optimizer skips, and resumes."""
+
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+from opt_scheduler import FieldScheduler, cosine, warmup
+from opt_scheduler.lr_scheduler import as_lr_scheduler
+
+LR = warmup(cosine(1e-2, 0.0, steps=16), steps=4)
+
+
+class Run:
+    """A toy model, its optimizer and its scheduler, all prepared."""
+
+    def __init__(self, accumulate: int = 1) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.scheduler = FieldScheduler(optimizer, {"lr": LR})
+        self.model, self.optimizer, self.prepared = self.accelerator.prepare(
+            model, optimizer, as_lr_scheduler(self.scheduler)
+        )
+
+    def train(self, num_batches: int) -> list[float]:
+        used = []
+        for _ in range(num_batches):
+            with self.accelerator.accumulate(self.model):
+                used.append(self.optimizer.param_groups[0]["lr"])
+                self.accelerator.backward(self.model(torch.ones(2, 4)).square().mean())
+                self.optimizer.step()
+                self.prepared.step()
+                self.optimizer.zero_grad()
+        return used
+
+
+def test_it_is_taken_for_a_scheduler_and_stepped_once_per_update() -> None:
+    run = Run()
+    assert isinstance(run.prepared, AcceleratedScheduler)
+    assert run.train(20) == LR.values(range(20))
+    assert run.prepared.get_last_lr() == [LR(20)]
+
+
+def test_accumulated_batches_do_not_count() -> None:
+    assert Run(accumulate=4).train(12) == [LR(i // 4) for i in range(12)]
+
+
+def test_with_several_processes_it_is_stepped_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As documented: such a schedule counts in batches of one process.
+    run = Run()
+    monkeypatch.setattr(AcceleratorState, "num_processes", property(lambda self: 2), raising=False)
+    run.train(3)
+    assert run.scheduler.num_steps == 6
+
+
+def test_a_skipped_update_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.train(2)
+    # What a loss scale that overflowed leaves behind; there is none on a CPU.
+    monkeypatch.setattr(type(run.optimizer), "step_was_skipped", property(lambda self: True))
+    run.train(3)
+    assert run.scheduler.num_steps == 2
+
+
+def test_a_resumed_run_uses_the_values_of_one_never_stopped(tmp_path: Path) -> None:
+    first = Run()
+    used = first.train(7)
+    first.accelerator.save_state(str(tmp_path))
+    resumed = Run()
+    resumed.accelerator.load_state(str(tmp_path))
+    assert used + resumed.train(13) == LR.values(range(20))
