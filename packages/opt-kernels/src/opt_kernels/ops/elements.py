@@ -1,5 +1,6 @@
 """What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from opt_kernels.rules.base import Hyper, Work
 
 
 class Run(NamedTuple):
-    """A work whose tensors are flat views of its own, in one order of elements; block scales are flat already."""
+    """A work's tensors in one order of elements: flat, (n,), unless `dense_run_of` made it."""
 
     grad: Tensor  # (n,)
     main: Tensor | None  # (n,)
@@ -74,6 +75,17 @@ def run_of(work: Work) -> Run:
         state,
         work.first,
     )
+
+
+def dense_run_of(work: Work, names: Sequence[str]) -> Run:
+    """`work` with only the states `names`, all in one order of elements; in its own shape where that is contiguous.
+
+    For the sweeps that take any shape: a view costs as much as starting an operation.
+    """
+    main = work.main if work.main is not None else work.out
+    if main is None or not (main.is_contiguous() and work.grad.is_contiguous() and work.grad.shape == main.shape):
+        return run_of(work)
+    return Run(work.grad, work.main, work.out, work.remainder, {name: work.state[name] for name in names}, work.first)
 
 
 def compute_dtype(run: Run) -> torch.dtype:

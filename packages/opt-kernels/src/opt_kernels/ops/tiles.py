@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec, scale_name
-from opt_kernels.ops.elements import Run, compute_dtype, rounds_by_chance
+from opt_kernels.ops.elements import Run, compute_dtype, dense_run_of, rounds_by_chance
 from opt_kernels.ops.remainder import torch_native as remainder
 from opt_kernels.ops.rounding import torch_native as rounding
+from opt_kernels.rules.base import Work
 
 # 2 MiB of float32 a row, at most five rows: within the cache that two cores share, below 16 MiB, and long enough that
 # the cost of starting an operation is small beside its work. A multiple of every codec's block.
@@ -34,17 +35,21 @@ class Tile(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Runs by the way torch's fused sweeps can take them."""
+    """Runs, of any shape, by the way torch's fused sweeps can take them."""
 
     whole: list[Run]  # as they are
     cut: list[Run]  # a tile at a time
 
 
-def divided(runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float) -> Divided:
-    """`runs` in two: those of one dtype throughout with nothing else to read or write, and the others."""
+def divided(works: Iterable[Work], codecs: Mapping[str, StateCodec], *, scale: float) -> Divided:
+    """`works` in two: those of one dtype throughout with nothing else to read or write, and the others."""
+    names = [*codecs, *(scale_name(name) for name, codec in codecs.items() if codec.block)]
+    runs = [dense_run_of(work, names) for work in works]
+    if scale != 1.0:
+        return Divided([], runs)
     parts = Divided([], [])
     for run in runs:
-        (parts.whole if scale == 1.0 and _agrees(run, codecs) else parts.cut).append(run)
+        (parts.whole if _agrees(run, codecs) else parts.cut).append(run)
     return parts
 
 
@@ -92,6 +97,7 @@ class _Stage:
         codes = [piece.state[name] for piece in self.pieces]
         if _is_direct(codec, self.dtype):
             return codes
+        codes = _flat(codes)
         values = self._parts(self._row(name, self.dtype))
         if isinstance(codec, Plain):
             torch._foreach_copy_(values, codes)
@@ -103,7 +109,7 @@ class _Stage:
     def encode_(self, name: str, codec: StateCodec, values: list[Tensor]) -> None:
         if _is_direct(codec, self.dtype):
             return
-        codes = [piece.state[name] for piece in self.pieces]
+        codes = _flat([piece.state[name] for piece in self.pieces])
         if isinstance(codec, Plain):
             torch._foreach_copy_(codes, values)
             return
@@ -117,7 +123,7 @@ class _Stage:
             return grads if scale == 1.0 else list(torch._foreach_mul(grads, scale))
         row = self._row("grad", self.dtype)
         parts = self._parts(row)
-        torch._foreach_copy_(parts, grads)
+        torch._foreach_copy_(parts, _flat(grads))
         if scale != 1.0:
             row.mul_(scale)
         return parts
@@ -129,7 +135,7 @@ class _Stage:
         row = self._row("main", self.dtype)
         parts = self._parts(row)
         if mains:
-            torch._foreach_copy_(parts, mains)
+            torch._foreach_copy_(parts, _flat(mains))
         else:
             remainder.join_(parts, self._outs(), self._remainders())
         return parts
@@ -142,17 +148,17 @@ class _Stage:
         for piece, value in zip(self.pieces, values):
             assert piece.main is not None
             if stochastic_step is not None and rounds_by_chance(piece):
-                rounding.round_(piece.main, value, first=piece.first, step=stochastic_step)
+                rounding.round_(piece.main.view(-1), value, first=piece.first, step=stochastic_step)
             elif value is not piece.main:
-                piece.main.copy_(value)
+                piece.main.view(-1).copy_(value)
         if self.pieces[0].out is not None:
-            torch._foreach_copy_(self._outs(), values)
+            torch._foreach_copy_(self._outs(), _flat(values))
 
     def _outs(self) -> list[Tensor]:
-        return [piece.out for piece in self.pieces if piece.out is not None]
+        return _flat([piece.out for piece in self.pieces if piece.out is not None])
 
     def _remainders(self) -> list[Tensor]:
-        return [piece.remainder for piece in self.pieces if piece.remainder is not None]
+        return _flat([piece.remainder for piece in self.pieces if piece.remainder is not None])
 
     def _row(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = sum(piece.grad.numel() for piece in self.pieces)
@@ -161,6 +167,10 @@ class _Stage:
     def _parts(self, row: Tensor) -> list[Tensor]:
         """The row cut as the pieces are."""
         return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
+
+
+def _flat(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
 
 
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
@@ -196,20 +206,25 @@ def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
     return (run.grad.dtype, *(None if tensor is None else tensor.dtype for tensor in (run.main, run.out)))
 
 
-def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
+def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterable[Run]:
     if run.grad.numel() <= TILE_NUMEL:
-        yield run
-        return
+        return (run,)
     blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
-    state = {name: torch.split(tensor, TILE_NUMEL // blocks.get(name, 1)) for name, tensor in run.state.items()}
-    grads = torch.split(run.grad, TILE_NUMEL)
-    mains = _split(run.main, len(grads))
-    outs = _split(run.out, len(grads))
-    remainders = _split(run.remainder, len(grads))
-    for i, grad in enumerate(grads):
-        states = {name: parts[i] for name, parts in state.items()}
-        yield Run(grad, mains[i], outs[i], remainders[i], states, run.first + i * TILE_NUMEL)
+    states = {name: _split(tensor, TILE_NUMEL // blocks.get(name, 1)) for name, tensor in run.state.items()}
+    grads, mains, outs, remainders = (_split(t, TILE_NUMEL) for t in (run.grad, run.main, run.out, run.remainder))
+    return (
+        Run(
+            grad,
+            next(mains, None),
+            next(outs, None),
+            next(remainders, None),
+            {name: next(parts) for name, parts in states.items()},
+            run.first + index * TILE_NUMEL,
+        )
+        for index, grad in enumerate(grads)
+    )
 
 
-def _split(tensor: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
-    return (None,) * count if tensor is None else torch.split(tensor, TILE_NUMEL)
+def _split(tensor: Tensor | None, numel: int) -> Iterator[Tensor]:
+    """`tensor`, flat, in pieces of `numel` elements; nothing for None."""
+    return iter(()) if tensor is None else iter(torch.split(tensor.view(-1), numel))

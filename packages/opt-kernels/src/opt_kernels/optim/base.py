@@ -138,35 +138,20 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         first = 0
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
-                if param.grad is not None:
-                    rule = self.rule_of(group, param)
-                    work = self._work(group, param, rule, first)
-                    row = (index, float(self.state[param][STEP]))
-                    rows.setdefault(_Sweep(rule, work.grad.device), {}).setdefault(row, []).append(work)
+                grad = param.grad
+                if grad is not None:
+                    rule, state = self.rule_of(group, param), self.state[param]
+                    if not state:
+                        state.update(init_state(rule, self.mains, param))
+                    state[STEP] += 1
+                    work = _work(param, grad, state, self.matrix_of(group, param), first)
+                    row = (index, state[STEP].item())
+                    rows.setdefault(_Sweep(rule, grad.device), {}).setdefault(row, []).append(work)
                 first += param.numel()
         return {
             sweep: [Batch(_hyper(self.param_groups[index], step), works) for (index, step), works in of_sweep.items()]
             for sweep, of_sweep in rows.items()
         }
-
-    def _work(self, group: ParamGroup, param: Tensor, rule: Rule, first: int) -> Work:
-        assert param.grad is not None
-        state = self.state[param]
-        if not state:
-            state.update(init_state(rule, self.mains, param))
-        state[STEP] += 1
-        shard, grad = local(param.detach()), local(param.grad)
-        if grad.is_sparse:
-            raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
-        return Work(
-            grad=grad,
-            main=None if REMAINDER in state else state.get(MAIN, shard),
-            out=shard if MAIN in state or REMAINDER in state else None,
-            remainder=state.get(REMAINDER),
-            state={name: tensor for name, tensor in state.items() if name not in (STEP, MAIN, REMAINDER)},
-            matrix=self.matrix_of(group, param),
-            first=first,
-        )
 
 
 class _Sweep(NamedTuple):
@@ -174,6 +159,23 @@ class _Sweep(NamedTuple):
 
     rule: Rule
     device: torch.device
+
+
+def _work(param: Tensor, grad: Tensor, state: dict[str, Tensor], matrix: MatrixSpec, first: int) -> Work:
+    """What the rule is given; it looks up its own states by name."""
+    if grad.is_sparse:
+        raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
+    shard = local(param)
+    main, remainder = state.get(MAIN), state.get(REMAINDER)
+    return Work(
+        grad=local(grad),
+        main=None if remainder is not None else shard if main is None else main,
+        state=state,
+        out=None if main is None and remainder is None else shard,
+        remainder=remainder,
+        matrix=matrix,
+        first=first,
+    )
 
 
 def _hyper(group: ParamGroup, step: float) -> Hyper:

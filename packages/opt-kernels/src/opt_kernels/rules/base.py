@@ -7,10 +7,13 @@ The caller owns all memory: a rule writes `main`, `out`, `remainder` and `state`
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from opt_kernels.codecs import StateCodec  # which declares its scales with the types of this module
 
 
 class Needs(Enum):
@@ -111,6 +114,11 @@ class Rule(Protocol):
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]: ...
+
+    @property
+    def codecs(self) -> "Mapping[str, StateCodec]":
+        """How states are stored, by name; one that is not here is stored as it is."""
+        ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         """State for one parameter (or run of elements) of `main`'s shape and device, as it is before the first step."""

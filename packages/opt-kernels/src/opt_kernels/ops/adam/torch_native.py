@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.ops.adam.reference import Order, updated
-from opt_kernels.ops.elements import HostHyper, on_host, run_of, skipped
+from opt_kernels.ops.elements import HostHyper, on_host, skipped
 from opt_kernels.ops.tiles import divided, tiles
 from opt_kernels.rules.base import Batch
 
@@ -30,7 +30,7 @@ def adam_(
     update_ = _fused_ if order == "torch" else _eager_
     for hyper, works in batches:
         row = on_host(hyper)
-        whole, cut = divided(map(run_of, works), codecs, scale=float(grad_scale))
+        whole, cut = divided(works, codecs, scale=float(grad_scale))
         if whole:
             mains = [run.main for run in whole if run.main is not None]
             exp_avgs = [run.state["exp_avg"] for run in whole]

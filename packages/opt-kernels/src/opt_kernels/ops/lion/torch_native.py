@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.ops.elements import HostHyper, on_host, run_of, skipped
-from opt_kernels.ops.tiles import Tile, tiles
+from opt_kernels.ops.elements import HostHyper, on_host, skipped
+from opt_kernels.ops.tiles import Tile, divided, tiles
 from opt_kernels.rules.base import Batch
 
 
@@ -21,9 +21,11 @@ def lion_(
     """What `reference.lion_` does, but for the last bits. Hyper-parameters are read on the host."""
     if skipped(skip):
         return
+    codecs = {"exp_avg": exp_avg_codec}
     for hyper, works in batches:
         row = on_host(hyper)
-        for tile in tiles(map(run_of, works), {"exp_avg": exp_avg_codec}, scale=float(grad_scale)):
+        whole, cut = divided(works, codecs, scale=float(grad_scale))
+        for tile in tiles([*whole, *cut], codecs, scale=float(grad_scale)):
             _update_(tile, row)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.ops.elements import HostHyper, on_host, run_of, skipped
+from opt_kernels.ops.elements import HostHyper, on_host, skipped
 from opt_kernels.ops.tiles import divided, tiles
 from opt_kernels.rules.base import Batch
 
@@ -26,7 +26,7 @@ def sgd_(
     codecs = {} if momentum_buffer_codec is None else {"momentum_buffer": momentum_buffer_codec}
     for hyper, works in batches:
         row = on_host(hyper)
-        whole, cut = divided(map(run_of, works), codecs, scale=float(grad_scale))
+        whole, cut = divided(works, codecs, scale=float(grad_scale))
         if whole:
             buffers = [run.state["momentum_buffer"] for run in whole if codecs]
             mains = [run.main for run in whole if run.main is not None]
