@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.choice import Choice
+from opt_kernels.codecs import StateCodec
 from opt_kernels.dispatch import parse_backend, version
 from opt_kernels.ops.elements import skipped
 from opt_kernels.ops.orthogonal_basis import reference
@@ -71,6 +72,11 @@ class SOAP:
     @property
     def needs(self) -> Needs:
         return Needs.MATRICES
+
+    @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """All state is stored as it is."""
+        return {}
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:

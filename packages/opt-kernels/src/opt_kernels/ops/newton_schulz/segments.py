@@ -15,8 +15,8 @@ import torch
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, Schedule
 
 # An eigenvalue of R that is all rounding may grow to about this before the polynomials stop contracting it. In bf16
-# the quintic set reaches 1.02 after two steps, and is about as accurate as one step at a time; after three it is not. So are
-# two steps of the cans set, at 1.07.
+# the quintic set reaches 1.02 after two steps, and is about as accurate there as one step at a time; three steps are
+# not, nor are two of the cans set, which reach 1.07.
 GROWTH_LIMIT = 1.05
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 

@@ -1,0 +1,299 @@
+"""Muon: against the SVD and a float64 reference, for every way its parameters, gradients and options come."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Needs, StateKind, Work
+from opt_kernels.rules.matrices import STACK_NUMEL_ON_CPU, MatrixError
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
+from torch import Tensor
+
+HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)
+# Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.
+POLAR = Muon(coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10, fp32_matmul_prec=MatmulPrecision.HIGHEST)
+EXACT = replace(POLAR, backend="reference")
+
+
+def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def polar(x: Tensor) -> Tensor:
+    """The oracle: the nearest matrix with orthonormal rows or columns, in float64."""
+    u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
+    return torch.matmul(u, v)
+
+
+def moved(rule: Muon, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER, **work: Any) -> Tensor:
+    """`main` after a step for each of `grads`."""
+    main, state = main.clone(), rule.init_state(main)
+    for grad in grads:
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, **work)])])
+    return main
+
+
+SHAPES = [(1, 1), (1, 63), (63, 1), (16, 16), (33, 65), (64, 256), (256, 64), (3, 24, 40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_first_step_is_the_polar_factor_scaled_and_decays_before(shape: tuple[int, ...]) -> None:
+    main, grad = tensor(*shape), tensor(*shape, seed=1)
+    scale = max(shape[-2:]) ** 0.5
+    expected = main.double() * (1 - 0.1 * 0.3) - 0.1 * scale * polar(grad)
+    # The map's 1e-3 at the ends of its range, times lr and scale.
+    torch.testing.assert_close(moved(POLAR, main, grad).double(), expected, rtol=0, atol=2e-3 * 0.1 * scale)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_is_an_average_and_nesterov_looks_ahead(nesterov: bool) -> None:
+    main, grads = tensor(24, 40), [tensor(24, 40, seed=seed) for seed in (1, 2, 3)]
+    expected, momentum = main.double(), torch.zeros(24, 40, dtype=torch.float64)
+    for grad in grads:
+        momentum = 0.9 * momentum + 0.1 * grad.double()
+        direction = 0.1 * grad.double() + 0.9 * momentum if nesterov else momentum
+        expected = expected * (1 - 0.1 * 0.3) - 0.1 * 40**0.5 * polar(direction)
+    got = moved(replace(POLAR, nesterov=nesterov), main, *grads)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=6e-3 * 0.1 * 40**0.5)
+
+
+SCALES = [
+    (ScaleMode.SPECTRAL, (8, 32), 32**0.5),
+    (ScaleMode.SPECTRAL, (32, 8), 32**0.5),
+    (ScaleMode.UNIT_RMS_NORM, (8, 32), 0.5),
+    (ScaleMode.UNIT_RMS_NORM, (32, 8), 2.0),
+    (ScaleMode.SHAPE_SCALING, (8, 32), 1.0),
+    (ScaleMode.SHAPE_SCALING, (32, 8), 2.0),
+]
+
+
+@pytest.mark.parametrize(("mode", "shape", "factor"), SCALES)
+def test_an_update_has_the_scale_of_its_mode_times_the_extra_factor(
+    mode: ScaleMode, shape: tuple[int, int], factor: float
+) -> None:
+    rule = replace(POLAR, scale_mode=mode, extra_scale_factor=0.2)
+    update = torch.zeros(shape) - moved(rule, torch.zeros(shape), tensor(*shape), hyper=Hyper(lr=1.0))
+    # All 8 singular values of the polar factor are 1.
+    assert float(update.norm()) == pytest.approx(0.2 * factor * 8**0.5, rel=2e-3)
+
+
+@pytest.mark.parametrize("coefficients", [kind for kind in CoefficientType if kind not in ("aol", "custom")])
+@pytest.mark.parametrize("precision", MatmulPrecision)
+@pytest.mark.parametrize("use_syrk", [True, False])
+def test_fast_and_reference_backends_agree(
+    coefficients: CoefficientType, precision: MatmulPrecision, use_syrk: bool
+) -> None:
+    # Wide enough that all products of the fp32 iteration are halved.
+    fast = Muon(coefficient_type=coefficients, fp32_matmul_prec=precision, use_syrk=use_syrk)
+    main, grad = torch.zeros(256, 1024), tensor(256, 1024)
+    expected = moved(replace(fast, backend="reference"), main, grad)
+    error = (moved(fast, main, grad) - expected).norm() / expected.norm()
+    # bf16 rounds at 4e-3 and its steps pull that apart to a few percent; fp32 at 6e-8.
+    assert float(error) < (0.05 if precision is MatmulPrecision.MEDIUM else 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (192, 16)], ids=str)
+@pytest.mark.parametrize("mode", ScaleMode)
+def test_fused_rows_are_orthogonalised_and_scaled_one_by_one(shape: tuple[int, int], mode: ScaleMode) -> None:
+    # Groups of 4 rows of q, 1 of k, 1 of v.
+    grad, rule = tensor(*shape), replace(EXACT, scale_mode=mode)
+    got = moved(rule, torch.zeros(shape), grad, matrix=MatrixSpec(split_rows=(4, 1, 1)))
+    grouped = grad.view(-1, 6, shape[1])
+    parts = [grouped[:, a:b].reshape(-1, shape[1]) for a, b in pairwise((0, 4, 5, 6))]
+    separately = [moved(rule, torch.zeros_like(part), part) for part in parts]
+    expected = torch.cat([part.view(-1, rows, shape[1]) for part, rows in zip(separately, (4, 1, 1))], dim=1)
+    torch.testing.assert_close(got, expected.view(shape), rtol=0, atol=1e-6)
+
+
+def test_a_stack_of_matrices_is_so_many_matrices() -> None:
+    main, grad = tensor(5, 12, 20), tensor(5, 12, 20, seed=1)
+    got = moved(EXACT, main, grad)
+    for i in range(5):
+        torch.testing.assert_close(got[i], moved(EXACT, main[i], grad[i]), rtol=0, atol=1e-6)
+
+
+def test_company_makes_no_difference() -> None:
+    # Equal shapes are stacked over groups, in rounds of bounded size; each keeps its group's numbers.
+    shapes = [(16, 24), (24, 16), (16, 24), (8, 8), (16, 24), (1024, 600), (1024, 600), (1024, 600)]
+    assert 3 * 1024 * 600 > STACK_NUMEL_ON_CPU > 1024 * 600
+    hypers = [replace(HYPER, lr=0.1), replace(HYPER, lr=0.02, momentum=0.5)]
+    mains = [tensor(*shape, seed=i) for i, shape in enumerate(shapes)]
+    grads = [tensor(*shape, seed=100 + i) for i, shape in enumerate(shapes)]
+    rule = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)
+    together = [main.clone() for main in mains]
+    works = [Work(grad=g, main=m, state=rule.init_state(m)) for g, m in zip(grads, together)]
+    rule.update_([Batch(hypers[0], works[::2]), Batch(hypers[1], works[1::2])])
+    for i, (main, grad, got) in enumerate(zip(mains, grads, together)):
+        # The same products in another batch may be summed in another order.
+        torch.testing.assert_close(got, moved(rule, main, grad, hyper=hypers[i % 2]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-12, torch.tensor(0.25)], ids=["one", "small", "on_device"])
+def test_gradients_are_read_as_they_are_and_never_written(dtype: torch.dtype, scale: float | Tensor) -> None:
+    grad = tensor(24, 40, dtype=dtype)
+    before, main = grad.clone(), torch.zeros(24, 40)
+    state = EXACT.init_state(main)
+    EXACT.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=scale)
+    assert torch.equal(grad, before)
+    torch.testing.assert_close(state["momentum_buffer"], 0.1 * float(scale) * grad.float())
+    torch.testing.assert_close(main, moved(EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
+
+
+def test_a_low_precision_copy_is_the_main_rounded() -> None:
+    main, out = tensor(24, 40), torch.full((24, 40), torch.nan, dtype=torch.bfloat16)
+    work = Work(grad=tensor(24, 40, seed=1), main=main, state=EXACT.init_state(main), out=out)
+    EXACT.update_([Batch(HYPER, [work])])
+    assert torch.equal(out, main.bfloat16())
+
+
+def test_a_parameter_and_its_remainder_move_as_one_fp32_number() -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    out, remainder = torch.empty(24, 40, dtype=torch.bfloat16), torch.empty(24, 40, dtype=torch.int16)
+    split_(out, remainder, main)
+    work = Work(grad=grad, main=None, state=EXACT.init_state(main), out=out, remainder=remainder)
+    EXACT.update_([Batch(HYPER, [work])])
+    assert torch.equal(join(out, remainder), moved(EXACT, main, grad))
+
+
+def test_a_bf16_parameter_without_a_main_is_computed_in_fp32() -> None:
+    main, grad = tensor(24, 40, dtype=torch.bfloat16), tensor(24, 40, seed=1)
+    assert torch.equal(moved(EXACT, main, grad), moved(EXACT, main.float(), grad).bfloat16())
+
+
+SKIPPABLE: dict[str, Callable[[], Work]] = {
+    "main_and_out": lambda: Work(
+        grad=torch.full((24, 40), torch.nan),
+        main=tensor(24, 40),
+        state=POLAR.init_state(tensor(24, 40)),
+        out=tensor(24, 40, dtype=torch.bfloat16),
+    ),
+    "remainder": lambda: Work(
+        grad=torch.full((24, 40), torch.inf),
+        main=None,
+        state=POLAR.init_state(tensor(24, 40)),
+        out=tensor(24, 40, dtype=torch.bfloat16),
+        remainder=torch.ones(24, 40, dtype=torch.int16),
+    ),
+    "narrow_momentum": lambda: Work(
+        grad=torch.full((24, 40), torch.nan),
+        main=tensor(24, 40),
+        state=replace(POLAR, momentum_buffer_dtype=torch.int8).init_state(tensor(24, 40)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SKIPPABLE)
+def test_a_skipped_step_leaves_every_byte(kind: str) -> None:
+    work = SKIPPABLE[kind]()
+    rule = replace(POLAR, momentum_buffer_dtype=torch.int8) if kind == "narrow_momentum" else POLAR
+    tensors = [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
+    before = [t.clone() for t in tensors]
+    rule.update_([Batch(HYPER, [work])], skip=torch.tensor(True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before))
+
+
+def test_a_skip_flag_that_is_not_set_changes_nothing_about_a_step() -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    got, state = main.clone(), POLAR.init_state(main)
+    POLAR.update_([Batch(HYPER, [Work(grad=grad, main=got, state=state)])], skip=torch.tensor(0.0))
+    assert torch.equal(got, moved(POLAR, main, grad))
+
+
+def test_lr_and_weight_decay_may_be_device_scalars() -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    scalars = replace(HYPER, lr=torch.tensor(0.1), weight_decay=torch.tensor(0.3))
+    torch.testing.assert_close(moved(POLAR, main, grad, hyper=scalars), moved(POLAR, main, grad), rtol=0, atol=1e-6)
+
+
+def test_coupled_weight_decay_goes_into_the_momentum() -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    got = moved(replace(EXACT, decoupled=False), main, grad)
+    expected = moved(EXACT, main, grad + 0.3 * main, hyper=replace(HYPER, weight_decay=0.0))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # The direction moves by as much as its momentum: half a unit of each format, 2^-9, 2^-4 with a shared scale, 1/127.
+    [(torch.bfloat16, 0.02), (torch.float8_e4m3fn, 0.2), (torch.int8, 0.1)],
+    ids=str,
+)
+def test_momentum_may_be_kept_in_fewer_bits(dtype: torch.dtype, tolerance: float) -> None:
+    narrow = replace(EXACT, momentum_buffer_dtype=dtype)
+    main, grads = torch.zeros(24, 40), [tensor(24, 40, seed=seed) for seed in (1, 2, 3)]
+    assert narrow.init_state(main)["momentum_buffer"].dtype is dtype
+    expected = moved(EXACT, main, *grads)
+    got = moved(narrow, main, *grads)
+    assert 0 < float((got - expected).norm() / expected.norm()) < tolerance
+
+
+def test_a_matrix_stored_by_columns_is_the_same_matrix() -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    by_columns = main.mT.contiguous().mT
+    got, state = by_columns.clone(), EXACT.init_state(by_columns)
+    EXACT.update_([Batch(HYPER, [Work(grad=grad, main=got, state=state)])])
+    assert torch.equal(got, moved(EXACT, main, grad))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 8, 8)], ids=str)
+def test_an_empty_matrix_is_nothing_to_do(shape: tuple[int, ...]) -> None:
+    moved(POLAR, torch.zeros(shape), torch.zeros(shape))
+    POLAR.update_([])
+    POLAR.update_([Batch(HYPER, [])])
+
+
+def test_a_zero_gradient_only_decays() -> None:
+    main = tensor(24, 40)
+    torch.testing.assert_close(moved(Muon(), main, torch.zeros(24, 40)), main * (1 - 0.1 * 0.3))
+
+
+def test_what_a_user_set_for_fp32_products_is_left_as_it_was() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        moved(POLAR, tensor(24, 40), tensor(24, 40, seed=1))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_rule_says_what_it_is_and_what_it_keeps() -> None:
+    rule = Muon()
+    assert (rule.name, rule.needs) == ("muon", Needs.MATRICES)
+    (spec,) = rule.state_specs
+    assert (spec.name, spec.kind, spec.dtype) == ("momentum_buffer", StateKind.LIKE_PARAM, torch.float32)
+    assert not rule.init_state(tensor(3, 4))["momentum_buffer"].any()
+
+
+WRONG = [
+    pytest.param((8,), MatrixSpec(), r"shape \(8,\) is not a matrix", id="vector"),
+    pytest.param((2, 2, 3, 3), MatrixSpec(), r"view a convolution's weight as \(out, in \* kernel\)", id="convolution"),
+    pytest.param((8, 4), MatrixSpec(split_rows=(4, 1, 1)), "does not divide the 8 rows", id="split"),
+    pytest.param((8, 4), MatrixSpec(split_rows=(8, 0)), "give positive rows", id="split_zero"),
+    pytest.param((8, 4), MatrixSpec(partition_dim=2), "partition_dim=2 is no dim", id="partition"),
+]
+
+
+@pytest.mark.parametrize(("shape", "spec", "message"), WRONG)
+def test_what_is_no_matrix_is_refused(shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
+    with pytest.raises(MatrixError, match=message):
+        moved(Muon(), torch.zeros(shape), torch.zeros(shape), matrix=spec)
+
+
+def test_options_are_checked_when_the_rule_is_made() -> None:
+    with pytest.raises(ValueError, match="num_ns_steps is 0"):
+        Muon(num_ns_steps=0)
+    with pytest.raises(ValueError, match="sign reversed"):
+        Muon(coefficient_type=CoefficientType.AOL)
+    with pytest.raises(ValueError, match="backend='cuda' is unknown"):
+        Muon(backend="cuda")
+    with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; give one of 'medium', 'high', 'highest'"):
+        MatmulPrecision("bf16")
