@@ -1,4 +1,4 @@
-"""Accelerate: a prepared adapter is stepped once per update and process, skips what the optimizer skips, and resumes."""
+"""Accelerate: a prepared adapter steps once per update and process, skips what the optimizer skips, and resumes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lightning: the adapter and the plain scheduler both train, are saved with a checkpoint, and resume where they were."""
+"""Lightning: the adapter and the plain scheduler both train, are saved with a checkpoint, and resume from it."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ class Toy(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters())
         scheduler = OptimizerParamScheduler(
-            optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=4, lr_decay_steps=20, lr_decay_style="cosine",
-            start_wd=0.0, end_wd=0.1, wd_incr_steps=20, wd_incr_style="linear",
+            optimizer, init_lr=0.0, max_lr=1e-2, min_lr=0.0, lr_warmup_steps=4, lr_decay_steps=20,
+            lr_decay_style="cosine", start_wd=0.0, end_wd=0.1, wd_incr_steps=20, wd_incr_style="linear",
         )  # fmt: skip
         chosen = as_lr_scheduler(scheduler) if self.adapter else scheduler
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": chosen, "interval": "step"}}
