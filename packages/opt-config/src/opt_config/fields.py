@@ -19,7 +19,7 @@ _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.build"
-_RULES = "opt_stack.registry"
+_RULES = "opt_stack.built_in"
 _CHOICE_TESTS = "packages/opt-config/tests/test_choices.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
@@ -115,20 +115,21 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
 )
 
 _WRAPPER = "opt_distributed.buffers.data_parallel"
+_GROUPING = "opt_distributed.buffers.grouping"
 
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "grad_reduce_in_fp32": FieldUse(_WRAPPER),
+        "grad_reduce_in_fp32": FieldUse(_GROUPING),
         "overlap_grad_reduce": FieldUse(_WRAPPER),
         "overlap_param_gather": FieldUse(_WRAPPER),
         "align_param_gather": FieldUse(_WRAPPER, built=False),
         "use_distributed_optimizer": FieldUse(_WRAPPER),
         "num_distributed_optimizer_instances": FieldUse(_WRAPPER),
-        "check_for_nan_in_grad": FieldUse(_WRAPPER, built=False),
+        "check_for_nan_in_grad": FieldUse(_WRAPPER),
         "check_for_large_grads": FieldUse(_WRAPPER, built=False),
-        "bucket_size": FieldUse(_WRAPPER),
-        "num_buckets": FieldUse(_WRAPPER, built=False),
-        "pad_buckets_for_high_nccl_busbw": FieldUse(_WRAPPER),
+        "bucket_size": FieldUse(_GROUPING),
+        "num_buckets": FieldUse(_GROUPING),
+        "pad_buckets_for_high_nccl_busbw": FieldUse(_GROUPING),
         "reduce_scatter_with_fp32_accumulation": FieldUse(_WRAPPER),
         "param_name_patterns_for_fp32_local_accumulation": FieldUse(_WRAPPER, built=False),
         "average_in_collective": FieldUse(_WRAPPER),

@@ -67,10 +67,10 @@ def get_param_groups(
     agreed = agree(Report.of(seen.values()), gather)
     if not allow_unmatched:
         check_all_matched(overrides, agreed.labels, params)
-    return [
-        _group(name, key, {id: params[id] for id in params if seen[id].key == key}, config)
-        for key, name in agreed.names.items()
-    ]
+    members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in agreed.names}
+    for id, param in params.items():
+        members[seen[id].key][id] = param
+    return [_group(name, key, members[key], config) for key, name in agreed.names.items()]
 
 
 def get_param_groups_and_buffers(
