@@ -25,7 +25,7 @@ from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
-from opt_distributed.layout import LayoutError
+from opt_distributed.layout import LayoutError, Piece
 
 
 class _Buffers(NamedTuple):
@@ -70,6 +70,12 @@ class SyncedBuffer:
         """This rank's parameters have been written; the chunk gathers when that is said of its last buffer."""
         if self.memory.param_data is not None:
             self._chunk.publish(self.memory)
+
+    def owned(self) -> Iterator[Piece]:
+        """What this rank owns of the parameters; all of them where the buffer is replicated."""
+        layout = self.plan.layout
+        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
+        return (owned.piece for owned in layout.owned(rank))
 
     def results(self) -> Iterator[Tensor]:
         """What this rank holds of the reduced gradients: a view for each bucket."""
@@ -119,7 +125,8 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.config = config
         self.module = module
-        self._roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
+        self.calculate_per_token_loss = calculate_per_token_loss
+        self.roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
         plans, memories = self._agreed_buffers(is_whole, per_token=calculate_per_token_loss)
@@ -129,7 +136,7 @@ class DistributedDataParallel(nn.Module):
         self._grad_sync = GradSync(
             [GradBucket(memories[number], index, travels[number]) for number, index in buckets],
             reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
-            axes=self._roles.dense if overlaps else None,
+            axes=self.roles.dense if overlaps else None,
         )
         self._param_sync = ParamSync(
             [
@@ -249,7 +256,7 @@ class DistributedDataParallel(nn.Module):
         """Writes every parameter: the first replica's values."""
         self._param_sync.wait()
         for id, param in self._params.items():
-            axes = self._roles.expert if self.metas[id].is_expert else self._roles.dense
+            axes = self.roles.expert if self.metas[id].is_expert else self.roles.dense
             axes.inter.broadcast_(param.data)
             axes.dp.broadcast_(param.data)
 
@@ -273,17 +280,17 @@ class DistributedDataParallel(nn.Module):
     # --- construction ---------------------------------------------------------------------------
 
     def _axes(self, plan: BufferPlan) -> Axes:
-        return self._roles.expert if plan.key.is_expert else self._roles.dense
+        return self.roles.expert if plan.key.is_expert else self.roles.dense
 
     def _agreed_buffers(self, is_whole: IsWhole, *, per_token: bool) -> _Buffers:
         """Plans and memory; an error of one rank, or a difference between ranks, is every rank's error."""
         buffers, error = _Buffers((), ()), None
         try:
-            check_config(self.config, self._roles, per_token=per_token)
+            check_config(self.config, self.roles, per_token=per_token)
             buffers = self._make_buffers(is_whole)
         except ValueError as caught:
             error = caught
-        for axes, is_expert in ((self._roles.dense, False), (self._roles.expert, True)):
+        for axes, is_expert in ((self.roles.dense, False), (self.roles.expert, True)):
             print_ = f"{self.config}" + "".join(
                 f"|{plan.key}:{plan.layout.fingerprint()}" for plan in buffers.plans if plan.key.is_expert == is_expert
             )
@@ -291,8 +298,8 @@ class DistributedDataParallel(nn.Module):
         return buffers
 
     def _make_buffers(self, is_whole: IsWhole) -> _Buffers:
-        shards = NumShards(dense=self._roles.dense.dp.size, expert=self._roles.expert.dp.size)
-        ranks = self._roles.dense.num_replicas
+        shards = NumShards(dense=self.roles.dense.dp.size, expert=self.roles.expert.dp.size)
+        ranks = self.roles.dense.num_replicas
         plans = plan_buffers(self.metas, self.config, num_shards=shards, num_ranks=ranks, is_whole=is_whole)
         return _Buffers(plans, tuple(self._allocate(plan) for plan in plans))
 
@@ -309,7 +316,7 @@ class DistributedDataParallel(nn.Module):
 
     def _travel(self, plan: BufferPlan, *, per_token: bool) -> Travel:
         axes = self._axes(plan)
-        mean = 1.0 if per_token else 1.0 / self._roles.dense.num_replicas
+        mean = 1.0 if per_token else 1.0 / self.roles.dense.num_replicas
         return Travel(
             name=f"{plan.key}",
             wire=self._wire(plan, axes),
