@@ -87,12 +87,13 @@ def matrix_dim(work: Work) -> int | None:
 
 
 def split(stack: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
-    """`stack` (..., groups * sum(rows), cols) as one (batch, groups * r, cols) for each r of `rows`; copies."""
+    """`stack` (..., groups * sum(rows), cols) as one contiguous (batch, groups * r, cols) for each r of `rows`."""
     stack = stack.reshape(-1, *stack.shape[-2:])
     if not rows:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
-    return [part.flatten(1, 2) for part in torch.split(grouped, list(rows), dim=2)]
+    # Contiguous, since sums over strided rows run in another order: the bits would tell where a part came from.
+    return [part.flatten(1, 2).contiguous() for part in torch.split(grouped, list(rows), dim=2)]
 
 
 def join(parts: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:

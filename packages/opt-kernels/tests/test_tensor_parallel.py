@@ -1,0 +1,215 @@
+"""Matrices cut over tensor-parallel ranks, ranks being threads: the same update as that of the whole matrix."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, TensorParallel, Work
+from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.rules.soap import SOAP
+from torch import Tensor
+
+HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95))
+TIMEOUT_S = 30.0  # of a rank that waits for one that failed
+
+
+@dataclass(slots=True)
+class Threads:
+    """A group whose ranks are threads: each call is a meeting of all."""
+
+    size: int
+    calls: list[list[str]] = field(default_factory=list)  # by rank, in order
+    _slots: list[Tensor] = field(default_factory=list)
+    _barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calls = [[] for _ in range(self.size)]
+        self._slots = [torch.empty(0)] * self.size
+        self._barrier = threading.Barrier(self.size)
+
+    def of(self, rank: int) -> TensorParallel:
+        """What the rule of `rank` is given."""
+        return TensorParallel(
+            rank=rank,
+            size=self.size,
+            all_reduce=lambda tensor: sum(self._met(rank, "all_reduce", tensor), torch.zeros(())),
+            all_gather=lambda tensor, dim: torch.cat(self._met(rank, "all_gather", tensor), dim=dim),
+        )
+
+    def _met(self, rank: int, call: str, tensor: Tensor) -> list[Tensor]:
+        self.calls[rank].append(f"{call} {tuple(tensor.shape)}")
+        self._slots[rank] = tensor.clone()
+        self._barrier.wait(TIMEOUT_S)
+        met = list(self._slots)
+        self._barrier.wait(TIMEOUT_S)
+        return met
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_update(
+    rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], split_rows: tuple[int, ...]
+) -> list[Tensor]:
+    """The mains after a step for each of `grads`, on one rank."""
+    mains = [main.clone() for main in mains]
+    states = [rule.init_state(main) for main in mains]
+    for of_step in grads:
+        works = [
+            Work(grad=grad, main=main, state=state, matrix=MatrixSpec(split_rows=split_rows))
+            for grad, main, state in zip(of_step, mains, states)
+        ]
+        rule.update_([Batch(HYPER, works)])
+    return mains
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How matrices are dealt to ranks."""
+
+    size: int
+    dim: int
+    split_rows: tuple[int, ...] = ()
+
+
+def cut_update(rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], cut: Cut) -> tuple[list[Tensor], Threads]:
+    """The same on `cut.size` ranks, put together again; and the group, with its record of calls."""
+    group = Threads(cut.size)
+
+    def part(tensor: Tensor, rank: int) -> Tensor:
+        return tensor.chunk(cut.size, dim=cut.dim)[rank].clone()
+
+    def run(rank: int) -> list[Tensor]:
+        parts = [part(main, rank) for main in mains]
+        states = [rule.init_state(main) for main in parts]
+        spec = MatrixSpec(split_rows=cut.split_rows, partition_dim=cut.dim, tensor_parallel=group.of(rank))
+        for of_step in grads:
+            works = [
+                Work(grad=part(grad, rank), main=main, state=state, matrix=spec)
+                for grad, main, state in zip(of_step, parts, states)
+            ]
+            rule.update_([Batch(HYPER, works)])
+        return parts
+
+    with ThreadPoolExecutor(cut.size) as pool:
+        by_rank = list(pool.map(run, range(cut.size)))
+    return [torch.cat(parts, dim=cut.dim) for parts in zip(*by_rank)], group
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_per_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+CUTS = [
+    Cut(size=size, dim=dim, split_rows=split_rows)
+    for size in (1, 2, 4)
+    for dim in (0, 1)
+    for split_rows in ((), (4, 1, 1))
+]
+SHAPES = [(48, 16), (48, 96), (48, 48), (48, 16)]
+MAINS = [tensor(*shape, seed=i) for i, shape in enumerate(SHAPES)]
+GRADS = [[tensor(*shape, seed=10 * step + i) for i, shape in enumerate(SHAPES)] for step in (1, 2)]
+MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("mode", [TpMode.DUPLICATED, TpMode.DISTRIBUTED])
+def test_the_update_does_not_depend_on_the_number_of_ranks(mode: TpMode, cut: Cut) -> None:
+    rule = replace(MUON, tp_mode=mode)
+    got, group = cut_update(rule, MAINS, GRADS, cut)
+    expected = whole_update(rule, MAINS, GRADS, cut.split_rows)
+    for a, b in zip(got, expected):
+        if mode is TpMode.DUPLICATED:
+            assert torch.equal(a, b)
+        else:
+            # Two steps of size 0.1 whose directions agree to a few units of fp32 times the growth of the steps, 5e2;
+            # the coupling with the other side's Gram matrix, where ranks hold rows of a wide matrix, costs no more.
+            torch.testing.assert_close(a, b, rtol=0, atol=5e-4)
+    assert all(calls == group.calls[0] for calls in group.calls)
+
+
+@pytest.mark.parametrize("method", SecondMoment)
+@pytest.mark.parametrize("mode", [TpMode.DUPLICATED, TpMode.DISTRIBUTED])
+@pytest.mark.parametrize(
+    "cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0, split_rows=(4, 1, 1))], ids=str
+)
+def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(method: SecondMoment, mode: TpMode, cut: Cut) -> None:
+    rule = AdaptiveMuon(muon=replace(MUON, tp_mode=mode), second_moment=method)
+    got, _ = cut_update(rule, MAINS, GRADS, cut)
+    for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.split_rows)):
+        # AdaMuon's first steps divide each element by about its own size: 0.1 x sqrt(20) each.
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=5e-3 if method is SecondMoment.ADAMUON else 5e-4)
+
+
+def test_blocks_are_orthogonalised_alone_but_scaled_as_the_whole() -> None:
+    rule = replace(MUON, tp_mode=TpMode.BLOCKWISE, scale_mode=ScaleMode.SPECTRAL)
+    main, grad = MAINS[1], GRADS[0][1]
+    (got,), group = cut_update(rule, [main], [[grad]], Cut(size=2, dim=1))
+    assert group.calls == [[], []]
+    # Half of 48 x 96 is square: alone its scale is sqrt(48), in the whole sqrt(96).
+    alone = replace(rule, extra_scale_factor=2**0.5)
+    expected = [whole_update(alone, [m], [[g]], ())[0] for m, g in zip(main.chunk(2, 1), grad.chunk(2, 1))]
+    torch.testing.assert_close(got, torch.cat(expected, dim=1), rtol=0, atol=1e-5)
+
+
+def test_experts_dealt_to_ranks_are_whole_matrices() -> None:
+    # dim 0 of a stack is no side of its matrices.
+    rule = replace(MUON, tp_mode=TpMode.DISTRIBUTED)
+    mains, grads = [tensor(4, 24, 16)], [[tensor(4, 24, 16, seed=1)]]
+    got, group = cut_update(rule, mains, grads, Cut(size=2, dim=0))
+    assert group.calls == [[], []]
+    torch.testing.assert_close(got[0], whole_update(rule, mains, grads, ())[0], rtol=0, atol=1e-5)
+
+
+def test_stacks_of_matrices_are_cut_by_their_last_dims() -> None:
+    mains, grads = [tensor(3, 24, 16)], [[tensor(3, 24, 16, seed=1)]]
+    for dim in (1, 2):
+        rule = replace(MUON, tp_mode=TpMode.DUPLICATED)
+        got, _ = cut_update(rule, mains, grads, Cut(size=2, dim=dim))
+        assert torch.equal(got[0], whole_update(rule, mains, grads, ())[0])
+
+
+def collectives(rule: Muon, mains: list[Tensor], cut: Cut) -> int:
+    grads = [[torch.ones_like(main) for main in mains]]
+    return len(cut_update(rule, mains, grads, cut)[1].calls[0])
+
+
+def test_equal_shapes_share_their_collectives() -> None:
+    rule = replace(MUON, tp_mode=TpMode.DUPLICATED)
+    one = collectives(rule, [tensor(48, 16)], Cut(size=2, dim=0))
+    assert collectives(rule, [tensor(48, 16, seed=i) for i in range(7)], Cut(size=2, dim=0)) == one == 1
+
+
+def test_a_gram_matrix_is_summed_once_a_segment() -> None:
+    # Ranks that still hold long pieces work on the Gram matrix alone: one sum for its five steps, one for the norm.
+    rule = replace(MUON, tp_mode=TpMode.DISTRIBUTED)
+    assert collectives(rule, [tensor(16, 256)], Cut(size=2, dim=1)) == 2
+    ten_steps = replace(rule, coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10)
+    assert collectives(ten_steps, [tensor(16, 256)], Cut(size=2, dim=1)) == 3
+
+
+REFUSING: dict[str, Callable[[], Rule]] = {"plain": lambda: SOAP(use_kl_shampoo=False), "kl": SOAP}
+
+
+@pytest.mark.parametrize("kind", REFUSING)
+def test_soap_refuses_a_part_of_a_matrix(kind: str) -> None:
+    rule = REFUSING[kind]()
+    alone = TensorParallel(rank=0, size=2, all_reduce=lambda t: t, all_gather=lambda t, _: t)
+    main = tensor(8, 8)
+    work = Work(
+        grad=main, main=main, state=rule.init_state(main), matrix=MatrixSpec(partition_dim=0, tensor_parallel=alone)
+    )
+    with pytest.raises(MatrixError, match="cut over 2 tensor-parallel ranks; gather it before the rule"):
+        rule.update_([Batch(HYPER, [work])])
