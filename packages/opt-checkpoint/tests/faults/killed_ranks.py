@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint_ranks import free_port, join_world
+from checkpoint_ranks import free_port, function_at, join_world
 from disks import dying_at
 from opt_checkpoint import CheckpointManager, save
 from opt_checkpoint.series import step_name
@@ -49,6 +49,11 @@ def save_at_once(folder: str, step: int, start_at: float) -> None:
     except ValueError:
         os._exit(3)
     os._exit(0)
+
+
+def die_by_name(file: str, rank: int, size: int, port: int, folder: str) -> None:
+    """`die_while_loading` of a test file, which this process cannot import by name."""
+    function_at(file, "die_while_loading")(rank, size, port, folder)
 
 
 def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:

@@ -1,0 +1,208 @@
+"""F14, F15, F16: ranks that do not fit together, states that do not fit the checkpoint, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool, free_port, join_world, save_as_ranks
+from opt_checkpoint import (
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointKeyError,
+    CheckpointMismatchError,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+)
+from opt_checkpoint.load_planner import ShardedLoadPlanner
+from opt_checkpoint.planner import Common
+from states import COLUMNS, ROWS, assert_is_step, state_at
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from killed_ranks import context, die_by_name
+
+
+def drop_shard(state: dict[str, Any]) -> None:
+    state["w"] = LocalNonpersistentObject(None)
+
+
+def other_dtype(state: dict[str, Any]) -> None:
+    state["w"] = ShardedTensor(
+        "w", state["w"].data.double(), torch.float64, (ROWS, COLUMNS), (ROWS, COLUMNS), (0, 0), None,
+        flattened_range=state["w"].flattened_range,
+    )  # fmt: skip
+
+
+def other_shape(state: dict[str, Any]) -> None:
+    state["w"] = ShardedTensor("w", torch.zeros(3, 3), torch.float32, (3, 3), (3, 3), (0, 0), None)
+
+
+def overlap(state: dict[str, Any]) -> None:
+    n = ROWS * COLUMNS
+    state["w"] = ShardedTensor(
+        "w", torch.zeros(n // 2), torch.float32, (ROWS, COLUMNS), (ROWS, COLUMNS), (0, 0), None,
+        flattened_range=slice(100, 100 + n // 2),
+    )  # fmt: skip
+
+
+def second_main(state: dict[str, Any]) -> None:
+    state["b"].replica_id = 0
+
+
+def double_object(state: dict[str, Any]) -> None:
+    state["rng"] = ShardedObject("rng", 1, (1,), (0,), replica_id=0)
+
+
+def missing_object(state: dict[str, Any]) -> None:
+    state["other"] = ShardedObject("other", 1, (3,), (1,))
+
+
+def other_common(state: dict[str, Any]) -> None:
+    state["groups"] = [{"lr": 99.0}]
+
+
+def no_data(state: dict[str, Any]) -> None:
+    state["w"].data = None
+
+
+DISAGREEMENTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "missing shard": (drop_shard, r"w: Invalid access pattern: main replicas hold 240 of the 480 .*ranks \[0\]"),
+    "other dtype": (other_dtype, r"w: rank 0 has float32 \[12, 40\], rank 1 has float64"),
+    "other shape": (other_shape, r"w: rank 0 has float32 \[12, 40\], rank 1 has float32 \[3, 3\]"),
+    "overlap": (overlap, r"w: Invalid access pattern: rank [01] holds .* and rank [01] .*both as main replica"),
+    "two main replicas": (second_main, r"b: Invalid access pattern: rank 0 .* and rank 1"),
+    "double object": (double_object, r"Duplicate ShardedObject keys: rng/shard_0_1 on ranks \[0, 1\]"),
+    "missing object": (missing_object, r"other: 1 of 3 ShardedObject are missing"),
+    "other common value": (other_common, r"common values differ between ranks: groups \(ranks \[1\]\)"),
+    "no data": (no_data, r"rank 1: CheckpointingException: w has no data to save"),
+}
+
+
+def disagree(rank: int, size: int, folder: str, name: str) -> str:
+    change, text = DISAGREEMENTS[name]
+    state = state_at(1, rank, size)
+    if rank == 1:
+        change(state)
+    with pytest.raises(CheckpointingException, match=text) as caught:
+        save(state, Path(folder) / "x")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    assert len(set(ranks.run(2, disagree, str(tmp_path), name))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_ranks_common_values_are_stored_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = [state_at(1, rank, 2) for rank in range(2)]
+    other_common(states[1])
+    save_as_ranks(states, tmp_path / "x", common=Common.FIRST_RANK)
+    assert load({"groups": None}, tmp_path / "x").state == {"groups": states[0]["groups"]}
+    assert "groups (ranks [1])" in caplog.text
+
+
+def hole_in_one_process(state: dict[str, Any]) -> None:
+    state["w"].flattened_range = slice(0, 479)
+    state["w"].data = state["w"].data[:479]
+
+
+def test_a_hole_is_refused_in_one_process_too(tmp_path: Path) -> None:
+    state = state_at(1, 0, 1)
+    hole_in_one_process(state)
+    with pytest.raises(CheckpointingException, match="hold 479 of the 480 elements"):
+        save(state, tmp_path / "x")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_as_ranks([state_at(1, 0, 1)], tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def extra_tensor(state: dict[str, Any]) -> None:
+    state["more"] = ShardedTensor.from_rank_offsets("more", torch.zeros(2))
+
+
+def extra_value(state: dict[str, Any]) -> None:
+    state["more"] = {"deep": None}
+
+
+def extra_object(state: dict[str, Any]) -> None:
+    state["more"] = ShardedObject("more", None, (1,), (0,))
+
+
+MISFITS = {
+    "extra tensor": (extra_tensor, CheckpointKeyError, "1 key.s. asked for are not in .*: more;"),
+    "extra value": (extra_value, CheckpointKeyError, "more.deep"),
+    "extra object": (extra_object, CheckpointKeyError, "more/shard_0_1"),
+    "other dtype": (other_dtype, CheckpointMismatchError, "stored as torch.float32, asked for as torch.float64"),
+    "other shape": (other_shape, CheckpointMismatchError, r"stored with global shape \[12, 40\], asked for with \[3, 3\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_state_that_does_not_fit_is_refused_and_left_alone(saved: Path, name: str) -> None:
+    change, kind, text = MISFITS[name]
+    state = state_at(0, 0, 1, filled=False)
+    bias = state["b"].data
+    change(state)
+    with pytest.raises(kind, match=text):
+        load(state, saved)
+    assert (bias == -1).all()
+
+
+def misfit_on_one(rank: int, size: int, folder: str) -> str:
+    state = state_at(0, rank, size, filled=False)
+    if rank == 1:
+        extra_tensor(state)
+    with pytest.raises(CheckpointKeyError, match="more") as caught:
+        load(state, folder)
+    assert (state["w"].data == -1).all()
+    return str(caught.value)
+
+
+def test_a_misfit_on_one_rank_is_an_error_on_all(ranks: RankPool, saved: Path) -> None:
+    assert len(set(ranks.run(2, misfit_on_one, str(saved)))) == 1
+
+
+def die_while_loading(rank: int, size: int, port: int, folder: str) -> None:
+    join_world(rank, size, port, timedelta(seconds=5))
+    if rank == 1:
+        ShardedLoadPlanner.finish_plan = lambda self, plan: os._exit(9)
+    try:
+        load(state_at(0, rank, size, filled=False), folder)
+    except CheckpointFailedError as error:
+        os._exit(7 if "did not answer" in str(error) else 8)
+    os._exit(1)
+
+
+def test_when_a_rank_dies_while_loading_the_others_raise(saved: Path) -> None:
+    port = free_port()
+    server = context()
+    processes = [server.Process(target=die_by_name, args=(__file__, r, 2, port, str(saved))) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [7, 9]
+
+
+def test_loading_twice_equals_loading_once(saved: Path) -> None:
+    state = state_at(0, 0, 1, filled=False)
+    load(state, saved)
+    assert_is_step(load(state, saved).state, 1, 0, 1)
