@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from models import Block, Experts, Model
-from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamWithNamePredicate
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups import get_param_groups
 from torch import nn
 
@@ -52,7 +52,7 @@ class Ranks:
         def outcome(rank: int) -> Any:
             try:
                 return work(rank)
-            except (ConfigError, RuntimeError) as error:
+            except Exception as error:
                 return error
 
         with ThreadPoolExecutor(self.size) as pool:
@@ -122,6 +122,17 @@ def test_an_error_of_ones_own_reaches_every_rank():
     errors = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, overrides, gather=ranks.gather_of(rank)))
     assert [type(error) for error in errors] == [ConfigError, RuntimeError]
     assert [str(error) for error in errors] == ["rank 1: my predicate is wrong", "my predicate is wrong"]
+
+
+def test_an_error_without_words_reaches_every_rank_too():
+    def answer(param: nn.Parameter) -> bool:
+        raise AssertionError
+
+    ranks = Ranks(2)
+    overrides = {ParamKey(predicate=ParamPredicate("broken", answer)): {"wd_mult": 0.0}}
+    models = [nn.Identity(), Experts()]
+    errors = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, overrides, gather=ranks.gather_of(rank)))
+    assert [str(error) for error in errors] == ["rank 1: AssertionError()", ""]
 
 
 def test_ranks_that_were_given_different_overrides_all_refuse():

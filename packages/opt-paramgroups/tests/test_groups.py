@@ -244,6 +244,11 @@ REFUSED = {
         {BIAS: {"betas": (0.9, 1.5)}},
         "config_overrides[*.bias]: betas=(0.9, 1.5): must be a tuple of numbers in [0, 1)",
     ),
+    "a dict as an entry": (
+        {BIAS: {"options": {"a": 1}}},
+        "config_overrides[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: parameters share "
+        "a group when all their entries are equal",
+    ),
     "an optimizer that is no name": (
         {BIAS: {"optimizer": torch.optim.SGD}},
         f"config_overrides[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule",
@@ -338,6 +343,13 @@ def test_attributes_of_ones_own_are_asked_of_the_tensor():
     model = Model()
     mark(model.output.weight, mine=True)
     assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["@mine"]) == ["output.weight"]
+
+
+@pytest.mark.parametrize("attr", ["use_muon", "allreduce", "partition_stride"])
+def test_an_attribute_that_is_true_unsaid_matches_where_it_is_said(attr):
+    model = Model()
+    mark(model.output.weight, **{attr: 1})
+    assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[f"@{attr}"]) == ["output.weight"]
 
 
 def test_matches_is_the_keys_own_answer():

@@ -20,17 +20,18 @@ def entry_by_name(model, config, overrides, entry):
 
 def test_biases_and_vectors_are_spared_the_weight_decay():
     model = Model(num_layers=1)
-    mark(nn.Parameter(model.output.weight))
     mults = entry_by_name(model, OptimizerConfig(lr=1.0), None, "wd_mult")
     spared = {name for name, mult in mults.items() if mult == 0.0}
     assert spared == {name for name, param in model.named_parameters() if name.endswith(".bias") or param.dim() == 1}
     assert set(mults.values()) == {0.0, 1.0}
 
 
-def test_a_matrix_called_bias_is_spared_too():
+@pytest.mark.parametrize("apply_wd_to_qk_layernorm", [False, True])
+def test_a_matrix_called_bias_is_spared_too(apply_wd_to_qk_layernorm):
+    config = OptimizerConfig(apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm)
     model = nn.ModuleDict({"a": nn.Module()})
     model["a"].register_parameter("bias", nn.Parameter(nn.Linear(2, 2).weight.detach()))
-    assert entry_by_name(model, OptimizerConfig(), None, "wd_mult") == {"a.bias": 0.0}
+    assert entry_by_name(model, config, None, "wd_mult") == {"a.bias": 0.0}
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

@@ -40,7 +40,7 @@ class Report(NamedTuple):
     @classmethod
     def failed(cls, error: Exception) -> Self:
         """What a rank says that cannot go on."""
-        return cls(frozenset(), str(error))
+        return cls(frozenset(), str(error) or repr(error))
 
 
 class Agreed(NamedTuple):

@@ -39,7 +39,8 @@ def get_param_groups(
     A group is what the same merged override makes of dense or of expert parameters. Default groups come first, then by
     name. Beside its overrides a group has `params` and `param_ids` (in the same order), `name`, `optimizer`, `lr` and
     `weight_decay` to start from, `max_lr`, `min_lr`, `wd_mult`, `lr_mult`, `is_decoupled_lr`, `is_expert_parallel` and
-    `default_config`. `name` follows from the matched keys alone, so no change of a hyper-parameter changes it.
+    `default_config`. `name` is made of the matched keys and holds no numbers: it stays when they change, as long as the
+    same keys share a group.
 
     Args:
         model_chunks: the model, or its virtual pipeline stages.
@@ -55,8 +56,8 @@ def get_param_groups(
         ConfigError: keys contradict each other on a parameter, a key matches nothing, an override is not sound. Any
             rank's error is raised on all.
     """
-    params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     try:
+        params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
         known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
         chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         overrides = read_overrides(config, chosen)

@@ -72,11 +72,13 @@ class ParamMeta:
         return self.use_muon and len(self.shape) == 2 and not self.is_embedding_or_output
 
     def has_attribute(self, attr: str) -> bool | None:
-        """Whether the reference's attribute of that name is true of this parameter; None for a name not known here."""
-        if attr == "allreduce":
-            return not self.is_expert
+        """Whether the reference's attribute of that name is true of this parameter; None: only the tensor can tell.
+
+        That is so for attributes not known here, and for those that are true of a parameter that says nothing: the
+        reference tells a parameter that has the attribute from one that lacks it.
+        """
         field = _FIELD_OF_ATTRIBUTE.get(attr)
-        return None if field is None else bool(getattr(self, field))
+        return None if field is None or field in _TRUE_UNSAID else bool(getattr(self, field))
 
 
 # field: the reference's attribute
@@ -97,6 +99,7 @@ _ATTRIBUTE_OF_FIELD = MappingProxyType(
         "qkv_split_shapes": "qkv_split_shapes",
     }
 )
+_TRUE_UNSAID = frozenset({"use_muon", "partition_stride"})
 _FIELD_OF_ATTRIBUTE = MappingProxyType({attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()})
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
 """The attributes of a parameter that are read here."""

@@ -122,6 +122,10 @@ def _objection(entry: str, value: object) -> str:
         return _INTERVALS[entry].sentence
     if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):
         return f"must be a tuple of numbers in {Interval(0, 1)}"
+    if isinstance(value, Mapping | set):
+        return (
+            "must be a number, a string or a tuple of these: parameters share a group when all their entries are equal"
+        )
     if entry == "optimizer" and not (isinstance(value, str) and value):
         return "must be the name of a rule"
     return ""
