@@ -20,6 +20,7 @@ from opt_kernels.ops.sweep import ALIGNMENT, BLOCK, NUM_WARPS, processors, trito
 
 SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)  # between these no float32 square that matters was lost
 LARGEST_SAFE: tl.constexpr = tl.constexpr(1e36)
+NONFINITE: tl.constexpr = tl.constexpr(1 << 16)  # one non-finite element, in a word that counts zeros too
 SUM_BLOCK = 1024  # chunks that the last program adds at a time
 
 
@@ -32,10 +33,14 @@ def is_finite(g: tl.tensor) -> tl.tensor:
 @jit
 def stats_tile(
     grad: tl.tensor, at: tl.tensor, n: tl.tensor,
-    total: tl.tensor, zeros: tl.tensor, nonfinite: tl.tensor,
+    total: tl.tensor, counts: tl.tensor,
     MAXIMUM: tl.constexpr, FULL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The three running statistics, lane by lane, with the elements `at` added."""
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The running statistics, lane by lane, with the elements `at` added.
+
+    Both counts share a word, zeros below and non-finite elements above: a chunk has at most 2^14 of either, and the
+    registers saved are programs that fit beside this one.
+    """
     g = load(grad, at, n, FULL).to(tl.float32)
     if MAXIMUM:
         total = tl.maximum(total, tl.where(g == g, tl.abs(g), float("inf")))
@@ -44,7 +49,7 @@ def stats_tile(
     is_zero = g == 0.0
     if not FULL:
         is_zero = is_zero & (at < n)
-    return total, zeros + is_zero.to(tl.int32), nonfinite + (1 - is_finite(g).to(tl.int32))
+    return total, counts + tl.where(is_zero, 1, tl.where(is_finite(g), 0, NONFINITE))
 
 
 @jit
@@ -72,15 +77,15 @@ def stats_sweep(
     n = tl.load(record + WIDTH - 3).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    zeros = tl.zeros((BLOCK,), dtype=tl.int32)
-    nonfinite = tl.zeros((BLOCK,), dtype=tl.int32)
+    both = tl.zeros((BLOCK,), dtype=tl.int32)
     if n == CHUNK:
         for start in range(0, CHUNK, BLOCK):
-            total, zeros, nonfinite = stats_tile(grad, start + lanes, n, total, zeros, nonfinite, MAXIMUM, True)
+            total, both = stats_tile(grad, start + lanes, n, total, both, MAXIMUM, True)
     else:
         for start in range(0, n, BLOCK):
-            total, zeros, nonfinite = stats_tile(grad, start + lanes, n, total, zeros, nonfinite, MAXIMUM, False)
-    num_zeros = tl.sum(zeros, axis=0)
+            total, both = stats_tile(grad, start + lanes, n, total, both, MAXIMUM, False)
+    num_both = tl.sum(both, axis=0)
+    num_zeros = num_both % NONFINITE
     result = (tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0)).to(tl.float64)
     if not MAXIMUM:
         safe = (result > SMALLEST_SAFE) & (result < LARGEST_SAFE)
@@ -88,7 +93,7 @@ def stats_sweep(
             result = exact_sum(grad, n, BLOCK)
     tl.store(sums + chunk, result)
     tl.store(counts + chunk * 2, num_zeros)
-    tl.store(counts + chunk * 2 + 1, tl.sum(nonfinite, axis=0))
+    tl.store(counts + chunk * 2 + 1, num_both // NONFINITE)
 
 
 @jit
@@ -144,7 +149,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
         stats_sweep[(records.shape[0],)](
             records, sums[begin:end], counts[begin:end],
             GRAD=triton_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
-            WIDTH=records.shape[1], CHUNK=chunk, BLOCK=BLOCK, E=_vector(fmt),
+            WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
             num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
         begin = end
@@ -182,6 +187,11 @@ def _table(fmt: _Format, grads: Sequence[Tensor], device: torch.device) -> _Tabl
         return chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
 
     return _Table(fmt, device_tables(device).get((addresses, numels, column, chunk), build), chunk)
+
+
+def tile_elements(dtype: torch.dtype) -> int:
+    """Elements a program reads at a time: 16-bit ones twice as many, or too few bytes would be under way."""
+    return BLOCK * 4 // dtype.itemsize
 
 
 def _vector(fmt: _Format) -> int:

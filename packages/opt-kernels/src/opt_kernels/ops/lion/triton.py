@@ -34,8 +34,9 @@ def lion_tile(
     # A sign by comparisons would make zero of NaN, and a diverged parameter would look like one at rest.
     u = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, blend))
     p -= tl.load(row + scalars.LR) * (u + tl.load(row + scalars.WEIGHT_DECAY) * p)
-    m = tl.load(row + scalars.BETA2) * m + tl.load(row + scalars.ONE_MINUS_BETA2) * g
     write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
+    # Behind the write: p has left its registers by now, without which sm_80 runs out of them.
+    m = tl.load(row + scalars.BETA2) * m + tl.load(row + scalars.ONE_MINUS_BETA2) * g
     write_state(exp_avg, exp_avg_scale, m, start, n, EXP_AVG, BLOCK, SCHEME, True, IEEE, FULL)
 
 

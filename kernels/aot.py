@@ -1,0 +1,227 @@
+"""Compiles every kernel variant for every architecture, without a GPU, and holds the result against its gates.
+
+    python kernels/aot.py                      all variants, all targets; exit status 1 if a gate is broken
+    python kernels/aot.py --only adam/fp32     variants whose name contains this
+    python kernels/aot.py --json report.json   what was measured
+
+A GPU is not needed, nor its driver: Triton brings its own assemblers. TRITON_INTERPRET must not be set.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from opt_kernels.jit import INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from variants import Variant, all_variants
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+WITH_DESCRIPTORS = ("sm_90", "sm_100")
+# Little's law on an H200: 4.3 TB/s times about 0.8 us of latency over 132 processors must always be under way.
+IN_FLIGHT_BYTES = 26_000
+REGISTERS_PER_PROCESSOR = 65536
+THREADS_PER_WARP = 32
+MAX_PROGRAMS_PER_PROCESSOR = 16  # 2048 threads in programs of 4 warps
+# One access of the full-chunk path is unconditional in PTX; what is masked, as in the tail, stands behind a predicate.
+ACCESS = re.compile(
+    r"^\s*(?P<predicate>@!?%p\d+\s+)?(?P<kind>ld|st)\.global(?:\.\w+)*?\.(?:(?P<lanes>v\d)\.)?b(?P<bits>\d+)\b"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a variant became on one target."""
+
+    variant: str
+    target: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    accesses: dict[str, int]  # unconditional ones: "ld.v4.b32" and so on; on AMD by instruction
+    in_flight_bytes: int  # per processor, for sweeps on NVIDIA
+    matrix_instructions: int
+    broken: list[str]  # gates, each as a sentence
+
+
+def compiled(variant: Variant, target: GPUTarget) -> Any:
+    """The variant as Triton compiles it."""
+    parameters = list(variant.kernel.arg_names)
+    signature = {name: variant.signature.get(name, "constexpr") for name in parameters}
+    attrs = {(parameters.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
+    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=attrs)
+    stages = 2 if target.backend == "hip" else variant.num_stages
+    options = {"num_warps": variant.num_warps, "num_stages": stages, "enable_fp_fusion": variant.fusion}
+    return triton.compile(source, target=target, options=options)
+
+
+def tool(name: str, *arguments: str) -> str:
+    """What a tool of Triton's own CUDA binaries prints."""
+    return subprocess.run([BINARIES / name, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def accesses_in_ptx(ptx: str) -> Counter[str]:
+    """Unconditional accesses to global memory, by kind and width."""
+    found = (match for line in ptx.splitlines() if (match := ACCESS.match(line)) and not match["predicate"])
+    return Counter(f"{m['kind']}.{m['lanes'] + '.' if m['lanes'] else ''}b{m['bits']}" for m in found)
+
+
+def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
+    """Reads registers and spills off the binary, widths off the PTX."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = tool("cuobjdump", "-res-usage", file.name)
+        sass = tool("nvdisasm", "-c", file.name)
+    registers = int(re.findall(r"REG:(\d+)", usage)[-1])
+    # STACK also counts spills; local loads and stores are looked for by themselves, since a stack need not be used.
+    stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    rounded = -(-registers // 8) * 8
+    programs = min(
+        MAX_PROGRAMS_PER_PROCESSOR, REGISTERS_PER_PROCESSOR // (rounded * variant.num_warps * THREADS_PER_WARP)
+    )
+    report = Report(
+        variant=variant.name,
+        target=target,
+        registers=registers,
+        spilled_bytes=stack + spills,
+        shared_bytes=int(kernel.metadata.shared),
+        accesses=dict(accesses_in_ptx(kernel.asm["ptx"])),
+        in_flight_bytes=programs * variant.tile_read_bytes * tiles_ahead(variant, sass),
+        matrix_instructions=len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|QGMMA|UTCQMMA)\b", sass)),
+        broken=[],
+    )
+    broken = [*common_gates(variant, report), *nvidia_gates(variant, report)]
+    return Report(**(asdict(report) | {"broken": broken}))
+
+
+def tiles_ahead(variant: Variant, sass: str) -> int:
+    """Tiles whose loads are issued before anything is computed with the first; more than one in an unrolled loop."""
+    if variant.widths is None or not variant.widths.load_128:
+        return 1
+    longest = run = 0
+    for match in re.finditer(r"\b(LDG\.E\S*\.128|FFMA|FMUL|FADD)\b", sass):
+        run = run + 1 if match[1].startswith("LDG") else 0
+        longest = max(longest, run)
+    return max(1, longest // variant.widths.load_128)
+
+
+def amd(variant: Variant, target: str, kernel: Any) -> Report:
+    """Reads everything off the assembly."""
+    assembly = kernel.asm["amdgcn"]
+
+    def number(key: str) -> int:
+        return int(re.findall(rf"\.{key}:\s*(\d+)", assembly)[-1])
+
+    report = Report(
+        variant=variant.name,
+        target=target,
+        registers=number("vgpr_count"),
+        spilled_bytes=4 * (number("vgpr_spill_count") + number("sgpr_spill_count")),
+        shared_bytes=int(kernel.metadata.shared),
+        accesses=dict(Counter(re.findall(r"\b(?:global|buffer)_(?:load|store)_\w+", assembly))),
+        in_flight_bytes=0,
+        matrix_instructions=len(re.findall(r"\bv_mfma", assembly)),
+        broken=[],
+    )
+    broken = [*common_gates(variant, report), *amd_gates(variant, report)]
+    return Report(**(asdict(report) | {"broken": broken}))
+
+
+def common_gates(variant: Variant, report: Report) -> Iterator[str]:
+    """What holds on every architecture."""
+    if report.spilled_bytes:
+        yield f"spills: {report.spilled_bytes} bytes of stack, where none is allowed"
+    if report.registers > variant.max_registers:
+        yield f"{report.registers} registers, where {variant.max_registers} are allowed"
+    if report.shared_bytes and not variant.shared_allowed:
+        yield f"{report.shared_bytes} bytes of shared memory: tiles change their layout on the way"
+    if variant.matrix and not report.matrix_instructions:
+        yield "no matrix instruction"
+
+
+def nvidia_gates(variant: Variant, report: Report) -> Iterator[str]:
+    """Vector widths of the full-chunk path, and enough bytes under way."""
+    if variant.widths is None:
+        return
+    expected = {
+        "ld.v4.b32": variant.widths.load_128,
+        "ld.v2.b32": variant.widths.load_64,
+        "st.v4.b32": variant.widths.store_128,
+        "st.v2.b32": variant.widths.store_64,
+    }
+    for access, count in expected.items():
+        if report.accesses.get(access, 0) < count:
+            yield f"{report.accesses.get(access, 0)} of {access} on the full-chunk path, where {count} are expected"
+    for access in ("ld.b16", "st.b16", "ld.b8", "st.b8"):
+        if report.accesses.get(access, 0):
+            yield f"{report.accesses[access]} of {access} on the full-chunk path: elements move one by one"
+    if report.in_flight_bytes < IN_FLIGHT_BYTES:
+        yield f"{report.in_flight_bytes} bytes in flight per processor, where {IN_FLIGHT_BYTES} hide the latency"
+
+
+def amd_gates(variant: Variant, report: Report) -> Iterator[str]:
+    """Some vector access at least: the assembly does not say which path an instruction is on."""
+    if variant.widths is None:
+        return
+    wide = sum(count for name, count in report.accesses.items() if re.search(r"dwordx[24]$", name))
+    if not wide:
+        yield "no vector access"
+
+
+def reports(only: str) -> Iterator[Report]:
+    """Every variant whose name contains `only`, on every target it is for."""
+    for variant in all_variants():
+        for name, target in TARGETS.items():
+            if only in variant.name and (not variant.descriptors or name in WITH_DESCRIPTORS):
+                read = amd if target.backend == "hip" else nvidia
+                yield read(variant, name, compiled(variant, target))
+
+
+def line(report: Report) -> str:
+    """One report as a line of the table."""
+    widths = " ".join(f"{count}x{name}" for name, count in sorted(report.accesses.items()) if ".v" in name)
+    state = "; ".join(report.broken) or "ok"
+    return (
+        f"{report.variant:36} {report.target:7} {report.registers:4} regs {report.shared_bytes:7} B shared "
+        f"{report.in_flight_bytes / 1000:6.0f} kB in flight  {state}  {widths}"
+    )
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="compile only variants whose name contains this")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    arguments = parser.parse_args()
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET is set: kernels would not be compiled at all; unset it")
+    done = []
+    for report in reports(arguments.only):
+        print(line(report), flush=True)
+        done.append(report)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(report) for report in done], indent=1))
+    broken = sum(bool(report.broken) for report in done)
+    print(f"triton {triton.__version__}: {len(done)} compiled, {broken} with a broken gate")
+    return 1 if broken or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

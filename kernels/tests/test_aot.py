@@ -1,0 +1,79 @@
+"""Every kernel, compiled ahead of time for every architecture, passes its gates; and the gates can fail."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+WORKBENCH = Path(__file__).parents[1]
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# In a process of its own: this one may define kernels for Triton's interpreter, which compiles nothing.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `kernels/aot.py` measured, compiled once for all tests."""
+    path = tmp_path_factory.mktemp("aot") / "report.json"
+    command = [sys.executable, str(WORKBENCH / "aot.py"), "--json", str(path)]
+    finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert path.exists(), finished.stderr[-2000:]
+    loaded: list[dict[str, Any]] = json.loads(path.read_text())
+    return loaded
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_gate_is_broken(target: str, reports: list[dict[str, Any]]) -> None:
+    broken = {r["variant"]: r["broken"] for r in reports if r["target"] == target and r["broken"]}
+    assert not broken
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_op_with_a_kernel_is_compiled(target: str, reports: list[dict[str, Any]]) -> None:
+    compiled = {r["variant"].split("/")[0] for r in reports if r["target"] == target}
+    assert compiled == {"adam", "lion", "sgd", "grad_stats", "scalars", "syrk"}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_symmetric_products_go_through_descriptors_where_there_are_any(
+    target: str, reports: list[dict[str, Any]]
+) -> None:
+    names = {r["variant"] for r in reports if r["target"] == target}
+    assert {"syrk/descriptors-fp16-gram", "syrk/descriptors-bf16-gram", "syrk/descriptors-fp32-gram"} <= names
+
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, sys.argv[1])
+import aot
+from variants import Widths, all_variants
+variant = next(v for v in all_variants() if v.name == "adam/bf16-out")
+changed = replace(variant, **eval(sys.argv[2], {"Widths": Widths, "constants": variant.constants}))
+report = aot.nvidia(changed, "sm_90", aot.compiled(changed, aot.TARGETS["sm_90"]))
+print("; ".join(report.broken))
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        pytest.param("{'max_registers': 16}", "16 are allowed", id="registers"),
+        pytest.param("{'constants': constants | {'E': 8}}", "shared memory", id="two-layouts"),
+        pytest.param("{'constants': constants | {'E': 1}}", "where 8 are expected", id="no-alignment-hint"),
+        pytest.param("{'constants': constants | {'E': 1}}", "elements move one by one", id="16-bit-scalars"),
+        pytest.param("{'widths': Widths(load_128=9)}", "where 9 are expected", id="widths"),
+        pytest.param("{'tile_read_bytes': 1024}", "hide the latency", id="bytes-in-flight"),
+        pytest.param("{'matrix': True}", "no matrix instruction", id="tensor-cores"),
+    ],
+)
+def test_a_gate_fails_where_it_must(change: str, sentence: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(WORKBENCH), change]
+    finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert sentence in finished.stdout

@@ -1,0 +1,264 @@
+"""Every kernel variant that is compiled ahead of time, and what each must turn into."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opt_kernels.codecs import StateCodec, codec_for
+from opt_kernels.jit import tl
+from opt_kernels.ops.adam.triton import adam_sweep
+from opt_kernels.ops.grad_stats.triton import SUM_BLOCK, stats_sweep, stats_total, tile_elements
+from opt_kernels.ops.lion.triton import lion_sweep
+from opt_kernels.ops.quantize.triton import scheme
+from opt_kernels.ops.scalars import fill_scalars
+from opt_kernels.ops.sgd.triton import sgd_sweep
+from opt_kernels.ops.sweep import BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.ops.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
+
+F32, BF16, F16, I8, U8, E4M3 = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int8,
+    torch.uint8,
+    torch.float8_e4m3fn,
+)
+CHUNK = 16384
+ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """Vector accesses that one thread makes of a tile on the full-chunk path."""
+
+    load_128: int = 0
+    load_64: int = 0
+    store_128: int = 0
+    store_64: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A kernel, what it is compiled for, and the gates on the result."""
+
+    name: str
+    kernel: Any  # a compiled-from-source function has no type that a checker knows
+    signature: dict[str, str]  # of the arguments that are not constants
+    constants: dict[str, Any]
+    aligned: tuple[str, ...]  # arguments divisible by 16
+    num_warps: int = NUM_WARPS
+    num_stages: int = 3
+    fusion: bool = False
+    max_registers: int = 255
+    widths: Widths | None = None  # None: not a sweep
+    tile_read_bytes: int = 0  # by one program at a time; 0: not bound by memory
+    matrix: bool = False  # uses tensor cores and shared memory
+    descriptors: bool = False  # for Hopper and the Blackwell of data centres only
+    shared_allowed: bool = field(default=False)
+
+
+def widths(formats: Formats) -> Widths:
+    """What a sweep's accesses must be: each column in pieces of `vector` elements, 16 bytes at most."""
+    reads = [formats.grad.itemsize, *(d.itemsize for d in formats.states)]
+    writes = [d.itemsize for d in formats.states]
+    if formats.main is None:
+        reads, writes = [*reads, 2, 2], [*writes, 2, 2]
+    else:
+        reads, writes = [*reads, formats.main.itemsize], [*writes, formats.main.itemsize]
+        writes += [] if formats.out is None else [formats.out.itemsize]
+    elements = BLOCK // (NUM_WARPS * 32)
+
+    def count(sizes: list[int], width: int) -> int:
+        return sum(elements * size // width for size in sizes if min(16, formats.vector * size) == width)
+
+    return Widths(
+        load_128=count(reads, 16), load_64=count(reads, 8), store_128=count(writes, 16), store_64=count(writes, 8)
+    )
+
+
+def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec], extra: dict[str, Any]) -> Variant:
+    """An elementwise sweep in these formats."""
+    scaled = any(codec.block for codec in codecs.values())
+    lanes = 2 + len(codecs) + sum(codec.block > 0 for codec in codecs.values()) + 3
+    reads = formats.grad.itemsize + (4 if formats.main is None else formats.main.itemsize)
+    scalars = {"fresh": "fp32"} if kernel is sgd_sweep else {}
+    return Variant(
+        name=name,
+        kernel=kernel,
+        signature={"records": "*i64", "grads": "*i64", "block": "*fp32"} | scalars,
+        constants={
+            "GRAD": triton_dtype(formats.grad),
+            "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
+            "OUT": None if formats.out is None else triton_dtype(formats.out),
+            "REMAINDER": formats.remainder,
+            "IEEE": formats.ieee,
+            "WIDTH": 8 if lanes <= 8 else 16,
+            "CHUNK": CHUNK,
+            "BLOCK": BLOCK,
+            "E": formats.vector,
+        }
+        | extra,
+        aligned=("records", "grads", "block"),
+        fusion=not formats.ieee,
+        max_registers=96,
+        widths=widths(formats) if formats.aligned else None,
+        tile_read_bytes=BLOCK * (reads + sum(d.itemsize for d in formats.states)) if formats.aligned else 0,
+        shared_allowed=scaled,
+    )
+
+
+def formats(
+    grad: torch.dtype = F32,
+    main: torch.dtype | None = F32,
+    out: torch.dtype | None = None,
+    states: tuple[torch.dtype, ...] = (),
+    aligned: bool = True,
+) -> Formats:
+    """Formats of a sweep; float32 where nothing is said."""
+    return Formats(grad, main, out, states, aligned)
+
+
+def adam(
+    name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", by_chance: bool = False, **of: Any
+) -> Variant:
+    """Adam with these moments."""
+    codecs = {"exp_avg": codec_for("exp_avg", m, signed=True), "exp_avg_sq": codec_for("exp_avg_sq", v, signed=False)}
+    extra = {
+        "EXP_AVG": triton_dtype(m),
+        "EXP_AVG_SQ": triton_dtype(v),
+        "SCHEME": scheme(codecs["exp_avg"]),
+        "SCHEME_SQ": scheme(codecs["exp_avg_sq"]),
+        "BY_CHANCE": by_chance,
+        "DECOUPLED": True,
+        "TE": order == "te",
+    }
+    return sweep(f"adam/{name}", adam_sweep, formats(states=(m, v), **of), codecs, extra)
+
+
+def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
+    """Lion with this momentum."""
+    codec = codec_for("exp_avg", m, signed=True)
+    extra = {"EXP_AVG": triton_dtype(m), "SCHEME": scheme(codec)}
+    return sweep(f"lion/{name}", lion_sweep, formats(states=(m,), **of), {"exp_avg": codec}, extra)
+
+
+def sgd(name: str, b: torch.dtype | None, **of: Any) -> Variant:
+    """SGD with this momentum, or with none."""
+    codecs = {} if b is None else {"momentum_buffer": codec_for("momentum_buffer", b, signed=True)}
+    extra = {
+        "BUFFER": None if b is None else triton_dtype(b),
+        "SCHEME": "plain" if b is None else scheme(codecs["momentum_buffer"]),
+        "NESTEROV": True,
+    }
+    return sweep(f"sgd/{name}", sgd_sweep, formats(states=() if b is None else (b,), **of), codecs, extra)
+
+
+def stats(name: str, dtype: torch.dtype) -> Variant:
+    """The statistics sweep over gradients of this dtype."""
+    block = tile_elements(dtype)
+    return Variant(
+        name=f"grad_stats/{name}",
+        kernel=stats_sweep,
+        signature={"records": "*i64", "sums": "*fp64", "counts": "*i32"},
+        constants={
+            "GRAD": triton_dtype(dtype), "MAXIMUM": False, "WIDTH": 8, "CHUNK": CHUNK, "BLOCK": block,
+            "E": 16 // dtype.itemsize,
+        },
+        aligned=("records", "sums", "counts"),
+        fusion=True,
+        max_registers=96,
+        widths=Widths(load_128=block * dtype.itemsize // (NUM_WARPS * 32 * 16)),
+        tile_read_bytes=block * dtype.itemsize,
+        shared_allowed=True,
+    )  # fmt: skip
+
+
+def small_kernels() -> Iterator[Variant]:
+    """The two kernels of one or a few programs."""
+    yield Variant(
+        name="grad_stats/total",
+        kernel=stats_total,
+        signature={"sums": "*fp64", "counts": "*i32", "power": "*fp64", "totals": "*i64", "num_chunks": "i32"},
+        constants={"MAXIMUM": False, "BLOCK": SUM_BLOCK},
+        aligned=("sums", "counts", "power", "totals"),
+        num_warps=8,
+        fusion=True,
+        shared_allowed=True,
+    )
+    columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
+    yield Variant(
+        name="scalars/device",
+        kernel=fill_scalars,
+        signature={"block": "*fp32", "host": "*fp64"} | columns,
+        constants={},
+        aligned=("block", "host"),
+    )
+    yield Variant(
+        name="scalars/host",
+        kernel=fill_scalars,
+        signature={"block": "*fp32", "host": "*fp64"},
+        constants=dict.fromkeys(columns),
+        aligned=("block", "host"),
+    )
+
+
+def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> Variant:
+    """A symmetric product, by descriptors or by pointers, of operands whose rows are dense."""
+    name = str(triton_dtype(dtype))
+    tile_k = TILE_BYTES_K // dtype.itemsize
+    constants: dict[str, Any] = {"TILE": TILE, "TILE_K": tile_k, "PRECISION": "tf32" if dtype is F32 else "ieee"}
+    common = {"added": f"*{name}", "out": f"*{name}", "m": "i32", "k": "i32", "alpha": "fp32", "beta": "fp32"}
+    if descriptors:
+        box = f"tensordesc<{name}[1,{TILE},{tile_k}]>"
+        other = box if transposed else f"tensordesc<{name}[1,{tile_k},{TILE}]>"
+        return Variant(
+            name=f"syrk/descriptors-{name}-{'gram' if transposed else 'general'}",
+            kernel=syrk_descriptors,
+            signature={"left": box, "right": other} | common,
+            constants=constants | {"TRANSPOSED": transposed},
+            aligned=("added", "out", "m", "k"),
+            num_warps=8, num_stages=4, fusion=True, matrix=True, descriptors=True, shared_allowed=True,
+        )  # fmt: skip
+    strides = ("left_batch", "left_row", "right_batch", "right_col")
+    return Variant(
+        name=f"syrk/pointers-{name}",
+        kernel=syrk_pointers,
+        signature={"left": f"*{name}", "right": f"*{name}"} | common | dict.fromkeys(strides, "i32"),
+        constants=constants | {"left_col": 1, "right_row": 1},
+        aligned=("left", "right", "added", "out", "m", "k", *strides),
+        num_warps=8, fusion=True, matrix=True, shared_allowed=True,
+    )  # fmt: skip
+
+
+def all_variants() -> list[Variant]:
+    """Everything that is gated."""
+    remainder: dict[str, Any] = {"main": None, "out": BF16}
+    return [
+        adam("fp32", F32, F32),
+        adam("fp32-te", F32, F32, order="te"),
+        adam("fp32-unaligned", F32, F32, aligned=False),
+        adam("bf16-out", F32, F32, out=BF16),
+        adam("fp16-out", F32, F32, grad=F16, out=F16),
+        adam("bf16-state", BF16, BF16),
+        adam("remainder", F32, F32, **remainder),
+        adam("remainder-g16", F32, F32, grad=BF16, **remainder),
+        adam("remainder-g16-bf16-state", BF16, BF16, grad=BF16, **remainder),
+        adam("bf16-by-chance", BF16, BF16, grad=BF16, main=BF16, by_chance=True),
+        adam("remainder-g16-fp16-state", F16, F16, grad=BF16, **remainder),
+        adam("remainder-g16-fp8-state", E4M3, E4M3, grad=BF16, **remainder),
+        adam("remainder-g16-8-bit-state", I8, U8, grad=BF16, **remainder),
+        adam("bf16-by-chance-8-bit-state", I8, U8, grad=BF16, main=BF16, by_chance=True),
+        lion("fp32", F32),
+        lion("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
+        lion("remainder-g16-8-bit-state", I8, grad=BF16, **remainder),
+        sgd("fp32", F32),
+        sgd("fp32-no-momentum", None),
+        sgd("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
+        stats("fp32", F32),
+        stats("bf16", BF16),
+        *small_kernels(),
+        *(syrk(dtype, descriptors=False) for dtype in (F16, BF16, F32)),
+        *(syrk(dtype, descriptors=True) for dtype in (F16, BF16, F32)),
+        syrk(F16, descriptors=True, transposed=False),
+    ]
