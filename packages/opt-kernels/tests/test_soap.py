@@ -1,0 +1,274 @@
+"""SOAP: against its formulas in float64, with bases from eigh and QR."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, Work
+from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.soap import SOAP, Orthonormalization
+from torch import Tensor
+
+HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
+PLAIN, KL = SOAP(use_kl_shampoo=False), SOAP()
+SHAPES = [(1, 5), (6, 6), (12, 7), (7, 12)]
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grads_of(num_steps: int, *shape: int) -> list[Tensor]:
+    """Gradients with a part that stays, as in training: their factors have eigenvalues that are apart."""
+    signal = tensor(*shape) * torch.logspace(0.5, -0.5, shape[1])
+    return [signal + 0.3 * tensor(*shape, seed=seed) for seed in range(1, num_steps + 1)]
+
+
+def stepped(rule: SOAP, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
+    for step, grad in enumerate(grads, start=first):
+        rule.update_([Batch(replace(HYPER, step=step), [Work(grad=grad, main=main, state=state)])])
+
+
+def signed_qr(columns: Tensor) -> Tensor:
+    q, r = torch.linalg.qr(columns)
+    return torch.mul(q, r.diagonal().sign())
+
+
+class ByFormula:
+    """The docstring of the rule in float64, for one matrix; QR by Householder."""
+
+    def __init__(self, rule: SOAP, main: Tensor) -> None:
+        self.rule, self.p, (self.m, self.n) = rule, main.double().clone(), main.shape
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.p), torch.zeros_like(self.p)
+        self.l, self.r = torch.zeros(self.m, self.m).double(), torch.zeros(self.n, self.n).double()
+        self.q_l, self.q_r = torch.eye(self.m).double(), torch.eye(self.n).double()
+        self.e_l, self.e_r = torch.ones(self.m).double(), torch.ones(self.n).double()
+
+    def warm_up(self) -> None:
+        """Factors with eigenvalues that are apart, and their bases: as after a first step."""
+        for side, n in (("l", self.m), ("r", self.n)):
+            vectors = signed_qr(tensor(n, n, seed=7).double())
+            setattr(self, side, vectors @ torch.linspace(4.0, 1.0, n).double().diag() @ vectors.mT)
+        self._turn(first=True)
+
+    def states(self) -> dict[str, Tensor]:
+        return {
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "L": self.l,
+            "R": self.r,
+            "Q_L": self.q_l,
+            "Q_R": self.q_r,
+            "eigvals_L": self.e_l,
+            "eigvals_R": self.e_r,
+        }
+
+    def step(self, grad: Tensor, t: int) -> None:
+        g, b = grad.double(), self.rule.shampoo_beta
+        if t > 1:
+            self._adam(self.q_l.mT @ g @ self.q_r, t - 1)
+        left, right = g @ g.mT, g.mT @ g
+        if self.rule.use_kl_shampoo:
+            left = g @ self.q_r @ (1 / self.e_r.clamp_min(1e-8)).diag() @ self.q_r.mT @ g.mT / self.n
+            right = g.mT @ self.q_l @ (1 / self.e_l.clamp_min(1e-8)).diag() @ self.q_l.mT @ g / self.m
+        weight = (1 - b) / (1 - b**t)
+        self.l, self.r = self.l + weight * (left - self.l), self.r + weight * (right - self.r)
+        if (t - 1) % self.rule.precondition_frequency == 0:
+            self._turn(first=t == 1)
+
+    def _adam(self, g: Tensor, t: int) -> None:
+        self.exp_avg = 0.9 * self.exp_avg + 0.1 * g
+        self.exp_avg_sq = 0.95 * self.exp_avg_sq + 0.05 * g**2
+        u = (self.exp_avg / (1 - 0.9**t)) / ((self.exp_avg_sq / (1 - 0.95**t)).sqrt() + 1e-8)
+        self.p = self.p - 0.1 * 0.3 * self.p - 0.1 * self.q_l @ u @ self.q_r.mT
+
+    def _turn(self, *, first: bool) -> None:
+        in_p = self.q_l @ self.exp_avg @ self.q_r.mT
+        self.q_l, self.e_l, rows = self._basis(self.l, self.q_l, first=first)
+        self.q_r, self.e_r, cols = self._basis(self.r, self.q_r, first=first)
+        self.exp_avg = self.q_l.mT @ in_p @ self.q_r
+        self.exp_avg_sq = self.exp_avg_sq[rows][:, cols]
+
+    def _basis(self, k: Tensor, q: Tensor, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if first:
+            values, vectors = torch.linalg.eigh(k)
+            return vectors.flip(1), values.flip(0), torch.arange(len(k))
+        order = (q.mT @ k @ q).diagonal().argsort(descending=True)
+        q = q[:, order]
+        for _ in range(self.rule.power_iterations):
+            q = signed_qr(k @ q)
+        return q, (q.mT @ k @ q).diagonal(), order
+
+
+RULES = {
+    "plain": PLAIN,
+    "kl": KL,
+    "every_third_step": replace(KL, precondition_frequency=3),
+    "two_iterations": replace(PLAIN, power_iterations=2),
+    "householder": replace(KL, orthonormalization=Orthonormalization.HOUSEHOLDER),
+    "reference": replace(PLAIN, backend="reference"),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_steps_follow_the_formula(kind: str, shape: tuple[int, int]) -> None:
+    # From the middle of a training: the first factors of a matrix that is not square have a null space, whose basis is
+    # left to rounding. All in float64, so that what differs is the formula.
+    rule, main = RULES[kind], tensor(*shape, seed=99).double()
+    formula = ByFormula(rule, main)
+    formula.warm_up()
+    state = {name: value.double() for name, value in rule.init_state(main).items()}
+    for name, value in formula.states().items():
+        if name in state:
+            state[name].copy_(value)
+    for step, grad in enumerate(grads_of(9, *shape), start=2):
+        stepped(rule, main, state, [grad], first=step)
+        formula.step(grad, step)
+    torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-7)
+    for name in state:
+        torch.testing.assert_close(state[name], formula.states()[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, KL], ids=["plain", "kl"])
+def test_fp32_states_stay_near_the_formula(rule: SOAP) -> None:
+    main = tensor(12, 12, seed=99)
+    formula, grads = ByFormula(rule, main), grads_of(9, 12, 12)
+    stepped(rule, main, rule.init_state(main), grads)
+    for step, grad in enumerate(grads, start=1):
+        formula.step(grad, step)
+    # An update is of size lr x sqrt(144) a step; fp32 eigenvectors of near eigenvalues turn a little.
+    assert float((main.double() - formula.p).norm()) < 0.01 * 0.1 * 12 * 8
+
+
+def test_the_first_bases_are_the_eigenvectors_of_the_first_factors() -> None:
+    grad, main = tensor(7, 12).double(), torch.zeros(7, 12, dtype=torch.float64)
+    state = PLAIN.init_state(main)
+    stepped(PLAIN, main, state, [grad])
+    torch.testing.assert_close(state["L"].double(), grad @ grad.mT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(state["R"].double(), grad.mT @ grad, rtol=0, atol=1e-5)
+    turned = state["Q_L"].double().mT @ grad @ state["Q_R"].double()
+    values = torch.linalg.svdvals(grad)
+    torch.testing.assert_close(turned[:, :7].diagonal().abs(), values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(turned.norm(), values.norm(), rtol=0, atol=1e-5)
+
+
+def test_the_first_step_only_finds_the_bases() -> None:
+    # A step in the basis of its own gradient is rounding noise made as large as lr, and ruins the second moments.
+    main, state = tensor(12, 7), KL.init_state(tensor(12, 7))
+    before = main.clone()
+    stepped(KL, main, state, grads_of(1, 12, 7))
+    assert torch.equal(main, before)
+    assert not state["exp_avg"].any()
+    assert not state["exp_avg_sq"].any()
+
+
+@pytest.mark.parametrize("rule", [PLAIN, KL], ids=["plain", "kl"])
+@pytest.mark.parametrize("shape", [(32, 48), (96, 24)], ids=str)
+def test_no_step_is_much_larger_than_adams(rule: SOAP, shape: tuple[int, int]) -> None:
+    # In the other order the second step was 5000 times lr large on a tall matrix of noise.
+    main = torch.zeros(shape)
+    state = rule.init_state(main)
+    for step in range(1, 13):
+        before, grad = main.clone(), tensor(*shape, seed=step) * torch.logspace(0, -3, shape[1])
+        stepped(rule, main, state, [grad], first=step)
+        root_mean_square = float((main - before * (1 - 0.1 * 0.3)).square().mean().sqrt()) / 0.1
+        assert root_mean_square < 4.0
+
+
+def test_bases_stay_orthonormal_and_sorted_through_many_steps() -> None:
+    main, state = tensor(24, 10), KL.init_state(tensor(24, 10))
+    stepped(KL, main, state, grads_of(60, 24, 10))
+    for side, n in (("L", 24), ("R", 10)):
+        q = state[f"Q_{side}"].double()
+        torch.testing.assert_close(q.mT @ q, torch.eye(n).double(), rtol=0, atol=1e-5)
+        diagonal = q.mT @ state[side].double() @ q
+        torch.testing.assert_close(state[f"eigvals_{side}"].double(), diagonal.diagonal(), rtol=1e-3, atol=1e-6)
+        # After 60 steps of following, what is off the diagonal is small beside it.
+        assert float((diagonal - diagonal.diagonal().diag()).norm()) < 0.05 * float(diagonal.norm())
+
+
+def test_equal_shapes_in_company_move_as_alone() -> None:
+    mains, grads = [tensor(8, 12, seed=i) for i in range(3)], [grads_of(4, 8, 12)[i:] for i in range(3)]
+    together, states = [main.clone() for main in mains], [KL.init_state(main) for main in mains]
+    for step in (1, 2):
+        works = [Work(grad=g[step - 1], main=p, state=s) for g, p, s in zip(grads, together, states)]
+        KL.update_([Batch(replace(HYPER, step=step), works[:2]), Batch(replace(HYPER, step=step), works[2:])])
+    for main, own_grads, got in zip(mains, grads, together):
+        stepped(KL, main, KL.init_state(main), own_grads[:2])
+        torch.testing.assert_close(got, main, rtol=0, atol=1e-4)
+
+
+def test_mains_of_every_kind_move_alike() -> None:
+    main, grads = tensor(8, 12), grads_of(2, 8, 12)
+    expected = main.clone()
+    stepped(KL, expected, KL.init_state(main), grads)
+    out, remainder = torch.empty(8, 12, dtype=torch.bfloat16), torch.empty(8, 12, dtype=torch.int16)
+    split_(out, remainder, main)
+    copy, halves, with_copy = torch.zeros(8, 12, dtype=torch.bfloat16), KL.init_state(main), KL.init_state(main)
+    for step, grad in enumerate(grads, start=1):
+        works = [
+            Work(grad=grad, main=None, state=halves, out=out, remainder=remainder),
+            Work(grad=grad, main=main, state=with_copy, out=copy),
+        ]
+        KL.update_([Batch(replace(HYPER, step=step), works)])
+    torch.testing.assert_close(join(out, remainder), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(main, expected, rtol=0, atol=1e-5)
+    assert torch.equal(copy, main.bfloat16())
+
+
+def test_a_skipped_step_leaves_every_byte_and_gradients_are_never_written() -> None:
+    main, grad = tensor(8, 12), tensor(8, 12, seed=1)
+    state = KL.init_state(main)
+    before = [t.clone() for t in (main, grad, *state.values())]
+    work = Work(grad=grad, main=main, state=state)
+    for step in (1, 2):
+        KL.update_([Batch(replace(HYPER, step=step), [work])], skip=torch.tensor(True), grad_scale=0.5)
+    assert all(torch.equal(a, b) for a, b in zip((main, grad, *state.values()), before))
+    KL.update_([Batch(HYPER, [work])], grad_scale=0.5)
+    assert torch.equal(grad, before[1])
+
+
+def test_zero_gradients_leave_finite_states() -> None:
+    main, state = tensor(8, 12), KL.init_state(tensor(8, 12))
+    stepped(KL, main, state, [torch.zeros(8, 12)] * 3 + grads_of(3, 8, 12))
+    assert all(bool(t.isfinite().all()) for t in (main, *state.values()))
+
+
+def test_states_are_declared_as_they_are() -> None:
+    assert (KL.name, KL.needs) == ("soap", Needs.MATRICES)
+    shapes = {
+        (StateKind.LIKE_PARAM, ()): (8, 12),
+        (StateKind.MATRIX, (-2,)): (8, 8),
+        (StateKind.MATRIX, (-1,)): (12, 12),
+        (StateKind.REDUCED, (-1,)): (8,),
+        (StateKind.REDUCED, (-2,)): (12,),
+    }
+    for rule in (PLAIN, KL):
+        state = rule.init_state(tensor(8, 12))
+        assert {spec.name for spec in rule.state_specs} == set(state)
+        for spec in rule.state_specs:
+            assert tuple(state[spec.name].shape) == shapes[spec.kind, spec.dims]
+    assert "eigvals_L" not in PLAIN.init_state(tensor(8, 12))
+
+
+WRONG: list[Any] = [
+    pytest.param({"shampoo_beta": 1.0}, "shampoo_beta is 1.0", id="beta"),
+    pytest.param({"precondition_frequency": 0}, "precondition_frequency is 0", id="frequency"),
+    pytest.param({"power_iterations": 0}, "power_iterations is 0", id="iterations"),
+    pytest.param({"backend": "cuda"}, "backend='cuda' is unknown", id="backend"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_options_are_checked_when_the_rule_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SOAP(**options)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4, 4)], ids=str)
+def test_what_is_no_single_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(MatrixError, match="is not a single matrix"):
+        KL.init_state(torch.zeros(shape))
