@@ -58,7 +58,7 @@ def get_optimizer(
     groups, plan = _agreed_plan(config, chunks, config_overrides, roles, rules or Registry().with_installed())
     model = Model(params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups))
     stepper = build_stepper(plan, model, roles, sources={ready.plan.name: ready.source for ready in wrapped_buffers(chunks)})
-    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=f"{roles.dense.dp.rank}:{plan.fingerprint()}")
+    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=plan.layout_id(roles.dense.dp.rank), everyone=roles.everyone)
 
 
 get_megatron_optimizer = get_optimizer  # the reference's name

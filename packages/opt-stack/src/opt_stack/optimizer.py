@@ -1,26 +1,20 @@
 """The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
-from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_paramgroups import ParamId
 from opt_stack.plan import Plan
+from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
 _HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
-
-
-class _Owned(NamedTuple):
-    """This rank's piece of a parameter, and the unit whose rule moves it."""
-
-    unit: Unit
-    piece: OwnedPiece
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -37,19 +31,23 @@ class Optimizer(torch.optim.Optimizer):
         stepper: Stepper,
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
+        everyone: Comm,
     ):
         self.plan = plan
         self.stepper = stepper
         self._layout_id = layout_id
+        self._everyone = everyone
         self._built = False
+        self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
         super().__init__(
             [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}], defaults={}
         )
         self._built = True
-        self._owned = {piece.id: _Owned(unit, piece) for unit in stepper.units for piece in unit.pieces}
-        for _, piece in self._owned.values():
+        sharded = {shape.id for b in plan.buffers if b.layout.num_shards > 1 for shape in b.params}
+        self._held = {p.id: Held(unit, p, p.id in sharded) for unit in stepper.units for p in unit.pieces}
+        for _, piece, _ in self._held.values():
             self.state[piece.param] = piece.state
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -96,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def get_parameters(self) -> list[Tensor]:
         """What this rank's rules write: parameters themselves, or the main values beside them."""
-        return [piece.main.value() for _, piece in self._owned.values()]
+        return [piece.main.value() for _, piece, _ in self._held.values()]
 
     def init_state(self) -> None:
         """Nothing: state exists from construction, for every rule, and no parameter moves for it."""
@@ -107,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values come from there,
         in its precision. Raises ValueError for a parameter it does not hold.
         """
-        for _, piece in self._owned.values():
+        for _, piece, _ in self._held.values():
             if state_dict is None:
                 piece.main.reload_()
             else:
@@ -137,7 +135,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return {
             "version": VERSION,
-            "state": {i: read_state(self._owned[id].piece) for i, id in enumerate(self._ids) if id in self._owned},
+            "state": {i: read_state(self._held[id].piece) for i, id in enumerate(self._ids) if id in self._held},
             "param_groups": self._packed_groups(),
             "grad_scaler": self.stepper.scaler.state_dict(),
             "layout": self._layout_id,
@@ -146,20 +144,50 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
 
+        Takes what `state_dict` gave, what torch's own optimizers give, or what `opt_checkpoint.load` made of
+        `sharded_state_dict`.
+
         Raises:
             ValueError: other parameters or groups, another layout, state of another rule or shape.
         """
+        if "groups" in state_dict:
+            if self._described is None:
+                raise ValueError("a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first")
+            load_sharded_(state_dict, self._described, self.param_groups, self._held, self.stepper.scaler)
+            return
         saved_groups = self._match_groups(state_dict)
         by_id = self._match_state(state_dict, saved_groups)
-        for id, (_, piece) in self._owned.items():
+        for id, (_, piece, _) in self._held.items():
             check_state(piece, by_id.get(id, {}))
-        for id, (unit, piece) in self._owned.items():
+        for id, (unit, piece, _) in self._held.items():
             fresh = unit.rule.init_state(piece.main.value())
             load_state_(piece, by_id.get(id, {}), fresh=fresh)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             _set_group(group, saved)
         if state_dict.get("grad_scaler"):
             self.stepper.scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The state as `opt_checkpoint.save` and `load` take it; loads on any layout, world size and precision.
+
+        All ranks call it together. Tensors share the optimizer's memory where they can, so a load writes in place;
+        `load_state_dict` of what the load returns completes it.
+
+        Args:
+            model_sharded_state_dict: the model's, with its parameters themselves (`keep_vars=True`) as data.
+            is_loading: kept for the reference's callers; state exists from construction, so nothing has to be made.
+            metadata: likewise; there is one format, and it reshards along every axis.
+
+        Raises:
+            ValueError: a parameter is not in `model_sharded_state_dict`.
+        """
+        self._described = describe_params(model_sharded_state_dict, self.param_groups)
+        return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 
     def _packed_groups(self) -> list[dict[str, Any]]:
         packed, start = [], 0
@@ -212,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
         return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        for _, piece in self._owned.values():
+        for _, piece, _ in self._held.values():
             for tensor in (*piece.state.values(), piece.main.copy, piece.main.remainder):
                 if tensor is not None:
                     tensor.data = tensor.data.to(device)

@@ -81,6 +81,14 @@ class Plan:
         text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in self.units]
         return sha256("|".join(text).encode()).hexdigest()
 
+    def layout_id(self, rank: int) -> str:
+        """Equal where a rank-local `state_dict` may be loaded: the same pieces of the same parameters."""
+        shards = [b for b in self.buffers if b.layout.num_shards > 1]
+        if not shards:
+            return "replicated"
+        layouts = "|".join(sorted(b.layout.fingerprint() for b in shards))
+        return f"rank {rank} of {sha256(layouts.encode()).hexdigest()[:16]}"
+
     def __str__(self) -> str:
         return "\n\n".join(
             ["\n".join(_unit_lines(self)), "\n".join(_buffer_lines(self)), "\n".join(_total_lines(self))]

@@ -1,0 +1,129 @@
+"""A piece's state as sharded values under its parameter's name: what a checkpoint holds, on any layout.
+
+Keys are `optimizer.state.<state name>.<parameter key>`, global shapes are the parameter's: as if one process had saved an
+optimizer that was never sharded. Narrow block-scaled state is stored decoded, in fp32, so that it loads into any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint import (
+    LayoutBound,
+    LikeParam,
+    PerParam,
+    Reduced,
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateSpec,
+    make_sharded_state,
+)
+from opt_distributed.step.mains import Numbers
+from opt_distributed.step.state import MAIN, STEP
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.rules.base import StateKind
+from opt_kernels.rules.base import StateSpec as Declared
+
+ShardedParam = ShardedTensor | ShardedTensorFactory
+
+
+@dataclass(slots=True, kw_only=True)
+class SavedPiece:
+    """The tensors of one piece that a checkpoint reads or writes: live memory where it can be, else decoded copies."""
+
+    unit: Unit
+    piece: OwnedPiece
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    specs: dict[str, StateSpec] = field(default_factory=dict)
+
+    def sharded(self, param: ShardedParam, *, is_owner: bool) -> dict[str, ShardedBase]:
+        """Each tensor as its spec says, under the parameter's key. `is_owner`: no other data-parallel rank has it."""
+        held = _held(param, self.piece, is_owner=is_owner)
+        return {name: make_sharded_state(held, tensor, name, self.specs[name]) for name, tensor in self.tensors.items()}
+
+    @torch.no_grad()
+    def take_(self, loaded: Mapping[str, Tensor]) -> None:
+        """Sets the piece from what was loaded, as `sharded` names it."""
+        piece = self.piece
+        for name, value in loaded.items():
+            if name == STEP:
+                piece.step = int(value)
+            elif name == MAIN:
+                piece.main.set_(value.view(piece.main.target.shape))
+            else:
+                _store_(self.unit, piece, name, value)
+
+
+def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
+    """What there is to save of a piece, and how each of it relates to the parameter."""
+    saved = SavedPiece(unit=unit, piece=piece)
+    saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
+    for spec in unit.rule.state_specs:
+        if spec.kind is not StateKind.BLOCK_SCALES:
+            saved.tensors[spec.name] = _decoded(unit, piece, spec)
+            saved.specs[spec.name] = _spec(spec, piece)
+    if piece.main.numbers is not Numbers.DIRECT:
+        saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
+    return saved
+
+
+def _held(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedParam:
+    """The parameter's description, narrowed to the piece."""
+    if is_owner:
+        param = replace(param, replica_id=_sole_replica(param.replica_id))
+    if piece.is_whole:
+        return param
+    if isinstance(param, ShardedTensor):
+        return param.flat(None, piece.of_param.start, piece.of_param.stop)
+    return replace(param, data=None, flattened_range=piece.of_param)
+
+
+def _sole_replica(replica_id: Any) -> Any:
+    """By the convention (pipeline, tensor, data): a piece that one data-parallel rank owns has no data replica."""
+    return (*replica_id[:-1], 0) if isinstance(replica_id, tuple) else 0
+
+
+def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
+    group = piece.matrix.tensor_parallel
+    match spec.kind:
+        case StateKind.LIKE_PARAM:
+            return LikeParam()
+        case StateKind.SCALAR:
+            return PerParam()
+        case StateKind.MATRIX if group is not None:
+            # Factors of this rank's block mean nothing for a block of another size.
+            return LayoutBound(fingerprint=f"tp{group.size}")
+        case StateKind.REDUCED:
+            return Reduced(dims=spec.dims)
+        case _:
+            return PerParam()
+
+
+def _codec(unit: Unit, name: str) -> StateCodec | None:
+    """The codec of a state that is stored by block; None where its memory holds the values themselves."""
+    found = unit.rule.codecs.get(name)
+    return found if found is not None and found.block else None
+
+
+def _decoded(unit: Unit, piece: OwnedPiece, spec: Declared) -> Tensor:
+    codec = _codec(unit, spec.name)
+    codes = piece.state[spec.name]
+    if codec is None:
+        return codes
+    values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    codec.decode_(values, codes.view(-1), piece.state[scale_name(spec.name)])
+    return values.view(codes.shape)
+
+
+def _store_(unit: Unit, piece: OwnedPiece, name: str, value: Tensor) -> None:
+    codec = _codec(unit, name)
+    target = piece.state[name]
+    if codec is None:
+        target.copy_(value.view(target.shape))
+    else:
+        codec.encode_(target.view(-1), piece.state[scale_name(name)], value.reshape(-1).float())

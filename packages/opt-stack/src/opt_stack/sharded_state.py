@@ -1,0 +1,121 @@
+"""The optimizer's state on the way to and from a checkpoint that fits any number of ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from opt_checkpoint import (
+    KEEP_VARS_HINT,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_saved_groups,
+    get_param_id_to_sharded_param_map,
+    groups_to_saved,
+)
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.step.scaler import Scaler
+from opt_distributed.step.sharded import read_piece
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_paramgroups import ParamId
+
+VERSION = 1
+# What a group is follows from the run that loads it; only how it is trained is restored.
+_OF_THIS_RUN = frozenset(
+    {"params", "param_ids", "name", "optimizer", "default_config", "is_expert_parallel", "is_decoupled_lr"}
+)
+
+
+class Held(NamedTuple):
+    """This rank's piece of a parameter, the unit whose rule moves it, and whether no data-parallel rank has it too."""
+
+    unit: Unit
+    piece: OwnedPiece
+    is_sole: bool
+
+
+class Described(NamedTuple):
+    """A parameter of the optimizer and what the model's sharded state says of it."""
+
+    id: ParamId
+    name: str  # in the checkpoint's groups; unique over the whole model
+    sharded: ShardedTensor | ShardedTensorFactory
+
+
+def describe_params(
+    model_sharded_state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> list[list[Described]]:
+    """The parameters of each group.
+
+    Raises:
+        ValueError: a parameter is not in the model's sharded state.
+    """
+    params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
+    found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
+    missing = [index for index in range(len(params)) if index not in found]
+    if missing:
+        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{KEEP_VARS_HINT}")
+    indices = iter(range(len(params)))
+    return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
+
+
+def sharded_state(
+    described: Sequence[Sequence[Described]],
+    groups: Sequence[Mapping[str, Any]],
+    held: Mapping[ParamId, Held],
+    scaler: Scaler,
+    everyone: Comm,
+) -> dict[str, Any]:
+    """What `opt_checkpoint.save` and `load` take. All ranks call it together: groups name every rank's parameters."""
+    state = {}
+    for own in _flat(described):
+        if own.id in held:
+            unit, piece, is_sole = held[own.id]
+            state[own.name] = read_piece(unit, piece).sharded(own.sharded, is_owner=is_sole)
+    kept = [{key: value for key, value in group.items() if key not in _OF_THIS_RUN} for group in groups]
+    return {
+        "version": VERSION,
+        "state": state,
+        "groups": groups_to_saved(kept, _names_on_all_ranks(described, everyone)),
+        "grad_scaler": scaler.state_dict(),
+    }
+
+
+def load_sharded_(
+    loaded: Mapping[str, Any],
+    described: Sequence[Sequence[Described]],
+    groups: Sequence[dict[str, Any]],
+    held: Mapping[ParamId, Held],
+    scaler: Scaler,
+) -> None:
+    """Sets everything from what `opt_checkpoint.load` gave back.
+
+    Raises:
+        ValueError: saved groups contradict each other on a parameter's new group; then nothing was set but what the
+            load itself wrote.
+    """
+    names = [[own.name for own in of_group] for of_group in described]
+    apply_saved_groups(groups, names, loaded["groups"])
+    for own in _flat(described):
+        if own.id in held:
+            read_piece(held[own.id].unit, held[own.id].piece).take_(loaded["state"][own.name])
+    if loaded["grad_scaler"]:
+        scaler.load_state_dict(loaded["grad_scaler"])
+
+
+def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:
+    for of_group in described:
+        yield from of_group
+
+
+def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
+    """The parameter's key; with its place among the layers or experts that are stacked under one key."""
+    if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
+        return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
+    return sharded.key
+
+
+def _names_on_all_ranks(described: Sequence[Sequence[Described]], everyone: Comm) -> list[list[str]]:
+    mine = [[own.name for own in of_group] for of_group in described]
+    told = everyone.gather_objects(mine)
+    return [list(dict.fromkeys(name for of_rank in told for name in of_rank[group])) for group in range(len(mine))]

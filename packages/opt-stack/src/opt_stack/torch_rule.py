@@ -1,0 +1,261 @@
+"""Any `torch.optim` class as a rule: its update on whole parameters, its state declared, saved and loaded like ours.
+
+What a class keeps is found by trying it on a small parameter. Its own step count is not kept twice: it is the step's. A
+class that keeps anything elsewhere (in its groups, in attributes, as plain numbers) is refused, since that would be lost.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_kernels.codecs import StateCodec
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Work
+from opt_stack.built_in import RuleEntry
+
+OF_THE_CONFIG = ("lr", "weight_decay")  # numbers that the configuration and the groups give
+OF_THE_GROUP = ("betas", "eps", "momentum")  # numbers that a group may have for itself
+STEP = "step"
+PROBE_SHAPES = ((3, 4), (5,))
+PROBE_STEPS = 2  # a class may keep something new only from its second step
+
+
+def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> RuleEntry:
+    """A rule for `Registry.with_rule` that updates as `cls(params, lr=..., weight_decay=..., **options)` does.
+
+    lr and weight_decay come from the configuration and are read from the groups at every step; so are betas, eps and
+    momentum, which start from `options` or the class's defaults. Other options are fixed. The class is built anew for
+    every group at every step: it costs some Python for each parameter, and cannot be captured in a CUDA graph.
+
+    Raises:
+        ConfigError: the class cannot be stepped without a closure, has no lr, or keeps state that could not be saved.
+            Later, where a configuration asks for the rule: sharded state, narrow moments, or a weight decay that the
+            class does not know.
+    """
+    taken = [option for option in options if option in OF_THE_CONFIG]
+    if taken:
+        raise ConfigError(f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} is set in the OptimizerConfig instead")
+    kept = _kept_by(name, cls, options)
+    numbers = {number: kept.defaults[number] for number in OF_THE_GROUP if number in kept.defaults}
+    rule = TorchRule(
+        name=name,
+        cls=cls,
+        options=MappingProxyType({key: value for key, value in options.items() if key not in OF_THE_GROUP}),
+        numbers=(*(number for number in OF_THE_CONFIG if number in kept.defaults), *numbers),
+        state_specs=kept.specs,
+        step_type=kept.step_type,
+    )
+
+    def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
+        if config.weight_decay and "weight_decay" not in rule.numbers:
+            raise ConfigError(
+                f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which knows none; set 0.0"
+            )
+        return numbers
+
+    return RuleEntry(
+        name=name, summary=f"{cls.__module__}.{cls.__qualname__}", make=lambda config: _checked(rule, config), hyper=hyper
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRule:
+    """The update of one `torch.optim` class. `update_` reads of `Hyper` what `numbers` names, and the step."""
+
+    name: str
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    numbers: tuple[str, ...]
+    state_specs: tuple[StateSpec, ...]
+    step_type: type | None  # of the step count the class keeps in its state; None: it keeps none
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.ELEMENTS  # where they lie is `_checked`'s business: never in shards
+
+    @property
+    def codecs(self) -> Mapping[str, StateCodec]:
+        """All state is stored as it is."""
+        return {}
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        """Zeros, which nobody reads: at its first step the class makes its own state, and that is kept.
+
+        Raises ConfigError for a parameter that the class refuses, or that is cut already.
+        """
+        if type(main) not in (Tensor, nn.Parameter):
+            raise ConfigError(
+                f"optimizer={self.name!r} updates plain tensors, but a parameter is a {type(main).__name__}; use a rule "
+                "of ours for it, or keep it whole"
+            )
+        try:
+            self.cls([torch.empty_like(main, device="meta")], **self.options)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"optimizer={self.name!r} refuses a parameter of shape {tuple(main.shape)}: {error}") from error
+        device = self._scalar_device(main)
+        return {
+            spec.name: torch.zeros_like(main, dtype=spec.dtype, requires_grad=False)
+            if spec.kind is StateKind.LIKE_PARAM
+            else torch.zeros((), dtype=spec.dtype, device=device)
+            for spec in self.state_specs
+        }
+
+    @torch.no_grad()
+    def update_(
+        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+    ) -> None:
+        """One step of the class for each batch. The host reads the skip flag and the numbers."""
+        if skip is not None and bool(skip):
+            return
+        for hyper, works in batches:
+            mains = [_main(work) for work in works]
+            optimizer = self.cls(mains, **_numbers(hyper, self.numbers), **self.options)
+            for main, work in zip(mains, works, strict=True):
+                main.grad = work.grad.to(main.dtype) * grad_scale
+                if int(hyper.step) > 1:
+                    optimizer.state[main] = self._state(work, main, steps=int(hyper.step) - 1)
+            optimizer.step()
+            for main, work in zip(mains, works, strict=True):
+                self._keep_(work, main, optimizer.state[main])
+
+    def _state(self, work: Work, main: Tensor, *, steps: int) -> dict[str, Any]:
+        """The state of a parameter as the class knows it, after `steps` steps."""
+        state: dict[str, Any] = dict(work.state)
+        if self.step_type is not None and issubclass(self.step_type, Tensor):
+            state[STEP] = torch.tensor(float(steps), device=self._scalar_device(main))
+        elif self.step_type is not None:
+            state[STEP] = self.step_type(steps)
+        return state
+
+    def _keep_(self, work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
+        """Writes what the class left in `state` and `main` to where it belongs."""
+        for spec in self.state_specs:
+            if state[spec.name] is not work.state[spec.name]:
+                work.state[spec.name].copy_(state[spec.name])
+        if work.out is not None and work.remainder is not None:
+            split_(work.out, work.remainder, main)
+        elif work.out is not None:
+            work.out.copy_(main)
+
+    def _scalar_device(self, main: Tensor) -> torch.device:
+        """torch keeps scalars on the host, unless its class was told to run without it."""
+        on_device = self.options.get("capturable") or self.options.get("fused")
+        return main.device if on_device else torch.device("cpu")
+
+
+def _main(work: Work) -> Tensor:
+    """The main values as a tensor of their own `grad`; they share the work's memory, unless they had to be joined."""
+    if work.main is not None:
+        return work.main.detach()
+    assert work.out is not None
+    assert work.remainder is not None
+    return join(work.out.detach(), work.remainder)
+
+
+def _numbers(hyper: Hyper, names: Sequence[str]) -> dict[str, Any]:
+    found = {
+        "lr": float(hyper.lr),
+        "weight_decay": float(hyper.weight_decay),
+        "betas": hyper.betas,
+        "eps": hyper.eps,
+        "momentum": hyper.momentum,
+    }
+    return {name: found[name] for name in names}
+
+
+def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
+    """The rule, where the configuration lets it work on whole parameters, in its own numbers."""
+    if not isinstance(config.sharding, Replicated):
+        flag = "use_distributed_optimizer"
+        if config.use_layer_wise_distributed_optimizer:
+            flag = "use_layer_wise_distributed_optimizer"
+        raise ConfigError(
+            f"{flag}=True: optimizer={rule.name!r} is torch's {rule.cls.__name__} behind an adapter, which works where "
+            "every rank keeps the whole state; set it to False, or use one of our own rules"
+        )
+    for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config, field) is not torch.float32:
+            raise ConfigError(
+                f"{field}={getattr(config, field)}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which keeps its "
+                "state in torch.float32; leave it at that"
+            )
+    return rule
+
+
+# --- what a class keeps ---------------------------------------------------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    """What a class was seen to keep of a parameter."""
+
+    specs: tuple[StateSpec, ...]
+    step_type: type | None
+    defaults: Mapping[str, Any]  # of its groups
+
+
+def _kept_by(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> _Kept:
+    """What `cls` keeps. Raises ConfigError where that is not the same for all shapes, or could not be saved."""
+    matrix, vector = PROBE_SHAPES
+    kept = _probe(name, cls, options, matrix)
+    try:
+        of_vector = _probe(name, cls, options, vector)
+    except ConfigError:
+        return kept  # a class for matrices only; `init_state` refuses the rest
+    if of_vector[:2] != kept[:2]:
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps other state of vectors than of matrices")
+    return kept
+
+
+def _probe(
+    name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]
+) -> _Kept:
+    param = nn.Parameter(torch.full(shape, 0.5))
+    param.grad = torch.full(shape, 0.25)
+    try:
+        optimizer = cls([param], **options)
+        before = _outside(optimizer)
+        for _ in range(PROBE_STEPS):
+            optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__}({dict(options)}) cannot be stepped: {error}") from error
+    if "lr" not in optimizer.defaults:
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} has no lr, which a group would set")
+    after = _outside(optimizer)
+    changed = [key for key in after if before.get(key) != after[key]]
+    if changed:
+        raise ConfigError(
+            f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of its state by parameter, where "
+            "nothing would be saved; write it as a rule of ours"
+        )
+    specs, step_type = [], None
+    for key, value in optimizer.state[param].items():
+        if key == STEP and float(value) == PROBE_STEPS:
+            step_type = type(value)
+        elif value is not None:
+            specs.append(_spec(name, cls, key, value, shape))
+    return _Kept(tuple(specs), step_type, optimizer.defaults)
+
+
+def _spec(name: str, cls: type, key: str, value: Any, shape: tuple[int, ...]) -> StateSpec:
+    if isinstance(value, Tensor) and value.shape == shape:
+        return StateSpec(name=key, dtype=value.dtype)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return StateSpec(name=key, kind=StateKind.SCALAR, dtype=value.dtype)
+    told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {told} for a parameter of shape {shape}; what can be saved "
+        "is a tensor of the parameter's shape, or one number as a tensor"
+    )
+
+
+def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """What the optimizer holds beside its state by parameter, as text: numbers, flags and small tensors."""
+    plain = (bool, int, float, str, Tensor)
+    found = {f"param_groups[0][{key!r}]": value for key, value in optimizer.param_groups[0].items()}
+    found |= vars(optimizer)
+    return {key: repr(value) for key, value in found.items() if isinstance(value, plain) and not key.startswith("_opt")}
