@@ -191,6 +191,14 @@ def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(shard
     run_threads(world_size, rank_main)
 
 
+def test_a_layout_for_another_number_of_ranks_is_refused() -> None:
+    buffer = make_buffer(make_params((8, 8)), num_shards=2)
+    with pytest.raises(LayoutError, match="planned for 2 shards, but the group has 1 ranks"):
+        buffer.reduce_(Axes(dp=Alone(), mp=Alone(), tp=Alone()))
+    with pytest.raises(LayoutError, match="planned for 2 shards, but the group has 1 ranks"):
+        buffer.gather_(Alone())
+
+
 def wire_result(wire_of: Callable[[Comm], Wire], parts: Tensor) -> Tensor:
     """(size, n) gradients of each rank -> (n,) what the ranks' shards hold, joined."""
 

@@ -413,3 +413,12 @@ def test_without_overlap_a_buffer_is_one_bucket() -> None:
     assert [len(buffer.plan.layout.buckets) for buffer in ddp.synced_buffers] == [1]
     ddp = DistributedDataParallel(OVERLAP, Net(), groups=over(Alone()))
     assert len(ddp.synced_buffers[0].plan.layout.buckets) >= 4
+
+
+def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
+    config = replace(OVERLAP, bucket_size=None)
+    config.num_buckets = 2
+    ddp = DistributedDataParallel(
+        config, nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6)), groups=over(Alone())
+    )
+    assert [bucket.params_numel for bucket in ddp.synced_buffers[0].plan.layout.buckets] == [384, 384]

@@ -8,8 +8,10 @@ import torch
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.bucket import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.storage import StorageError
 from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from torch import Tensor, nn
 
@@ -210,3 +212,66 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
         "GradientError: gradients in bucket 0 of dense float32, float32 gradients are not finite on another rank"
     )
     assert second == "GradientError: gradients of bias, weight are not finite on this rank"
+
+
+# --- models that change after they were wrapped --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SHARDED, Config()], ids=["flat", "replicated"])
+def test_a_model_that_is_converted_after_wrapping_is_refused(config: Config) -> None:
+    ddp = wrap(config)
+    with pytest.raises(StorageError, match=r"has left its buffer .* for torch.bfloat16 on cpu; convert"):
+        ddp.to(torch.bfloat16)
+
+
+def test_a_conversion_that_changes_nothing_is_none() -> None:
+    ddp = wrap(SHARDED)
+    assert ddp.to("cpu").float() is ddp
+
+
+# --- what the reference gets wrong here ------------------------------------------------------------------------------
+
+
+def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
+    """The reference stops with "empty bucket encountered" where padding is all that a rank holds of a bucket."""
+
+    def rank_main(comm: ThreadComm) -> list[int]:
+        ddp = DistributedDataParallel(OVERLAP, nn.Linear(8, 5, bias=False), groups=over(comm))
+        for _ in range(2):
+            ddp.zero_grad_buffer()
+            backward(ddp(torch.ones(1, 8)).sum())
+            ddp.finish_grad_sync()
+            ddp.synced_buffers[0].publish_()
+        return [piece.numel for piece in ddp.synced_buffers[0].owned()]
+
+    assert run_threads(3, rank_main) == [[40], [], []]
+
+
+def test_a_group_of_mixed_dtypes_keeps_each_gradient_with_its_parameter() -> None:
+    """The reference pairs states with parameters by position, and swaps those of a 16-bit and an fp32 parameter."""
+    model = nn.Module()
+    model.narrow = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    model.wide = nn.Parameter(torch.ones(8, 8))
+    ddp = DistributedDataParallel(SHARDED, model, groups=over(Alone()))
+    backward(2 * model.narrow.sum() + 3 * model.wide.sum())
+    ddp.finish_grad_sync()
+    found = {
+        piece.id.name: buffer.memory.grad_piece(piece.id, piece.of_param)
+        for buffer in ddp.synced_buffers
+        for piece in buffer.owned()
+    }
+    assert torch.equal(found["narrow"], torch.full((4, 4), 2.0, dtype=torch.bfloat16))
+    assert torch.equal(found["wide"], torch.full((8, 8), 3.0))
+
+
+def test_two_wrappers_with_different_configurations_work_side_by_side() -> None:
+    """The reference's reduction is a module's global: the last wrapper's choice becomes everybody's."""
+    recorded = [RecordingComm(Alone()), RecordingComm(Alone())]
+    configs = [replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), SHARDED]
+    wrapped = [
+        DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
+        for config, comm in zip(configs, recorded, strict=True)
+    ]
+    for ddp in wrapped:
+        ddp.finish_grad_sync()
+    assert [[call.kind for call in comm.calls if call.numel] for comm in recorded] == [["all_to_all"], ["all_reduce"]]

@@ -1,9 +1,9 @@
 """`DistributedDataParallel`: a model chunk over contiguous buffers that travel beside compute."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from opt_config import DistributedDataParallelConfig
@@ -276,6 +276,17 @@ class DistributedDataParallel(nn.Module):
             raise ValueError("assign=True would take parameters out of their buffers; load with assign=False")
         self._param_sync.wait()
         return self.module.load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and their like do.
+
+        Raises:
+            StorageError: it took parameters out of their buffers.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for buffer in self.synced_buffers:
+            buffer.memory.check_in_place()
+        return self
 
     # --- construction ---------------------------------------------------------------------------
 

@@ -94,8 +94,10 @@ class ParamAndGradBuffer:
         """Writes `grad_data`: each bucket's `result` becomes the sum over all replicas; the rest is undefined.
 
         Raises:
+            LayoutError: the layout was planned for another number of ranks.
             CollectiveError: a collective failed, or ran into the group's timeout.
         """
+        self._check_shards(axes.dp)
         wire = sum_over(axes, num_shards=self.layout.num_shards)
         flights = [
             InFlight(wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank)), f"gradient bucket {index}")
@@ -118,7 +120,12 @@ class ParamAndGradBuffer:
             flight.finish()
 
     def start_gather(self, index: int, comm: Comm) -> InFlight:
-        """Starts to write a bucket of `param_data`: every rank's shard of it."""
+        """Starts to write a bucket of `param_data`: every rank's shard of it.
+
+        Raises:
+            LayoutError: the layout was planned for another number of ranks.
+        """
+        self._check_shards(comm)
 
         def stages() -> Iterator[Pending]:
             yield comm.all_gather_(self.param_bucket(index), self.param_shard(index, comm.rank), async_op=True)
@@ -142,12 +149,33 @@ class ParamAndGradBuffer:
             storage.resize_(self.grad_data.numel() * self.grad_data.element_size())
             self.grad_data.zero_()
 
+    def check_in_place(self) -> None:
+        """Raises StorageError where a parameter has left the buffer, so that updates would no longer reach it."""
+        for id, param in self.params.items():
+            data = self.param_data
+            moved = data is not None and param.data_ptr() != self._param_view(data, id).data_ptr()
+            if moved or param.device != self.device or param.dtype != self.param_dtype:
+                raise StorageError(
+                    f"{id} has left its buffer, {self.param_dtype} on {self.device}, for {param.dtype} on "
+                    f"{param.device}; convert and move the model before wrapping it"
+                )
+
+    def _check_shards(self, comm: Comm) -> None:
+        if self.layout.num_shards not in (1, comm.size):
+            raise LayoutError(
+                f"the layout was planned for {self.layout.num_shards} shards, but the group has {comm.size} ranks; "
+                "plan it for the group that shares the buffer"
+            )
+
+    def _param_view(self, data: Tensor, id: ParamId) -> Tensor:
+        slot = self._slot_of[id]
+        return data[slot.start : slot.stop].view(self.params[id].shape)
+
     @torch.no_grad()
     def _move_params_in(self) -> Tensor:
         data = torch.zeros(self.layout.numel, dtype=self.param_dtype, device=self.device)
-        for id, slot in self._slot_of.items():
-            param = self.params[id]
-            view = data[slot.start : slot.stop].view(param.shape)
+        for id, param in self.params.items():
+            view = self._param_view(data, id)
             view.copy_(param)
             param.data = view
         return data

@@ -1,0 +1,137 @@
+"""One rank of a gloo world, run as a program: `python gloo_rank.py SCENARIO RANK SIZE PORT`; prints what it found."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm.groups import ProcessGroups
+from torch import Tensor, nn
+
+TIMEOUT_S = 60.0
+SHORT_TIMEOUT_S = 3.0
+NUM_ITERATIONS = 3
+OVERLAP = DistributedDataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=100
+)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(5))).to(torch.float64)
+
+
+def samples(iteration: int, size: int) -> Tensor:
+    return torch.randn(2 * size, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(iteration))
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def descend(ddp: DistributedDataParallel) -> None:
+    """A plain gradient step on what this rank owns, published as a step does."""
+    for buffer in ddp.synced_buffers:
+        for index, result in enumerate(buffer.results()):
+            buffer.memory.param_shard(index, buffer.axes.dp.rank).add_(result, alpha=-0.1)
+        buffer.publish_()
+
+
+def largest_difference(config: DistributedDataParallelConfig, groups: ProcessGroups | None) -> float:
+    """Between weights trained here and weights that one process trains on the joined batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, model = make_model(), make_model()
+    ddp = DistributedDataParallel(config, model, groups=groups)
+    for iteration in range(NUM_ITERATIONS):
+        x = samples(iteration, size)
+        alone.zero_grad()
+        backward(alone(x).square().mean())
+        for param in alone.parameters():
+            assert param.grad is not None
+            param.data.add_(param.grad, alpha=-0.1)
+        backward(ddp(x.chunk(size)[rank]).square().mean())
+        ddp.finish_grad_sync()
+        descend(ddp)
+        ddp.zero_grad_buffer()
+    ddp.finish_param_sync()
+    return max((a - b).abs().max().item() for a, b in zip(alone.parameters(), model.parameters(), strict=True))
+
+
+def trains() -> None:
+    """Every way of reducing, over all ranks and over a grid of two instances."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    print("overlap", largest_difference(OVERLAP, None) < 1e-12)
+    # Sums are rounded to fp32: 2^-24 of gradients below 1, in three iterations, of which a tenth counts.
+    fp32 = replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)
+    print("fp32 sums", largest_difference(fp32, None) < 1e-7)
+    plain = DistributedDataParallelConfig(use_distributed_optimizer=True, average_in_collective=True)
+    print("in the step", largest_difference(plain, None) < 1e-12)
+    rows = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
+    columns = [dist.new_group(list(range(j, size, 2))) for j in range(2)]
+    world = dist.group.WORLD
+    groups = ProcessGroups(
+        dp=world,
+        expt_dp=world,
+        mp=None,
+        tp_ep_pp=None,
+        intra_dp_cp=rows[rank // 2],
+        intra_expt_dp=rows[rank // 2],
+        inter_dist_opt=columns[rank % 2],
+        intra_dist_opt=rows[rank // 2],
+    )
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, num_distributed_optimizer_instances=2, bucket_size=100
+    )
+    print("instances", largest_difference(config, groups) < 1e-12)
+
+
+def meets_no_peer(absence: Callable[[], None]) -> None:
+    """Rank 1 goes missing in the second backward; rank 0 must say what it waited for."""
+    ddp = DistributedDataParallel(OVERLAP, make_model(), groups=None)
+    for iteration in range(2):
+        if iteration == 1 and dist.get_rank() == 1:
+            absence()
+        before = [param.detach().clone() for param in ddp.parameters()]
+        try:
+            backward(ddp(samples(0, 1)).square().mean())
+            ddp.finish_grad_sync()
+        except CollectiveError as error:
+            print("error", error)
+            print("unchanged", all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)))
+            os._exit(0)  # the group is broken: no peer will answer its farewell
+        ddp.zero_grad_buffer()
+
+
+SCENARIOS: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {
+        "trains": trains,
+        "dies": lambda: meets_no_peer(lambda: os._exit(0)),
+        "never comes": lambda: meets_no_peer(lambda: time.sleep(3 * SHORT_TIMEOUT_S)),
+    }
+)
+
+
+def main(scenario: str, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    timeout = TIMEOUT_S if scenario == "trains" else SHORT_TIMEOUT_S
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
+    )
+    SCENARIOS[scenario]()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
