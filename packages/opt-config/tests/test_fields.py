@@ -16,7 +16,9 @@ from opt_config.fields import fields_page
 
 PACKAGE = Path(__file__).parents[1]
 REPOSITORY = PACKAGE.parents[1]
-CHECKED = ("opt_config", "opt_paramgroups")  # packages whose reading of a field is looked up in their source
+
+# Read by nobody until SOAP is in the factory's list and the resolved configuration is written out.
+AWAITED = frozenset({"soap_shampoo_beta", "soap_precondition_frequency", "soap_use_kl_shampoo", "config_logger_dir"})
 
 ALL = {**DATA_PARALLEL_FIELDS, **OPTIMIZER_FIELDS}
 OFF_DEFAULT: dict[str, object] = {
@@ -41,7 +43,7 @@ def test_the_table_holds_every_field_in_order(table, cls):
     assert list(table) == [field.name for field in dataclasses.fields(cls)]
 
 
-@pytest.mark.parametrize("name", [name for name, use in ALL.items() if use.read_in.split(".")[0] in CHECKED])
+@pytest.mark.parametrize("name", [name for name, use in ALL.items() if use.built and name not in AWAITED])
 def test_a_field_is_read_where_the_table_says(name: str):
     assert name in source_of(ALL[name].read_in).read_text()
 

@@ -78,10 +78,10 @@ def test_rich_shows_names_with_brackets_as_they_are():
     console = pytest.importorskip("rich.console", reason="the rich extra is not installed")
     from opt_paramgroups.rich_table import as_rich
 
-    row = rows()[0]._replace(name="layers.[01].*")
+    row = rows()[0]._replace(name="layers.[abc].*")
     page = console.Console(width=200, record=True, file=io.StringIO())
     page.print(as_rich([row]))
-    assert "layers.[01].*" in page.export_text()
+    assert "layers.[abc].*" in page.export_text()
 
 
 @pytest.mark.parametrize(
