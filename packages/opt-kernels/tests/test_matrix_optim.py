@@ -1,0 +1,178 @@
+"""Muon, AdaptiveMuon and SOAP as drop-in torch optimizers."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from opt_kernels.optim import SOAP, Adam, AdaptiveMuon, Lion, Muon, RuleOptimizer
+from opt_kernels.rules.matrices import MatrixError
+from torch import Tensor, nn
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int, *, seed: int = 1) -> list[float]:
+    """The losses of a few steps on one batch."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+Params = Iterator[nn.Parameter]
+MAKERS: dict[str, Callable[[Params], RuleOptimizer]] = {
+    "muon": lambda params: Muon(params, lr=0.02, extra_scale_factor=0.2, scalar_optimizer="adam", nesterov=True),
+    "muon_with_lion": lambda params: Muon(params, lr=0.01, extra_scale_factor=0.2, scalar_optimizer="lion"),
+    "adamuon": lambda params: AdaptiveMuon(params, lr=0.01, extra_scale_factor=0.05, scalar_optimizer="adam"),
+    "normuon": lambda params: AdaptiveMuon(
+        params, lr=0.02, moment2_method="normuon", extra_scale_factor=0.2, scalar_optimizer="adam"
+    ),
+    "soap": lambda params: SOAP(params, lr=0.02, scalar_optimizer="adam"),
+    "narrow": lambda params: Muon(
+        params, lr=0.02, extra_scale_factor=0.2, scalar_optimizer="adam", momentum_buffer_dtype=torch.int8
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_network_learns(kind: str) -> None:
+    net = model()
+    losses = train(net, MAKERS[kind](net.parameters()), 40)
+    # Of random targets a third can be learned at these rates; a step in a wrong direction learns nothing.
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_training_resumes_where_it_was_saved(kind: str) -> None:
+    net = model()
+    optimizer = MAKERS[kind](net.parameters())
+    train(net, optimizer, 5)
+    other = model(seed=9)
+    other.load_state_dict(net.state_dict())
+    resumed = MAKERS[kind](other.parameters())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    # Codes of 8 bits are saved as float32 and coded again: their own values are coded as themselves.
+    assert train(other, resumed, 5) == train(net, optimizer, 5)
+
+
+def test_a_copy_of_an_optimizer_goes_on_alike() -> None:
+    net = model()
+    optimizer = MAKERS["muon"](net.parameters())
+    train(net, optimizer, 3)
+    net_copy, optimizer_copy = copy.deepcopy((net, optimizer))
+    assert train(net_copy, optimizer_copy, 3) == train(net, optimizer, 3)
+
+
+@pytest.mark.parametrize(("name", "peer"), [("adam", Adam), ("lion", Lion)])
+def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name: str, peer: type[RuleOptimizer]) -> None:
+    net, other = model(), model()
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = Muon(net.parameters(), scalar_optimizer=name, **options)  # type: ignore[arg-type]
+    vectors = [p for p in other.parameters() if p.dim() == 1]
+    if peer is Adam:
+        options["decoupled_weight_decay"] = True
+    of_vectors = peer(vectors, **options)  # type: ignore[arg-type]
+    for a, b in zip(net.parameters(), other.parameters()):
+        a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(a.numel()))
+        b.grad = a.grad.clone()
+    optimizer.step()
+    of_vectors.step()
+    moved = [p for p in net.parameters() if p.dim() == 1]
+    assert all(torch.equal(a, b) for a, b in zip(moved, vectors))
+    states = [set(optimizer.state[p]) for p in net.parameters()]
+    assert states[0] == {"step", "momentum_buffer"} != states[1]
+
+
+def test_without_a_scalar_optimizer_only_matrices_are_taken() -> None:
+    net = model()
+    optimizer = Muon(net.parameters())
+    with pytest.raises(MatrixError, match=r"shape \(24,\) is no matrix of Muon; give scalar_optimizer"):
+        train(net, optimizer, 1)
+
+
+def test_a_group_may_keep_its_matrices_from_muon() -> None:
+    embedding, weight = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(16, 8))
+    groups: list[dict[str, Any]] = [{"params": [embedding], "use_matrix_rule": False}, {"params": [weight]}]
+    optimizer = Muon(groups, scalar_optimizer="adam")
+    embedding.grad, weight.grad = torch.randn(16, 8), torch.randn(16, 8)
+    optimizer.step()
+    assert "exp_avg" in optimizer.state[embedding]
+    assert "momentum_buffer" in optimizer.state[weight]
+
+
+def test_a_group_may_give_stacks_of_matrices_to_muon() -> None:
+    stack = nn.Parameter(torch.zeros(3, 4, 4))
+    stack.grad = torch.randn(3, 4, 4)
+    Muon([{"params": [stack], "use_matrix_rule": True}], lr=1.0, weight_decay=0.0).step()
+    # Each matrix of the stack has become as orthogonal as five bf16 steps make it: norm 2 x sqrt(4).
+    norms = torch.linalg.matrix_norm(stack.detach())
+    torch.testing.assert_close(norms, torch.full((3,), 4.0), rtol=0.05, atol=0)
+
+
+def test_a_group_may_split_its_fused_rows() -> None:
+    grad = torch.randn(12, 8)
+    moved: list[Tensor] = []
+    for group in ({"split_rows": (4, 1, 1)}, {}):
+        fused = nn.Parameter(torch.zeros(12, 8))
+        fused.grad = grad.clone()
+        Muon([{"params": [fused], **group}], lr=1.0).step()
+        moved.append(fused.detach())
+    assert not torch.allclose(moved[0], moved[1], atol=0.1)
+
+
+def test_parameters_may_be_added_and_gradients_missing() -> None:
+    net, late = model(), nn.Parameter(torch.randn(8, 8))
+    optimizer = MAKERS["muon"](net.parameters())
+    train(net, optimizer, 2)
+    optimizer.add_param_group({"params": [late], "lr": 0.5})
+    before = late.detach().clone()
+    optimizer.step()
+    assert torch.equal(late, before)
+    late.grad = torch.randn(8, 8)
+    optimizer.step()
+    assert not torch.equal(late, before)
+
+
+@pytest.mark.parametrize("mains", ["float32", "remainder"])
+@pytest.mark.parametrize("maker", [Muon, AdaptiveMuon, SOAP])
+def test_bf16_parameters_with_mains_follow_fp32_ones(maker: Callable[..., RuleOptimizer], mains: str) -> None:
+    start = torch.randn(12, 8).bfloat16()
+    narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    optimizers = [maker([narrow], lr=1e-3, mains=mains), maker([wide], lr=1e-3)]
+    for seed in range(20):
+        grad = torch.randn(12, 8, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        narrow.grad, wide.grad = grad, grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    # Half a unit of bf16 at the largest weight, 4: what rounding the last main once may cost, not twenty updates.
+    torch.testing.assert_close(narrow.float(), wide.detach(), rtol=0, atol=0.0157)
+    assert torch.equal(narrow, wide.detach().bfloat16()) or mains == "remainder"
+
+
+WRONG = [
+    pytest.param(Muon, {"scale_mode": "spectrum"}, "'spectrum' is not a ScaleMode", id="scale_mode"),
+    pytest.param(Muon, {"coefficient_type": "aol"}, "sign reversed", id="aol"),
+    pytest.param(Muon, {"scalar_optimizer": "sgd"}, "scalar_optimizer='sgd' is unknown", id="scalar_optimizer"),
+    pytest.param(AdaptiveMuon, {"moment2_method": "namo"}, "'namo' is not a SecondMoment", id="moment2_method"),
+    pytest.param(SOAP, {"orthonormalization": "qr"}, "'qr' is not a Orthonormalization", id="orthonormalization"),
+    pytest.param(Muon, {"lr": -1.0}, "lr=-1.0 is not allowed", id="lr"),
+]
+
+
+@pytest.mark.parametrize(("maker", "options", "message"), WRONG)
+def test_options_are_checked_when_an_optimizer_is_made(
+    maker: Callable[..., RuleOptimizer], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        maker([nn.Parameter(torch.zeros(2, 2))], **options)
