@@ -112,6 +112,7 @@ def test_decoupled_rates_stay_and_only_their_eps_is_scaled(optimizer, expected):
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
 def test_width_one_changes_nothing(optimizer):
     assert get_mup_config_overrides(CONFIG, 1.0, optimizer) == {}
+    assert get_mup_config_overrides(OptimizerConfig(), 1, optimizer) == {}
 
 
 def test_an_unset_floor_stays_unset():

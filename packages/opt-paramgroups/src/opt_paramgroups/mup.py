@@ -59,19 +59,16 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
 
     >>> overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-2, adam_eps=1e-8), mup_width_mult=4)
     >>> {key.label: override for key, override in overrides.items()}
-    {'<mup x4 lr>': {'max_lr': 0.0025}, '<mup x4 eps>': {'eps': 2.5e-09}}
+    {'<mup lr>': {'max_lr': 0.0025}, '<mup eps>': {'eps': 2.5e-09}}
     """
-    _check_width(config, mup_width_mult)
-    rule = optimizer_type.lower()
     if mup_width_mult == 1:
         return {}
-    overrides: Overrides = {
-        _by_traits("lr", mup_width_mult, lambda traits: _scale(traits, config, rule).lr): _rates(
-            config, rule, mup_width_mult
-        )
-    }
+    _check_width(config, mup_width_mult)
+    rule = optimizer_type.lower()
+    scaled = _by_traits("lr", lambda traits: _scale(traits, config, rule).lr)
+    overrides: Overrides = {scaled: _rates(config, rule, mup_width_mult)}
     if rule in _WITH_EPS:
-        key = _by_traits("eps", mup_width_mult, lambda traits: _scale(traits, config, rule).eps)
+        key = _by_traits("eps", lambda traits: _scale(traits, config, rule).eps)
         overrides[key] = {"eps": config.adam_eps / mup_width_mult}
     return overrides
 
@@ -135,8 +132,8 @@ def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]
     return {name: rate * width if rule == "sgd" else rate / width for name, rate in rates.items() if rate is not None}
 
 
-def _by_traits(entry: str, width: float, means: Callable[[_Traits], bool]) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(name=f"mup x{width:g} {entry}", fn=lambda param: means(_traits_of(param))))
+def _by_traits(entry: str, means: Callable[[_Traits], bool]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=lambda param: means(_traits_of(param))))
 
 
 def _traits_of(param: Parameter) -> _Traits:
