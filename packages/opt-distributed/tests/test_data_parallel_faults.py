@@ -220,7 +220,7 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
 @pytest.mark.parametrize("config", [SHARDED, Config()], ids=["flat", "replicated"])
 def test_a_model_that_is_converted_after_wrapping_is_refused(config: Config) -> None:
     ddp = wrap(config)
-    with pytest.raises(StorageError, match="has left its buffer, torch.float32 on cpu, for torch.bfloat16 on cpu"):
+    with pytest.raises(StorageError, match=r"has left its buffer, torch.float32 on cpu, for torch.bfloat16 on cpu"):
         ddp.to(torch.bfloat16)
 
 
@@ -275,3 +275,18 @@ def test_two_wrappers_with_different_configurations_work_side_by_side() -> None:
     for ddp in wrapped:
         ddp.finish_grad_sync()
     assert [[call.kind for call in comm.calls if call.numel] for comm in recorded] == [["all_to_all"], ["all_reduce"]]
+
+
+def test_gradients_without_memory_are_refused_until_it_is_back() -> None:
+    ddp = wrap(SHARDED)
+    ddp.offload_grad_buffers()
+    assert all(buffer.memory.grad_data.untyped_storage().nbytes() == 0 for buffer in ddp.synced_buffers)
+    with pytest.raises(GradientError, match=r"was given away; call restore_grad_buffers\(\) first"):
+        backward(ddp(torch.ones(1, 4)).sum())
+    with pytest.raises(GradientError, match="was given away"):
+        ddp.finish_grad_sync()
+    ddp.restore_grad_buffers()
+    backward(ddp(torch.ones(1, 4)).sum())
+    ddp.finish_grad_sync()
+    (result,) = ddp.synced_buffers[0].results()
+    assert set(result.tolist()) == {0.0, 1.0}

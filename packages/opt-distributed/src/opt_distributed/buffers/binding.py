@@ -22,7 +22,8 @@ def main_grad(param: nn.Parameter) -> Tensor:
 
 
 def begin_accumulation(param: nn.Parameter) -> None:
-    """Forgets what a fused kernel said about the last iteration."""
+    """Forgets what a fused kernel said in the last iteration, and what a backward that raised left behind."""
+    param.grad = None
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 

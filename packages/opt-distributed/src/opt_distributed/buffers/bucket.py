@@ -23,6 +23,7 @@ class BucketState(Enum):
     ACCUMULATING = auto()  # from `begin` on: backward passes add to it
     IN_FLIGHT = auto()  # from `launch` on: its memory belongs to the collective
     REDUCED = auto()  # from `finish` on: this rank's shard holds the result
+    AWAY = auto()  # from `send_away` on: its memory is somebody else's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class GradBucket:
 
     def check_accumulating(self, id: ParamId) -> None:
         """Raises GradientError where a gradient of this parameter may not be added now."""
+        self._check_here()
         if self.state is BucketState.REDUCED:
             raise GradientError(
                 f"a gradient of {id} came after the reduction; call zero_grad_buffer() between iterations"
@@ -85,6 +87,7 @@ class GradBucket:
             GradientError: on every rank, if any rank's gradients are not finite and that is checked.
             CollectiveError: it could not be started.
         """
+        self._check_here()
         full = self.memory.grad_bucket(self.index)
         if self.travel.check_for_nan:
             self._check_finite(full)
@@ -131,6 +134,14 @@ class GradBucket:
             raise GradientError("gradients cannot be scaled while they are on the wire; call finish_grad_sync() first")
         whole = self.memory.grad_bucket(self.index)
         (self.result if self.state is BucketState.REDUCED else whole).mul_(factor)
+
+    def send_away(self) -> None:
+        """The memory is about to be given away, until `begin`."""
+        self.state = BucketState.AWAY
+
+    def _check_here(self) -> None:
+        if self.state is BucketState.AWAY:
+            raise GradientError("the gradients' memory was given away; call restore_grad_buffers() first")
 
     def learn(self) -> None:
         """Expects from now on what came this time; of a parameter that had no gradient, one."""

@@ -103,9 +103,10 @@ class DistributedDataParallel(nn.Module):
     Args:
         config: read, never written.
         module: the chunk. Its parameters move into the buffers: wrap it when it is on its device, in its dtype.
-        groups: process groups by role, or ready `Roles`; None: all of `torch.distributed`'s world, or this process
-        alone. is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
-        calculate_per_token_loss: losses are sums over tokens. chunk: the number of the chunk in a virtual pipeline.
+        groups: process groups by role, or ready `Roles`; None: `torch.distributed`'s world, or this process alone.
+        is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
+        calculate_per_token_loss: losses are sums over tokens.
+        chunk: the number of the chunk in a virtual pipeline.
 
     Raises:
         LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out, or ranks' layouts or
@@ -175,9 +176,8 @@ class DistributedDataParallel(nn.Module):
         """Completes the reduction of this iteration's gradients; a second call changes nothing.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout; it names the bucket and the
-            iteration. GradientError: on every rank, where gradients are not finite and `check_for_nan_in_grad` is
-            set.
+            CollectiveError: a collective failed, or ran into the group's timeout; it names bucket and iteration.
+            GradientError: on every rank, where gradients are not finite and `check_for_nan_in_grad` is set.
         """
         self.start_grad_sync()
         self._grad_sync.finish()
@@ -204,13 +204,14 @@ class DistributedDataParallel(nn.Module):
     def offload_grad_buffers(self) -> None:
         """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
         self._grad_sync.begin()
+        for bucket in self._grad_sync.buckets:
+            bucket.send_away()
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
 
     def restore_grad_buffers(self) -> None:
-        """Takes the gradients' memory again, as zeros."""
-        for buffer in self.synced_buffers:
-            buffer.memory.restore_grads_()
+        """Takes the gradients' memory again, as zeros, and begins an iteration."""
+        self.zero_grad_buffer()
 
     # --- parameters -----------------------------------------------------------------------------
 
@@ -243,9 +244,7 @@ class DistributedDataParallel(nn.Module):
             ValueError: `overlap_param_gather` is not set.
         """
         if not self.config.overlap_param_gather:
-            raise ValueError(
-                "overlap_param_gather=False: parameters are complete after each step; there is no hook to enable"
-            )
+            raise ValueError("overlap_param_gather=False: parameters are complete after each step, without hooks")
         if self._use_hooks is None:
             ids = {param: id for id, param in self._params.items()}
             self._use_hooks = UseHooks(self.module, ids, self._param_sync)
@@ -257,8 +256,10 @@ class DistributedDataParallel(nn.Module):
         self._param_sync.wait()
         for id, param in self._params.items():
             axes = self.roles.expert if self.metas[id].is_expert else self.roles.dense
-            axes.inter.broadcast_(param.data)
-            axes.dp.broadcast_(param.data)
+            value = param.data.contiguous()
+            axes.inter.broadcast_(value)
+            axes.dp.broadcast_(value)
+            param.data.copy_(value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's, under the module's own names, once its parameters are complete."""
