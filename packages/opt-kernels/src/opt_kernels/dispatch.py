@@ -5,6 +5,7 @@ the same functions with the same signatures. A `triton` module in an operation's
 on GPUs. A version is imported when it is first used, so that Triton is needed only where it runs.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
@@ -25,6 +26,7 @@ class Backend(Enum):
     TRITON = "triton"  # one kernel for all tensors: GPUs, or the interpreter
 
 
+_LOG = logging.getLogger(__name__)
 _MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.TRITON: "triton"}
 
 
@@ -75,7 +77,8 @@ def _available(op: str, backend: Backend) -> bool:
     return find_spec(f"opt_kernels.ops.{op}.{_MODULES[backend]}") is not None
 
 
-@cache
+@cache  # so that the log says once which version runs
 def _function(op: str, function: str, backend: Backend) -> Callable[..., Any]:
+    _LOG.info("%s runs as %s.%s", op, _MODULES[backend], function)
     found: Callable[..., Any] = vars(import_module(f"opt_kernels.ops.{op}.{_MODULES[backend]}"))[function]
     return found

@@ -142,7 +142,8 @@ class _Stage:
 
     def store_mains_(self, values: list[Tensor], stochastic_step: int | None) -> None:
         if self.pieces[0].main is None:
-            row, words = self._row("main", self.dtype), self._row("words", torch.int32)
+            # The sweep is done with the gradients: their row serves again, and stays in the cache.
+            row, words = self._row("main", self.dtype), self._row("grad", self.dtype).view(torch.int32)
             remainder.split_(self._outs(), self._remainders(), row, words=words)
             return
         for piece, value in zip(self.pieces, values):
