@@ -1,0 +1,116 @@
+"""Stored bytes: archives that torch reads, checksums that combine, places found in archives of others."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_checkpoint import CheckpointCorruptError
+from opt_checkpoint.archive import find_values
+from opt_checkpoint.checksums import bytes_view, crc32_combine
+from opt_checkpoint.dtypes import _BY_NAME, dtype_from_name, dtype_name
+from opt_checkpoint.index import Place
+from opt_checkpoint.items import frame_tensor
+from opt_checkpoint.manifest import decode_manifest, encode_manifest, read_manifest
+
+SHAPES = [(), (0,), (1,), (63,), (2, 5), (4, 1, 3), (3, 0, 2), (1025,)]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bit pattern, NaNs included; booleans are 0 or 1."""
+    numel = torch.Size(shape).numel()
+    raw = torch.randint(0, 256 if dtype != torch.bool else 2, (numel * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).view(shape) if numel else torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", _BY_NAME)
+def test_every_dtype_and_shape_is_an_archive_that_torch_loads(name: str) -> None:
+    dtype = dtype_from_name(name)
+    assert dtype_name(dtype) == name
+    for shape in SHAPES:
+        tensor = random_bits(shape, dtype)
+        values = bytes(bytes_view(tensor))
+        framing = frame_tensor(dtype, shape, len(values))
+        raw = framing.header + values + framing.trailer(zlib.crc32(values))
+        loaded = torch.load(io.BytesIO(raw), weights_only=True)
+        assert (loaded.dtype, tuple(loaded.shape), bytes(bytes_view(loaded))) == (dtype, shape, values)
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            assert archive.testzip() is None
+
+
+def test_an_archive_of_more_than_four_gigabytes_is_read_by_zip_tools_and_torch(tmp_path: Path) -> None:
+    numel = (1 << 30) + 5
+    nbytes, path = 4 * numel, tmp_path / "large"
+    framing = frame_tensor(torch.float32, (numel,), nbytes)
+    zeros = zlib.crc32(bytes(1 << 20))
+    crc, count = 0, 0
+    while count < nbytes:  # the sum of a hole, without reading one
+        size = min(1 << 20, nbytes - count)
+        crc, count = crc32_combine(crc, zeros if size == 1 << 20 else zlib.crc32(bytes(size)), size), count + size
+    with path.open("wb") as file:
+        file.write(framing.header)
+        file.seek(nbytes, os.SEEK_CUR)
+        file.write(framing.trailer(crc))
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo("archive/data/0")
+        assert (entry.file_size, entry.CRC) == (nbytes, crc)
+    assert torch.load(path, weights_only=True, mmap=True).shape == (numel,)
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_sums_of_parts_combine_to_the_sum_of_the_whole(first: bytes, second: bytes) -> None:
+    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def archived(tensor: torch.Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return b"before" + stream.getvalue()
+
+
+def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Place | None:
+    place = Place(file="f", start=6, nbytes=len(raw) - 6, archive=True)
+    return find_values(lambda start, nbytes: raw[start : start + nbytes], place, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+def test_values_in_an_archive_of_torchs_are_found_without_loading_it(dtype: torch.dtype) -> None:
+    tensor = random_bits((5, 3), dtype)
+    raw = archived(tensor)
+    place = found(raw, dtype, (5, 3))
+    assert raw[place.start : place.start + place.nbytes] == bytes(bytes_view(tensor))
+
+
+@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[1:], lambda t: t[:, :2]], ids=["turned", "later", "narrow"])
+def test_a_view_that_is_no_single_run_is_not_taken_for_one(view: object) -> None:
+    tensor = view(torch.arange(15.0).view(5, 3))  # type: ignore[operator]
+    assert found(archived(tensor), torch.float32, tuple(tensor.shape)) is None
+
+
+def test_an_archive_of_something_else_is_refused() -> None:
+    raw = archived(torch.zeros(3))
+    with pytest.raises(CheckpointCorruptError, match="the index says"):
+        found(raw, torch.float32, (4,))
+    with pytest.raises(CheckpointCorruptError, match="is damaged"):
+        found(raw[:-30], torch.float32, (3,))
+
+
+def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    from checkpoint_ranks import save_as_ranks
+    from states import state_at
+
+    save_as_ranks([state_at(1, rank, 3) for rank in range(3)], tmp_path / "x")
+    index = read_manifest(tmp_path / "x")
+    raw = encode_manifest(index)
+    assert decode_manifest(tmp_path / "x", raw) == index
+    unknown = raw.partition(b"\n#")[0].replace(b'{"format":1', b'{"format":1,"from_the_future":[1]')
+    again = decode_manifest(tmp_path / "x", unknown + f"\n#crc32={zlib.crc32(unknown):08x}\n".encode())
+    assert again.tensors == index.tensors

@@ -1,0 +1,155 @@
+"""The sharded types: fields, checks in their order, rank offsets, narrowing, names on disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from opt_checkpoint import CheckpointingException, ShardedObject, ShardedTensor, is_main_replica
+
+
+def sharded(**changes: Any) -> ShardedTensor:
+    fields: dict[str, Any] = {
+        "key": "w", "data": torch.zeros(4, 3), "dtype": torch.float32, "local_shape": (4, 3),
+        "global_shape": (8, 3), "global_offset": (4, 0), "axis_fragmentations": (2, 1),
+    }  # fmt: skip
+    return ShardedTensor(**{**fields, **changes})
+
+
+def test_positions_of_the_fields_are_the_references() -> None:
+    names = [f for f in ShardedTensor.__dataclass_fields__]
+    assert names == [
+        "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
+        "prepend_axis_num", "allow_shape_mismatch", "flattened_range",
+    ]  # fmt: skip
+
+
+CONTRADICTIONS = {
+    "dtype": ({"dtype": torch.float16, "local_shape": (1,)}, "Data dtype should match"),
+    "data shape": ({"local_shape": (4, 4), "global_shape": (8,)}, "does not match local_shape"),
+    "ranks of global shape and offset": ({"global_shape": (8, 3, 1), "prepend_axis_num": 2}, "as many axes as each other"),
+    "prepended axes": ({"prepend_axis_num": 1}, "plus 1 prepended axes"),
+    "offset off the grid": ({"global_offset": (3, 0)}, r"Global offset \(3\) must be divisible by local shape \(4\)"),
+    "outside": ({"global_offset": (8, 0)}, "outside the global shape"),
+    "uneven outside": ({"global_offset": (5, 0), "axis_fragmentations": None}, "outside the global shape"),
+    "flat range too long": ({"data": torch.zeros(13), "flattened_range": slice(0, 13)}, "within the 12 elements"),
+    "flat range with a step": ({"data": torch.zeros(3), "flattened_range": slice(0, 6, 2)}, "step 1"),
+    "flat data of wrong length": ({"data": torch.zeros(4), "flattened_range": slice(2, 7)}, "1-D of that length"),
+    "flat data of wrong shape": ({"flattened_range": slice(0, 12)}, "1-D of that length"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions_are_refused_in_the_references_order(name: str) -> None:
+    changes, text = CONTRADICTIONS[name]
+    with pytest.raises(CheckpointingException, match=text):
+        sharded(**changes)
+
+
+def test_uneven_offsets_are_fine_without_fragmentations() -> None:
+    assert not sharded(global_offset=(3, 0), axis_fragmentations=None).has_regular_grid
+
+
+def test_rank_offsets_count_prepended_axes() -> None:
+    made = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
+    assert (made.global_shape, made.global_offset) == ((8, 8, 3), (5, 4, 0))
+    assert made.axis_fragmentations == (8, 2, 1)
+    assert made.local_chunk_offset_in_global() == (5, 1, 0)
+
+
+@pytest.mark.parametrize("triple", [(-1, 0, 1), (2, 0, 1), (0, -1, 2), (0, 0, 0), (0, 2, 2)])
+def test_rank_offsets_out_of_range_are_refused(triple: tuple[int, int, int]) -> None:
+    with pytest.raises(CheckpointingException, match="Invalid rank offsets"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), triple)
+
+
+def test_an_axis_given_twice_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="axis 0 of w is given twice"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 0, 2), (0, 1, 2))
+
+
+def test_rank_offsets_describe_whole_blocks_only() -> None:
+    with pytest.raises(ValueError, match=r"call \.flat"):
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4), flattened_range=slice(0, 2))  # type: ignore[arg-type]
+
+
+def test_an_empty_axis_has_no_chunk_offset() -> None:
+    made = ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3), (0, 1, 2))
+    with pytest.raises(CheckpointingException, match="on no regular grid"):
+        made.local_chunk_offset_in_global()
+
+
+@pytest.mark.parametrize("prepended", [0, 1])
+def test_narrow_scales_the_global_tensor_and_views_the_data(prepended: int) -> None:
+    data = torch.arange(12.0).view(4, 3)
+    shard = ShardedTensor.from_rank_offsets("w", data, (prepended, 2, 3), prepend_axis_num=prepended)
+    (part,) = shard.narrow(0, 1, 2)
+    assert part.global_shape == (1,) * prepended + (6, 3)
+    assert part.global_offset == (0,) * prepended + (4, 0)
+    assert part.local_shape == (2, 3)
+    assert torch.equal(part.data, data[1:3])
+    assert part.data.data_ptr() == data[1:].data_ptr()
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 2), (0, -1, 2), (1, 0, 4)])
+def test_narrow_beyond_the_block_is_refused(bounds: tuple[int, int, int]) -> None:
+    with pytest.raises(CheckpointingException, match="narrow"):
+        sharded().narrow(*bounds)
+
+
+def test_narrow_of_uneven_blocks_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="not cut into equal blocks"):
+        sharded(global_offset=(3, 0), axis_fragmentations=None).narrow(0, 0, 2)
+
+
+def test_data_is_made_only_where_there_is_none() -> None:
+    shard = sharded()
+    held = shard.data
+    shard.init_data("cpu")
+    assert shard.data is held
+    bare = shard.without_data()
+    assert bare.data is None
+    bare.init_data("cpu", torch.ones)
+    assert torch.equal(bare.data, torch.ones(4, 3))
+    flat = bare.without_data().flat(None, 2, 7)
+    flat.init_data("cpu")
+    assert flat.data.shape == (5,)
+
+
+def test_a_flat_range_of_a_flat_range_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="is a flat range already"):
+        sharded().flat(torch.zeros(3), 0, 3).flat(torch.zeros(1), 0, 1)
+
+
+def test_replicas_have_one_identity_and_flat_ranges_their_own() -> None:
+    assert sharded(replica_id=3).identity == sharded().identity
+    assert sharded().flat(torch.zeros(3), 0, 3).identity != sharded().identity
+
+
+@pytest.mark.parametrize(("replica", "main"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)])
+def test_the_main_replica_is_all_zeros(replica: Any, main: bool) -> None:
+    assert is_main_replica(replica) is main
+
+
+@pytest.mark.parametrize("key", ["rng", "a/b", "x_y/shard_0_1"])
+def test_an_object_is_found_again_by_its_name_on_disk(key: str) -> None:
+    made = ShardedObject(key, None, (4, 2), (3, 0))
+    assert made.unique_key == f"{key}/shard_3.0_4.2"
+    again = ShardedObject.empty_from_unique_key(made.unique_key)
+    assert (again.key, again.global_shape, again.global_offset) == (key, (4, 2), (3, 0))
+
+
+def test_an_early_object_name_has_an_unknown_last_size() -> None:
+    assert ShardedObject.empty_from_unique_key("rng/shard_3.0_4").global_shape == (4, -1)
+
+
+@pytest.mark.parametrize("text", ["rng", "rng/shard_3.0", "rng/part_3_4", "rng/shard_a_b", "/shard_0_1"])
+def test_other_texts_are_no_object_names(text: str) -> None:
+    with pytest.raises(CheckpointingException, match="is no key/shard_OFFSET_SHAPE"):
+        ShardedObject.empty_from_unique_key(text)
+
+
+def test_an_object_needs_as_many_offsets_as_sizes() -> None:
+    with pytest.raises(CheckpointingException, match="differ in length"):
+        ShardedObject("rng", None, (4,), (3, 0))

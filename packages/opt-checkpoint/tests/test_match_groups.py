@@ -1,0 +1,123 @@
+"""Parameter groups by name: reordered, split, joined, changed; and the reference's identity tuple."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from opt_checkpoint import GroupMismatchError, apply_saved_groups, groups_to_saved, reference_identity, saved_from_reference
+
+DECAY = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
+PLAIN = {"lr": 0.2, "betas": (0.9, 0.95), "weight_decay": 0.0}
+SAVED = groups_to_saved([{**DECAY, "params": [1, 2]}, {**PLAIN, "params": [3]}], [["a", "b"], ["c"]])
+
+
+def fresh(**changes: Any) -> dict[str, Any]:
+    return {"params": ["untouched"], "lr": 9.0, "betas": (0.0, 0.0), "weight_decay": 9.0, **changes}
+
+
+def test_stored_groups_are_plain_and_by_name() -> None:
+    assert SAVED == {"groups": [DECAY, PLAIN], "param_to_group": {"a": 0, "b": 0, "c": 1}}
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([["a", "b"], ["c"]], [DECAY, PLAIN]),
+        ([["c"], ["b", "a"]], [PLAIN, DECAY]),
+        ([["a"], ["c"], ["b"]], [DECAY, PLAIN, DECAY]),
+        ([["b"], []], [DECAY, {}]),
+    ],
+    ids=["as saved", "reordered", "split", "gone and empty"],
+)
+def test_values_follow_the_parameters(names: list[list[str]], expected: list[dict[str, Any]]) -> None:
+    groups = [fresh() for _ in names]
+    apply_saved_groups(groups, names, SAVED)
+    for group, values in zip(groups, expected):
+        assert group == fresh(**values)
+
+
+def test_parameters_that_come_and_go_are_reported() -> None:
+    groups = [fresh(), fresh(lr=5.0)]
+    report = apply_saved_groups(groups, [["a", "new"], ["newer"]], SAVED)
+    assert (report.new, report.gone) == (("new", "newer"), ("b", "c"))
+    assert groups[0]["lr"] == 0.1
+    assert groups[1]["lr"] == 5.0
+
+
+def test_groups_that_are_joined_and_disagree_are_refused_and_left_alone() -> None:
+    groups = [fresh()]
+    with pytest.raises(GroupMismatchError, match=r"'lr': parameter b was saved with 0.1, parameter c with 0.2"):
+        apply_saved_groups(groups, [["b", "c"]], SAVED)
+    assert groups == [fresh()]
+
+
+@pytest.mark.parametrize(("on_conflict", "lr"), [("saved", 0.1), ("current", 9.0)])
+def test_a_conflict_is_settled_as_asked(on_conflict: Any, lr: float) -> None:
+    groups = [fresh()]
+    report = apply_saved_groups(groups, [["b", "c"]], SAVED, on_conflict=on_conflict)
+    assert (groups[0]["lr"], groups[0]["betas"]) == (lr, (0.9, 0.95))
+    assert report.regrouped == (0,)
+
+
+def test_an_override_wins() -> None:
+    groups = [fresh(), fresh()]
+    apply_saved_groups(groups, [["a", "b"], ["c"]], SAVED, override={"lr": 0.5, "not_a_field": 1})
+    assert [g["lr"] for g in groups] == [0.5, 0.5]
+    assert "not_a_field" not in groups[0]
+
+
+def test_a_field_of_a_newer_torch_keeps_its_value_and_is_reported() -> None:
+    groups = [fresh(decoupled_weight_decay=True)]
+    report = apply_saved_groups(groups, [["a"]], SAVED)
+    assert groups[0]["decoupled_weight_decay"] is True
+    assert report.kept == {0: ("decoupled_weight_decay",)}
+
+
+def test_a_tensor_lr_keeps_its_tensor() -> None:
+    lr = torch.tensor(9.0)
+    groups = [fresh(lr=lr)]
+    apply_saved_groups(groups, [["a"]], SAVED)
+    assert groups[0]["lr"] is lr
+    assert lr.item() == pytest.approx(0.1, rel=1e-7)  # rounded to float32
+
+
+def test_a_stored_tensor_lr_becomes_a_number_where_a_number_was() -> None:
+    saved = groups_to_saved([{"lr": torch.tensor(0.25)}], [["a"]])
+    groups = [fresh()]
+    apply_saved_groups(groups, [["a"]], saved)
+    assert groups[0]["lr"] == 0.25
+    assert isinstance(groups[0]["lr"], float)
+
+
+def test_a_name_in_two_groups_is_refused() -> None:
+    with pytest.raises(GroupMismatchError, match="parameter a is in groups 0 and 1"):
+        groups_to_saved([{}, {}], [["a"], ["a"]])
+    with pytest.raises(GroupMismatchError, match="2 groups, but names for 1"):
+        groups_to_saved([{}, {}], [["a"]])
+
+
+def identified(**identity: Any) -> dict[str, Any]:
+    return {"params": [0], "lr": 0.0, **identity}
+
+
+def test_reference_groups_are_matched_by_identity_not_position() -> None:
+    saved = [identified(wd_mult=1.0, lr=0.1, step=5), identified(wd_mult=0.0, lr=0.2, step=5)]
+    current = [identified(wd_mult=0.0), identified(pre_wd_mult=1.0)]
+    stored = saved_from_reference(saved, current, [["bias"], ["weight"]])
+    apply_saved_groups(current, [["bias"], ["weight"]], stored)
+    assert [g["lr"] for g in current] == [0.2, 0.1]
+    assert reference_identity(current[1]) == reference_identity(saved[0])
+
+
+def test_reference_groups_that_cannot_be_told_apart_are_refused() -> None:
+    twice = [identified(wd_mult=1.0), identified(wd_mult=1.0, lr=3.0)]
+    with pytest.raises(GroupMismatchError, match=r"two saved groups are both \{wd_mult=1.0\}"):
+        saved_from_reference(twice, copy.deepcopy(twice), [["a"], ["b"]])
+
+
+def test_a_group_without_counterpart_is_refused_with_what_there_is() -> None:
+    with pytest.raises(GroupMismatchError, match=r"no saved group is \{lr_mult=2.0\}; there are: \{wd_mult=1.0\}"):
+        saved_from_reference([identified(wd_mult=1.0)], [identified(lr_mult=2.0)], [["a"]])

@@ -1,0 +1,285 @@
+"""Optimizer state as sharded state: the four functions, and states that are not shaped like their parameter."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import load_as_ranks, save_as_ranks
+from opt_checkpoint import (
+    KEEP_VARS_HINT,
+    BlockScales,
+    CheckpointingException,
+    CheckpointKeyError,
+    LayoutBound,
+    LikeParam,
+    LocalNonpersistentObject,
+    Opaque,
+    PerParam,
+    Reduced,
+    Segment,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    load,
+    make_sharded_optimizer_tensor,
+    make_sharded_state,
+    optim_state_to_sharding_state,
+)
+from torch import nn
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def stepped(params: list[nn.Parameter]) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(params)
+    sum((p**2).sum() for p in params).backward()
+    optimizer.step()
+    return optimizer
+
+
+def sharded_params(module: nn.Module) -> dict[str, ShardedTensor]:
+    return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict(keep_vars=True).items()}
+
+
+def test_the_signatures_begin_as_the_references_do() -> None:
+    names = lambda f: list(inspect.signature(f).parameters)
+    assert names(get_optim_param_to_id_map) == ["optim_params_iter"]
+    assert names(get_param_id_to_sharded_param_map)[:2] == ["model_sharded_state_dict", "optim_params_iter"]
+    assert names(make_sharded_optimizer_tensor) == ["model_param", "optim_param", "prefix"]
+    assert names(optim_state_to_sharding_state)[:3] == ["optim_state_dict", "id_to_sharded_param_map", "exclude_keys"]
+    assert "keep_vars=True" in KEEP_VARS_HINT
+
+
+def test_the_first_position_of_a_repeated_parameter_wins() -> None:
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    assert get_optim_param_to_id_map([a, b, a]) == {id(a): 0, id(b): 1}
+
+
+def test_parameters_are_matched_by_identity_wherever_they_are() -> None:
+    module = model()
+    entries = sharded_params(module)
+    nested = {"x": [entries["1.bias"]], "y": {"z": entries["0.weight"]}, "other": entries["0.bias"]}
+    found = get_param_id_to_sharded_param_map(nested, [module[0].weight, module[1].bias])
+    assert {i: e.key for i, e in found.items()} == {0: "0.weight", 1: "1.bias"}
+
+
+def test_tied_weights_go_by_the_key_that_sorts_first_whatever_the_order(caplog: pytest.LogCaptureFixture) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    entries = [ShardedTensor.from_rank_offsets(k, weight) for k in ("output", "embedding")]
+    with caplog.at_level("INFO"):
+        for order in (entries, entries[::-1]):
+            found = get_param_id_to_sharded_param_map(dict(enumerate(order)), [weight])
+            assert found[0].key == "embedding"
+    assert "saved as embedding, not as output" in caplog.text
+
+
+def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed() -> None:
+    module = model()
+    detached = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict().items()}
+    with pytest.raises(CheckpointingException, match="keep_vars=True"):
+        get_param_id_to_sharded_param_map(detached, module.parameters())
+    assert get_param_id_to_sharded_param_map(detached, module.parameters(), strict=False) == {}
+    assert get_param_id_to_sharded_param_map(detached, []) == {}
+
+
+def test_state_takes_over_all_but_key_data_and_dtype() -> None:
+    param = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(4, 3), (0, 1, 2), (1, 1, 2), prepend_axis_num=1, replica_id=(0, 1, 2), allow_shape_mismatch=True
+    )
+    values = torch.ones(4, 3, dtype=torch.float64)
+    state = make_sharded_optimizer_tensor(param, values, "optimizer.state.exp_avg")
+    assert (state.key, state.dtype) == ("optimizer.state.exp_avg.w", torch.float64)
+    assert state.data is values
+    same = ("local_shape", "global_shape", "global_offset", "replica_id", "prepend_axis_num", "allow_shape_mismatch")
+    assert all(getattr(state, f) == getattr(param, f) for f in same)
+
+
+@pytest.mark.parametrize("kind", [AssertionError, ValueError])
+def test_another_shape_is_an_error_of_both_kinds(kind: type[Exception]) -> None:
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
+    with pytest.raises(kind, match=r"Optimizer shape \(4,\) does not match model shape \(4, 3\) of w"):
+        make_sharded_optimizer_tensor(param, torch.zeros(4), "p")
+    with pytest.raises(kind, match=r"does not match model shape \(5,\)"):
+        make_sharded_optimizer_tensor(param.flat(torch.zeros(5), 0, 5), torch.zeros(4), "p")
+
+
+def test_an_adamw_becomes_sharded_in_place() -> None:
+    module = model()
+    params = list(module.parameters())
+    optimizer = stepped(params)
+    state_dict = optimizer.state_dict()
+    mapping = get_param_id_to_sharded_param_map(sharded_params(module), params)
+    assert optim_state_to_sharding_state(state_dict, mapping) is None
+    assert state_dict["state"][0]["exp_avg"].key == "optimizer.state.exp_avg.0.weight"
+    assert state_dict["state"][3]["step"].key == "optimizer.state.step.1.bias"
+    assert state_dict["state"][3]["step"].global_shape == ()
+    assert isinstance(state_dict["param_groups"][0]["params"], LocalNonpersistentObject)
+    assert optimizer.state_dict()["param_groups"][0]["params"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("exclude", ["step", ("step",), ["step"]])
+def test_excluded_names_are_names_not_parts_of_names(exclude: Any) -> None:
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    state = {"state": {0: {"step": torch.tensor(1.0), "tep": torch.zeros(2)}}, "param_groups": []}
+    optim_state_to_sharding_state(state, {0: param}, exclude)
+    assert set(state["state"][0]) == {"tep"}
+
+
+def test_a_parameter_without_description_is_an_error_only_if_it_has_something_to_save() -> None:
+    state = {"state": {7: {"step": torch.tensor(1.0)}}, "param_groups": []}
+    with pytest.raises(ValueError, match="Param id 7 does not match any model sharded param"):
+        optim_state_to_sharding_state(copy.deepcopy(state), {})
+    optim_state_to_sharding_state(state, {}, "step")
+    assert state["state"] == {7: {}}
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(3, torch.int64), (0.1, torch.float64), (True, torch.bool)])
+def test_numbers_are_stored_as_exact_scalars(value: Any, dtype: torch.dtype) -> None:
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+    made = make_sharded_state(param, value, "scale", PerParam())
+    assert (made.data.dtype, made.data.item()) == (dtype, value)
+
+
+# ----- states of other shapes, saved on one grid and loaded on another
+
+
+def block(rank: int, size: int, axis: int, *, layer: int | None = None) -> ShardedTensor:
+    """A (12, 8) parameter cut along an axis, possibly one of 3 stacked layers."""
+    shape = tuple(n // size if a == axis else n for a, n in enumerate((12, 8)))
+    p = 0 if layer is None else 1
+    offsets = [(axis + p, rank, size)] + ([(0, layer, 3)] if layer is not None else [])
+    return ShardedTensor.from_rank_offsets("w", torch.zeros(shape), *offsets, prepend_axis_num=p)
+
+
+def roundtrip(tmp_path: Path, saved: list[Any], wanted: list[Any]) -> list[torch.Tensor]:
+    save_as_ranks([{"s": s} for s in saved], tmp_path / "x")
+    return [state["s"] for state in load_as_ranks([{"s": w} for w in wanted], tmp_path / "x")]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dims", [(0,), (1,), (-1,), (0, 1)])
+def test_reduced_statistics_are_resharded(tmp_path: Path, axis: int, dims: tuple[int, ...]) -> None:
+    whole = torch.arange(96.0).view(12, 8).sum(dims)
+    left = [a for a in (0, 1) if a not in [d % 2 for d in dims]]
+
+    def states(size: int, filled: bool) -> list[Any]:
+        made = []
+        for rank in range(size):
+            own = whole
+            if axis in left:
+                own = whole.chunk(size, left.index(axis))[rank]
+            data = own.clone() if filled else torch.zeros_like(own)
+            made.append(make_sharded_state(block(rank, size, axis), data, "row", Reduced(dims=dims)))
+        return made
+
+    wanted = states(4, False)
+    loaded = roundtrip(tmp_path, states(2, True), wanted)
+    expected = [whole.chunk(4, left.index(axis))[r] if axis in left else whole for r in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected))
+
+
+def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
+    def states(size: int, filled: bool) -> list[Any]:
+        return [
+            {str(layer): make_sharded_state(block(r, size, 0, layer=layer), torch.eye(3) * layer * filled, "basis", PerParam())
+             for layer in range(3)}
+            for r in range(size)
+        ]  # fmt: skip
+
+    for state in roundtrip(tmp_path, states(2, True), states(3, False)):
+        assert all(torch.equal(state[str(layer)], torch.eye(3) * layer) for layer in range(3))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_block_scales_follow_their_codes_through_flat_ranges(tmp_path: Path, shards: int) -> None:
+    scales = torch.arange(24.0)
+    spec = BlockScales(block=4)
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(12, 8))
+    cut = [96 * k // shards // 4 * 4 for k in range(shards + 1)]
+    saved = [
+        make_sharded_state(param.flat(torch.zeros(b - a), a, b), scales[a // 4 : b // 4], "scale", spec)
+        for a, b in zip(cut, cut[1:])
+    ]
+    wanted = [make_sharded_state(block(r, 2, 1), torch.zeros(12, 1), "scale", spec) for r in range(2)]
+    loaded = roundtrip(tmp_path, saved, wanted)
+    assert torch.equal(torch.cat(loaded, 1), scales.view(12, 2))
+
+
+def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) -> None:
+    def state(fingerprint: str, value: float) -> dict[str, Any]:
+        spec = LayoutBound(fingerprint=fingerprint)
+        return {"s": make_sharded_state(block(0, 1, 0), torch.full((5,), value), "local", spec)}
+
+    save_as_ranks([state("tp2", 7.0)], tmp_path / "x")
+    assert (load(state("tp2", 0.0), tmp_path / "x").state["s"] == 7).all()
+    with pytest.raises(CheckpointKeyError, match=r"optimizer\.state\.local\.w was saved, but on another layout"):
+        load(state("tp4", 0.0), tmp_path / "x")
+
+
+def test_an_opaque_state_is_written_by_one_rank(tmp_path: Path) -> None:
+    states = [make_sharded_state(block(r, 3, 0), {"rho": 0.5}, "extra", Opaque()) for r in range(3)]
+    assert [isinstance(s, ShardedObject) for s in states] == [True] * 3
+    assert roundtrip(tmp_path, states, states[:2]) == [{"rho": 0.5}] * 2
+
+
+def test_state_saved_by_another_rule_is_named() -> None:
+    from opt_checkpoint.strictness import _hint
+
+    stored = ["optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w", "optimizer.state.exp_avg.other.w"]
+    assert "saved by another rule, with exp_avg, exp_avg_sq;" in _hint(["optimizer.state.momentum_buffer.w"], stored)
+    assert _hint(["optimizer.state.exp_avg.new"], stored) == ""
+
+
+def test_a_saved_state_is_loaded_under_another_name_by_an_alias(tmp_path: Path) -> None:
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
+    saved = make_sharded_optimizer_tensor(param, torch.ones(3), "optimizer.state.exp_avg")
+    save_as_ranks([{"s": saved}], tmp_path / "x")
+    wanted = {"s": make_sharded_optimizer_tensor(param, torch.zeros(3), "optimizer.state.momentum_buffer")}
+    report = load(wanted, tmp_path / "x", aliases={"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."})
+    assert report.state["s"].tolist() == [1, 1, 1]
+    assert report.missing == ()
+
+
+def fused() -> ShardedTensorFactory:
+    segment = Segment(row_start=0, row_stop=4, global_shape=(4, 2), global_offset=(0, 0))
+    return ShardedTensorFactory("up", torch.zeros(4, 2), segments=(segment,), local_shape=(4, 2))
+
+
+def test_a_fused_parameter_has_one_step(tmp_path: Path) -> None:
+    made = make_sharded_state(fused(), 3.0, "step", PerParam())
+    assert (made.key, made.global_shape, made.replica_id) == ("optimizer.state.step.up", (), 0)
+
+
+MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
+    "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "may not be a flat"),
+    "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"without axes \(0,\) is \(8,\)"),
+    "block size": (block(0, 1, 0), torch.zeros(12, 2), BlockScales(block=3), "choose a smaller block"),
+    "block cut": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(1), BlockScales(block=4), "multiple of 4"),
+    "text": (block(0, 1, 0), "text", PerParam(), "declare it Opaque"),
+    "function factory": (
+        ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "declared by segments",
+    ),
+    "text like a parameter": (block(0, 1, 0), "text", Reduced(dims=(0,)), "declare it Opaque"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_specs_that_cannot_hold_are_refused(name: str) -> None:
+    param, value, spec, text = MISUSES[name]
+    with pytest.raises(CheckpointingException, match=text):
+        make_sharded_state(param, value, "s", spec)
+
+
+def test_like_param_is_the_plain_rule() -> None:
+    values = torch.zeros(12, 8)
+    assert make_sharded_state(block(0, 1, 0), values, "exp_avg", LikeParam()).key == "optimizer.state.exp_avg.w"

@@ -1,0 +1,343 @@
+"""Save and load: strictness, dtypes, padding, balance, reads, and stock DCP in both directions."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from opt_checkpoint import (
+    CheckpointKeyError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ShardedObject,
+    ShardedTensor,
+    StrictHandling,
+    load,
+    read_common,
+    read_index,
+    save,
+    sharded_like,
+    verify_checkpoint,
+)
+from opt_checkpoint.index import Kind
+from opt_checkpoint.reader import CheckpointReader
+from states import assert_is_step, state_at
+from torch.distributed.checkpoint import FileSystemReader, load as dcp_load, save as dcp_save
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_as_ranks([state_at(1, rank, 2) for rank in range(2)], tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def save_on(rank: int, size: int, path: str) -> None:
+    save(state_at(3, rank, size), path)
+
+
+def load_on(rank: int, size: int, path: str) -> tuple[str, ...]:
+    report = load(state_at(0, rank, size, filled=False), path)
+    assert_is_step(report.state, 3, rank, size)
+    assert report.bytes_read >= report.bytes_wanted > 0
+    return report.missing
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2), (4, 4)])
+def test_processes_save_and_other_numbers_of_processes_load(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+    path = str(tmp_path / "x")
+    ranks.run(before, save_on, path)
+    assert verify_checkpoint(path) == []
+    assert ranks.run(after, load_on, path) == [()] * after
+
+
+# ----- strictness
+
+EXTRA = {"more": lambda: ShardedTensor.from_rank_offsets("more", torch.full((2,), 7.0))}
+RAISES_UNEXPECTED = {"assume_ok_unexpected", "raise_unexpected", "raise_all"}
+LOGS_UNEXPECTED, LOGS_MISSING = {"log_unexpected", "log_all"}, {"log_all"}
+
+
+@pytest.mark.parametrize("mode", [m.value for m in StrictHandling])
+def test_unexpected_keys_raise_are_logged_or_dropped(saved: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    state = {**state_at(0, 0, 1, filled=False), "more": EXTRA["more"]()}
+    if mode in RAISES_UNEXPECTED:
+        with pytest.raises(CheckpointKeyError, match="more"):
+            load(state, saved, strict=mode)
+        return
+    report = load(state, saved, strict=mode)
+    assert report.unexpected == ("more",)
+    assert "more" not in report.state
+    assert (state["more"].data == 7).all()
+    assert ("asked for are not in" in caplog.text) is (mode in LOGS_UNEXPECTED)
+    assert_is_step(report.state, 1, 0, 1)
+
+
+@pytest.mark.parametrize("mode", [m.value for m in StrictHandling])
+def test_missing_keys_raise_are_logged_or_reported(saved: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
+    state = state_at(0, 0, 1, filled=False)
+    del state["b"]
+    if mode == "raise_all":
+        with pytest.raises(CheckpointKeyError, match="asked for by no rank: b"):
+            load(state, saved, strict=mode)
+        return
+    assert load(state, saved, strict=mode).missing == ("b",)
+    assert ("asked for by no rank" in caplog.text) is (mode in LOGS_MISSING)
+
+
+@pytest.mark.parametrize("option", [{"strict": "very"}, {"verify": "maybe"}, {"dtype": "any"}])
+def test_unknown_options_are_refused(saved: Path, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        load({}, saved, **option)
+
+
+def test_a_key_that_some_rank_asks_for_is_not_missing(saved: Path) -> None:
+    whole = state_at(0, 0, 1, filled=False)
+    load_as_ranks([{"w": whole["w"], "rng": whole["rng"]}, {"b": whole["b"]}], saved, strict="raise_all")
+
+
+# ----- dtypes and shapes
+
+
+def test_another_dtype_is_converted_only_when_asked(saved: Path) -> None:
+    target = torch.zeros(12, 40, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointMismatchError, match="pass dtype='cast'"):
+        load({"w": sharded_like("w", target)}, saved)
+    report = load({"w": sharded_like("w", target)}, saved, dtype="cast")
+    assert report.cast == ("w",)
+    assert torch.equal(target, state_at(1, 0, 1)["w"].data.view(12, 40).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, [0, 1, 2, 3, 4, 5, 0, 0]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])])
+def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, expected: list[int]) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "x")
+    targets = [torch.full((rows // 2,), 9.0) for _ in range(2)]
+    states = [
+        {"w": ShardedTensor.from_rank_offsets("w", t, (0, r, 2), allow_shape_mismatch=True)} for r, t in enumerate(targets)
+    ]
+    load_as_ranks(states, tmp_path / "x")
+    assert torch.cat(targets).tolist() == expected
+
+
+def test_memory_is_made_where_there_is_none(saved: Path) -> None:
+    wanted = state_at(0, 0, 1)["w"].without_data()
+    assert torch.equal(load({"w": wanted}, saved).state["w"], state_at(1, 0, 1)["w"].data)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensors_that_are_not_contiguous_are_saved_and_loaded(tmp_path: Path, turned: bool) -> None:
+    base = torch.randn(9, 14)
+    data = base.t() if turned else base[:, 3:7]
+    save({"w": sharded_like("w", data)}, tmp_path / "x")
+    target = torch.zeros_like(base)
+    view = target.t() if turned else target[:, 3:7]
+    load({"w": sharded_like("w", view)}, tmp_path / "x")
+    assert torch.equal(view, data)
+    assert target.count_nonzero() == data.numel()
+
+
+def test_large_tensors_go_through_the_streaming_paths(tmp_path: Path) -> None:
+    whole = torch.randn(3000, 3001)
+    save({"w": sharded_like("w", whole), "t": sharded_like("t", whole.t())}, tmp_path / "x")
+    assert verify_checkpoint(tmp_path / "x") == []
+    columns = torch.zeros(3000, 100)
+    shard = ShardedTensor("w", columns, torch.float32, (3000, 100), (3000, 3001), (0, 2000), None)
+    turned = torch.zeros(3000, 3001)
+    report = load({"c": shard, "t": sharded_like("t", turned.t())}, tmp_path / "x")
+    assert torch.equal(columns, whole[:, 2000:2100])
+    assert torch.equal(turned, whole)
+    assert report.bytes_wanted == columns.nbytes + turned.nbytes
+
+
+@pytest.mark.parametrize("cut", [(1000, 2500), (0, 7), (123_456, 345_678)])
+def test_a_row_contiguous_reshard_reads_only_what_it_needs(tmp_path: Path, cut: tuple[int, int]) -> None:
+    whole = torch.randn(1000, 500)
+    states = [{"w": sharded_like("w", whole).flat(whole.view(-1)[a:b], a, b)} for a, b in ((0, 199_999), (199_999, 500_000))]
+    save_as_ranks(states, tmp_path / "x")
+    target = torch.zeros(cut[1] - cut[0])
+    report = load({"w": sharded_like("w", whole).flat(target, *cut)}, tmp_path / "x")
+    assert torch.equal(target, whole.view(-1)[slice(*cut)])
+    common = report.bytes_wanted
+    assert report.bytes_read <= 1.05 * common
+
+
+# ----- who writes what
+
+
+def test_replicated_tensors_are_written_by_all_ranks_alike(tmp_path: Path) -> None:
+    sizes = [(700, 300), (41, 7), (5,), (1_000_000,), (3, 90_000)]
+    states = [
+        {str(i): sharded_like(str(i), torch.full(s, float(i)), replica_id=rank) for i, s in enumerate(sizes)}
+        for rank in range(4)
+    ]
+    save_as_ranks(states, tmp_path / "x")
+    written = [(tmp_path / "x" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    unique = sum(torch.Size(s).numel() * 4 for s in sizes)
+    assert max(written) / (sum(written) / 4) <= 1.10
+    items = sum(len(t.chunks) for t in read_index(tmp_path / "x").tensors.values())
+    assert sum(written) <= 1.01 * unique + 2048 * items
+    loaded = load_as_ranks(states[:1], tmp_path / "x")[0]
+    assert all((loaded[str(i)] == i).all() for i in range(len(sizes)))
+
+
+# ----- stock DCP
+
+
+def test_stock_dcp_reads_what_we_write(saved: Path, tmp_path: Path) -> None:
+    target = {"w": torch.zeros(12, 40), "b": torch.zeros(5)}
+    dcp_load(target, checkpoint_id=saved)
+    assert torch.equal(target["w"].view(-1), state_at(1, 0, 1)["w"].data)
+    dcp_to_torch_save(saved, tmp_path / "x.pt")
+    whole = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert torch.equal(whole["w"], target["w"])
+
+
+def test_stock_dcp_reads_through_our_reader(saved: Path) -> None:
+    target = {"w": torch.zeros(12, 40)}
+    dcp_load(target, storage_reader=CheckpointReader(read_index(saved)))
+    assert torch.equal(target["w"].view(-1), state_at(1, 0, 1)["w"].data)
+
+
+def whole_matrix() -> torch.Tensor:
+    return torch.arange(77.0).view(11, 7)
+
+
+PLACEMENTS = [Shard(0), Shard(1), Replicate()]
+
+
+def dtensors(mesh: Any, whole: torch.Tensor) -> dict[str, DTensor]:
+    return {str(i): distribute_tensor(whole, mesh, [p]) for i, p in enumerate(PLACEMENTS)}
+
+
+def stock_reads_ours_as_dtensors(rank: int, size: int, folder: str) -> None:
+    whole = whole_matrix()
+    start, stop = rank * 77 // size, (rank + 1) * 77 // size
+    own = {str(i): sharded_like(str(i), whole).flat(whole.view(-1)[start:stop], start, stop) for i in range(3)}
+    save(own, Path(folder) / "ours")
+    target = dtensors(init_device_mesh("cpu", (size,)), torch.zeros(11, 7))
+    dcp_load(target, checkpoint_id=Path(folder) / "ours")
+    assert all(torch.equal(t.full_tensor(), whole) for t in target.values())
+
+
+def ours_reads_stock_dtensors(rank: int, size: int, folder: str) -> None:
+    whole, mesh = whole_matrix(), init_device_mesh("cpu", (size,))
+    small = distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])  # some rank has none of it
+    dcp_save({**dtensors(mesh, whole), "small": small}, checkpoint_id=Path(folder) / "stock")
+    start, stop = (size - 1 - rank) * 77 // size, (size - rank) * 77 // size
+    target = torch.zeros(stop - start)
+    states = {str(i): sharded_like(str(i), whole).flat(target.clone(), start, stop) for i in range(3)}
+    states["small"] = sharded_like("small", distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
+    report = load(states, Path(folder) / "stock")
+    assert report.kind is Kind.DCP
+    assert all(torch.equal(report.state[str(i)], whole.view(-1)[start:stop]) for i in range(3))
+
+
+def ours_both_ways_as_dtensors(rank: int, size: int, folder: str) -> None:
+    whole, mesh = whole_matrix(), init_device_mesh("cpu", (size,))
+    save({k: sharded_like(k, t) for k, t in dtensors(mesh, whole).items()}, Path(folder) / "x")
+    target = dtensors(mesh, torch.zeros(11, 7))
+    turned = {k: sharded_like(str(2 - int(k)), t) for k, t in target.items()}
+    load(turned, Path(folder) / "x")
+    assert all(torch.equal(t.full_tensor(), whole) for t in target.values())
+
+
+@pytest.mark.parametrize("work", [stock_reads_ours_as_dtensors, ours_reads_stock_dtensors, ours_both_ways_as_dtensors])
+def test_dtensors_meet_flat_ranges(ranks: RankPool, tmp_path: Path, work: Any) -> None:
+    ranks.run(3, work, str(tmp_path))
+
+
+def test_a_dtensor_among_plain_values_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, refuse_plain_dtensor, str(tmp_path / "x"))
+
+
+def refuse_plain_dtensor(rank: int, size: int, path: str) -> None:
+    tensor = distribute_tensor(whole_matrix(), init_device_mesh("cpu", (size,)), [Shard(0)])
+    with pytest.raises(ValueError, match="a.b is a DTensor; wrap it"):
+        save({"a": {"b": tensor}}, path)
+
+
+# ----- the reference's torch_dist
+
+
+def write_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stock save of the reference's keys, with its metadata subclass, mark and common state."""
+    state = {"optimizer.state.exp_avg.layers.w": torch.arange(24.0).view(2, 3, 4)}
+    dcp_save(state, checkpoint_id=folder)
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    mcore = type("MCoreMetadata", (dcp_metadata.Metadata,), {"__module__": module.__name__})
+    module.MCoreMetadata = mcore
+    for name in ("megatron", "megatron.core", "megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.strategies"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    metadata = FileSystemReader(folder).read_metadata()
+    changed = mcore(**{**metadata.__dict__})
+    changed.mcore_data = {"w": {"nd": (1, 2)}}
+    (folder / ".metadata").write_bytes(pickle.dumps(changed))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    torch.save({"iteration": 7, "optimizer": {"param_groups": [{"lr": 0.5}]}}, folder / "common.pt")
+    for name in [n for n in sys.modules if n.startswith("megatron")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_reference_checkpoint_is_read_without_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_reference(tmp_path / "x", monkeypatch)
+    data = torch.zeros(2, 4)
+    wanted = {
+        "w": ShardedTensor("optimizer.state.exp_avg.layers.w", data, torch.float32, (2, 4), (2, 3, 4), (1, 1, 0), None,
+                           prepend_axis_num=1),
+        "iteration": None,
+        "optimizer": {"param_groups": None},
+    }  # fmt: skip
+    report = load(wanted, tmp_path / "x")
+    assert report.kind is Kind.REFERENCE
+    assert data.tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
+    assert report.state["iteration"] == 7
+    assert report.state["optimizer"] == {"param_groups": [{"lr": 0.5}]}
+    assert read_common(report_index := read_index(tmp_path / "x"))["iteration"] == 7
+    assert report_index.save_id is None
+
+
+def test_our_directories_carry_the_references_mark_and_common_state(saved: Path) -> None:
+    assert json.loads((saved / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    metadata = FileSystemReader(saved).read_metadata()
+    assert "common_state/shard_0_1" in metadata.state_dict_metadata
+    assert "rng/shard_0_1" in metadata.state_dict_metadata
+
+
+def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointNotFoundError):
+            load({}, path)
+
+
+def one_group_of_two(rank: int, size: int, path: str) -> None:
+    """Ranks 1 and 2 of 3 save by themselves: their rank 0 is not the world's."""
+    group = dist.new_group([1, 2])
+    if rank:
+        save(state_at(3, rank - 1, 2), path, process_group=group)
+        assert_is_step(load(state_at(0, rank - 1, 2, filled=False), path, process_group=group).state, 3, rank - 1, 2)
+
+
+def test_a_group_without_the_worlds_rank_zero_saves_and_loads(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(3, one_group_of_two, str(tmp_path / "x"))
+    assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_objects_of_a_grid_come_back_to_their_places(tmp_path: Path) -> None:
+    states = [{"rng": ShardedObject("a/rng", {"rank": r}, (3,), (r,))} for r in range(3)]
+    save_as_ranks(states, tmp_path / "x")
+    loaded = load_as_ranks([{"rng": ShardedObject("a/rng", None, (3,), (r,))} for r in (2, 0)], tmp_path / "x")
+    assert loaded == [{"rng": {"rank": 2}}, {"rng": {"rank": 0}}]

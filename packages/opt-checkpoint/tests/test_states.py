@@ -1,0 +1,192 @@
+"""Nested states and factories: paths, prefixes, building and merging; lists never meet by position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import load_as_ranks, save_as_ranks
+from opt_checkpoint import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    Segment,
+    ShardedTensor,
+    ShardedTensorFactory,
+    add_prefix_for_sharding,
+    apply_factories,
+    apply_factory_merges,
+    apply_prefix_mapping,
+    load,
+    make_sharded_optimizer_tensor,
+    replace_prefix_for_sharding,
+    save,
+    sharded_like,
+)
+from opt_checkpoint.boxes import boxes_of
+from opt_checkpoint.dict_ops import leaves
+
+
+def tensor(key: str) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(2))
+
+
+def swiglu_built(rank: int, size: int, data: torch.Tensor) -> ShardedTensorFactory:
+    """The reference's way: two halves of one key, by functions."""
+
+    def build(key: str, t: torch.Tensor, replica: Any, flat: slice | None) -> list[ShardedTensor]:
+        gate, value = t.chunk(2)
+        return [
+            ShardedTensor.from_rank_offsets(key, gate, (0, rank, 2 * size), replica_id=replica),
+            ShardedTensor.from_rank_offsets(key, value, (0, rank + size, 2 * size), replica_id=replica),
+        ]
+
+    return ShardedTensorFactory("up", data, build, torch.cat)
+
+
+def swiglu_declared(rank: int, size: int, rows: int, columns: int) -> ShardedTensorFactory:
+    """The same, declared: works for flat ranges too."""
+    whole, half = (rows * size, columns), rows // 2
+    gate = Segment(row_start=0, row_stop=half, global_shape=whole, global_offset=(rank * half, 0))
+    value = Segment(row_start=half, row_stop=rows, global_shape=whole, global_offset=((rank + size) * half, 0))
+    data = torch.empty(rows, columns)
+    return ShardedTensorFactory("up", data, segments=(gate, value), local_shape=(rows, columns))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_flat_shards_of_a_fused_weight_are_stored_as_its_parts(tmp_path: Path, shards: int) -> None:
+    """Tensor parallel 2, and each rank's fused block cut into flat ranges; loaded whole, unfused, in one process."""
+    rows, columns, size = 6, 5, 2
+    blocks = [torch.randn(rows, columns) for _ in range(size)]
+    states = []
+    for rank, block in enumerate(blocks):
+        model = swiglu_declared(rank, size, rows, columns)
+        for shard in range(shards):
+            a, b = (rows * columns * (shard + k) // shards for k in (0, 1))
+            factory = ShardedTensorFactory(
+                "up", None, segments=model.segments, local_shape=model.local_shape, flattened_range=slice(a, b)
+            )
+            state = make_sharded_optimizer_tensor(factory, block.reshape(-1)[a:b], "optimizer.state.exp_avg")
+            states.append({"s": state})
+    save_as_ranks(states, tmp_path / "x")
+    target = torch.empty(rows * size, columns)
+    load({"w": sharded_like("optimizer.state.exp_avg.up", target)}, tmp_path / "x")
+    halves = [block.chunk(2) for block in blocks]
+    assert torch.equal(target, torch.cat([h[0] for h in halves] + [h[1] for h in halves]))
+
+
+def test_a_built_factory_is_loaded_merged_and_in_place(tmp_path: Path) -> None:
+    blocks = [torch.randn(4, 3) for _ in range(2)]
+    save_as_ranks([{"w": swiglu_built(r, 2, b)} for r, b in enumerate(blocks)], tmp_path / "x")
+    targets = [torch.zeros(4, 3) for _ in range(2)]
+    loaded = load_as_ranks([{"w": swiglu_built(r, 2, t)} for r, t in enumerate(targets)], tmp_path / "x")
+    for block, target, state in zip(blocks, targets, loaded):
+        assert torch.equal(target, block)
+        assert state["w"] is target
+
+
+def test_segments_and_functions_describe_the_same_parts() -> None:
+    data = torch.randn(6, 5)
+    declared = swiglu_declared(1, 2, 6, 5)
+    declared.data = data
+    one = [b.box for piece in declared.build() for b in boxes_of(piece)]
+    other = [b.box for piece in swiglu_built(1, 2, data).build() for b in boxes_of(piece)]
+    assert one == other
+
+
+FACTORY_ERRORS = {
+    "neither form": ({}, "exactly one of the two forms"),
+    "no merge": ({"build_fn": lambda *a: None}, "exactly one of the two forms"),
+    "function and flat range": (
+        {"build_fn": lambda *a: None, "merge_fn": lambda x: x, "flattened_range": slice(0, 3)},
+        "declare it by segments",
+    ),
+    "hole": (
+        {"segments": (Segment(row_start=1, row_stop=2, global_shape=(2,), global_offset=(0,)),), "local_shape": (2,)},
+        "expected a start at row 0",
+    ),
+    "too short": (
+        {"segments": (Segment(row_start=0, row_stop=1, global_shape=(2,), global_offset=(0,)),), "local_shape": (2,)},
+        "cover 1 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORY_ERRORS)
+def test_factories_that_cannot_work_are_refused(name: str) -> None:
+    options, text = FACTORY_ERRORS[name]
+    with pytest.raises(CheckpointingException, match=text):
+        ShardedTensorFactory("up", None, **options)
+
+
+def test_factories_are_applied_in_place_and_merged_back() -> None:
+    data = torch.randn(4, 3)
+    state = {"a": {"w": swiglu_built(0, 1, data)}, "l": [1, swiglu_built(0, 1, data)]}
+    factories = {"a": {"w": state["a"]["w"]}, "l": {1: state["l"][1]}}
+    apply_factories(state)
+    assert [piece.key for piece in state["a"]["w"]] == ["up", "up"]
+    loaded = {"a": {"w": [p.data for p in state["a"]["w"]]}, "l": [1, [p.data for p in state["l"][1]]]}
+    merged = apply_factory_merges(loaded, factories)
+    assert torch.equal(merged["a"]["w"], data)
+    assert merged["l"][0] == 1
+    assert torch.equal(merged["l"][1], data)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "factories", "text"),
+    [
+        ({"a": 1}, {"b": 2}, "Different dict keys"),
+        ([1, 2], [3], "Cannot merge two lists with different lengths"),
+        ([1], {"x": 2}, "positions in it"),
+        ([1], {5: 2}, "positions in it"),
+        (1, 2, "Duplicate non-dict and non-list values"),
+    ],
+)
+def test_merges_that_do_not_fit_are_refused(loaded: Any, factories: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        apply_factory_merges(loaded, factories)
+
+
+def test_prefixes_of_all_sharded_keys() -> None:
+    state = {"a": tensor("x.a"), "l": [tensor("x.b"), 5], "plain": 3}
+    add_prefix_for_sharding(state, "m.")
+    assert [state["a"].key, state["l"][0].key] == ["m.x.a", "m.x.b"]
+    replace_prefix_for_sharding(state, "m.x.", "n.")
+    assert [state["a"].key, state["l"][0].key] == ["n.a", "n.b"]
+    with pytest.raises(ValueError, match="Expected 'n.b' to begin with prefix 'n.a'"):
+        replace_prefix_for_sharding(state, "n.a", "q")
+    assert state["a"].key == "n.a"
+    apply_prefix_mapping(state, {"n.a": "first", "n.": "second."})
+    assert [state["a"].key, state["l"][0].key] == ["first", "second.b"]
+
+
+def test_a_list_is_a_container_only_where_something_sharded_is_in_it() -> None:
+    state = {"groups": [{"lr": 1}], "tensors": [tensor("a"), 7], "nothing": {}, 3: "three"}
+    assert [leaf.path for leaf in leaves(state)] == [("groups",), ("tensors", 0), ("tensors", 1), ("nothing",), (3,)]
+
+
+def test_lists_of_different_length_on_save_and_load_never_meet(tmp_path: Path) -> None:
+    save({"l": [tensor("a"), {"x": 1}], "groups": [1, 2, 3]}, tmp_path / "x")
+    state = load({"l": [tensor("a")], "groups": []}, tmp_path / "x").state
+    assert state["groups"] == [1, 2, 3]
+    assert len(state["l"]) == 1
+
+
+def test_local_objects_are_not_stored_and_come_back(tmp_path: Path) -> None:
+    save({"params": LocalNonpersistentObject(object()), "x": 1}, tmp_path / "x")
+    mine = object()
+    assert load({"params": LocalNonpersistentObject(mine), "x": None}, tmp_path / "x").state == {"params": mine, "x": 1}
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"t": (tensor("a"),)}, "'t' is a tuple with something sharded"),
+        ({1.5: tensor("a")}, "must be a str or an int"),
+        ({"f": ShardedTensorFactory("f", torch.zeros(1), lambda *a: [3], lambda x: x)}, "built a list where only"),
+    ],
+)
+def test_states_that_would_lose_something_are_refused(tmp_path: Path, state: Any, text: str) -> None:
+    with pytest.raises(CheckpointingException, match=text):
+        save(state, tmp_path / "x")
