@@ -10,7 +10,8 @@ from torch import Tensor
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
-from opt_distributed.comm.collectives import Comm, Op
+from opt_distributed.comm.collectives import Op
+from opt_distributed.comm.groups import Axes
 
 
 class GradientError(RuntimeError):
@@ -32,7 +33,7 @@ class Travel:
 
     name: str  # of the buffer, for errors
     wire: Wire
-    comm: Comm  # over which shards are numbered
+    axes: Axes  # its replicas
     scale_before: float = 1.0  # of what is sent
     scale_after: float = 1.0  # of the sum
     check_for_nan: bool = False
@@ -58,7 +59,7 @@ class GradBucket:
     @property
     def result(self) -> Tensor:
         """What is reduced here: this rank's shard; the whole bucket where it is replicated. A view."""
-        return self.memory.result(self.index, self.travel.comm.rank)
+        return self.memory.result(self.index, self.travel.axes.dp.rank)
 
     def note(self, id: ParamId) -> None:
         """A gradient of this parameter has been added."""
@@ -75,7 +76,7 @@ class GradBucket:
             )
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError(
-                f"gradient number {self.arrivals[id] + 1} of {id} came when its bucket was on the wire: "
+                f"gradient number {self.arrivals.get(id, 0) + 1} of {id} came when its bucket was on the wire: "
                 f"{self.expected[id]} came in the first iteration; run all but the last backward pass inside no_sync()"
             )
 
@@ -150,7 +151,8 @@ class GradBucket:
     def _check_finite(self, full: Tensor) -> None:
         bad = [id for id in self.ids if not bool(self.memory.grad_view(id).isfinite().all())]
         found = torch.tensor([float(len(bad))], device=full.device)
-        self.travel.comm.all_reduce_(found, op=Op.MAX)
+        for comm in (self.travel.axes.dp, self.travel.axes.inter):
+            comm.all_reduce_(found, op=Op.MAX)
         if bad:
             raise GradientError(f"gradients of {', '.join(map(str, bad))} are not finite on this rank")
         if found.item():

@@ -141,7 +141,7 @@ class DistributedDataParallel(nn.Module):
         )
         self._param_sync = ParamSync(
             [
-                ParamBucket(memories[number], index, travels[number].comm)
+                ParamBucket(memories[number], index, travels[number].axes.dp)
                 for number, index in buckets
                 if config.use_distributed_optimizer
             ],
@@ -157,8 +157,6 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; each of its submodules waits for its parameters, where they are still on their way."""
-        if self._use_hooks is not None:
-            self._use_hooks.before_model()
         return self.module(*args, **kwargs)
 
     # --- gradients ------------------------------------------------------------------------------
@@ -332,7 +330,7 @@ class DistributedDataParallel(nn.Module):
         return Travel(
             name=f"{plan.key}",
             wire=self._wire(plan, axes),
-            comm=axes.dp,
+            axes=axes,
             scale_before=1.0 if self.config.average_in_collective else mean,
             scale_after=mean if self.config.average_in_collective else 1.0,
             check_for_nan=self.config.check_for_nan_in_grad,

@@ -98,20 +98,19 @@ class UseHooks:
     def __init__(self, model: nn.Module, ids: Mapping[nn.Parameter, ParamId], sync: ParamSync):
         self._sync = sync
         self._unseen: set[ParamId] = set(ids.values())
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before_model)]
         for module in model.modules():
             own = [ids[param] for param in module.parameters(recurse=False) if param in ids]
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._before, own)))
 
-    def before_model(self) -> None:
-        """Waits for what modules do not ask for themselves."""
-        self._sync.wait_for(self._unseen)
-
     def remove(self) -> None:
         """Takes the hooks off again."""
         for handle in self._handles:
             handle.remove()
+
+    def _before_model(self, model: nn.Module, args: Any) -> None:
+        self._sync.wait_for(self._unseen)
 
     def _before(self, own: Collection[ParamId], module: nn.Module, args: Any) -> None:
         self._unseen.difference_update(own)
