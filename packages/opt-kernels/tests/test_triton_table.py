@@ -132,25 +132,25 @@ def test_the_scalar_block_holds_what_a_host_would_compute_in_float64(
     block = scalars.scalar_block([hyper], grad_scale=given_as(0.25), skip=None, device=kernel_device)
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     expected = {
-        scalars.PROCEED: 1.0,
-        scalars.GRAD_SCALE: 0.25,
-        scalars.LR: lr,
-        scalars.WEIGHT_DECAY: decay,
-        scalars.BETA1: beta1,
-        scalars.ONE_MINUS_BETA1: 1 - beta1,
-        scalars.BETA2: beta2,
-        scalars.ONE_MINUS_BETA2: 1 - beta2,
-        scalars.EPS: 1e-8,
-        scalars.CORRECTION1: correction1,
-        scalars.CORRECTION2: correction2,
-        scalars.ROOT_CORRECTION2: math.sqrt(correction2),
-        scalars.STEP_SIZE: lr / correction1,
-        scalars.LR_DECAY: lr * decay,
-        scalars.MOMENTUM: 0.8,
+        scalars.PROCEED.value: 1.0,
+        scalars.GRAD_SCALE.value: 0.25,
+        scalars.LR.value: lr,
+        scalars.WEIGHT_DECAY.value: decay,
+        scalars.BETA1.value: beta1,
+        scalars.ONE_MINUS_BETA1.value: 1 - beta1,
+        scalars.BETA2.value: beta2,
+        scalars.ONE_MINUS_BETA2.value: 1 - beta2,
+        scalars.EPS.value: 1e-8,
+        scalars.CORRECTION1.value: correction1,
+        scalars.CORRECTION2.value: correction2,
+        scalars.ROOT_CORRECTION2.value: math.sqrt(correction2),
+        scalars.STEP_SIZE.value: lr / correction1,
+        scalars.LR_DECAY.value: lr * decay,
+        scalars.MOMENTUM.value: 0.8,
     }
     for index, value in expected.items():
         # Both are float64 to a few units; one rounding to float32 can then differ by one unit at most.
-        assert lane(block, 0, index.value) == pytest.approx(single(value), rel=2**-23, abs=0), index
+        assert lane(block, 0, index) == pytest.approx(single(value), rel=2**-23, abs=0), index
     assert block.view(torch.int32)[0, scalars.STEP.value].item() == step
 
 

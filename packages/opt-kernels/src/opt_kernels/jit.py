@@ -5,9 +5,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import triton
-import triton.language as tl
-from triton.runtime.jit import JITFunction
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
 __all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "tl"]
 

@@ -88,8 +88,8 @@ def stats_sweep(
     num_zeros = num_both % NONFINITE
     result = (tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0)).to(tl.float64)
     if not MAXIMUM:
-        safe = (result > SMALLEST_SAFE) & (result < LARGEST_SAFE)
-        if (not safe) & (num_zeros < n):
+        lost = (result <= SMALLEST_SAFE) | (result >= LARGEST_SAFE) | (result != result)
+        if lost & (num_zeros < n):
             result = exact_sum(grad, n, BLOCK)
     tl.store(sums + chunk, result)
     tl.store(counts + chunk * 2, num_zeros)
