@@ -61,6 +61,10 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "warmup": (warmup(constant(1.0), steps=4), {0: 0.0, 1: 0.25, 4: 1.0, 5: 1.0}),
     "warmup-of-nothing": (warmup(linear(1.0, 0.0, steps=4), steps=0), {0: 1.0, 4: 0.0}),
     "join": (join(linear(0.0, 1.0, steps=2), constant(5.0, steps=2), constant(7.0)), {1: 0.5, 2: 5, 3.9: 5, 4: 7}),
+    "join-hides-a-jump": (
+        join(cut(piecewise_constant([1.0, 2.0], at=[5]), 5), constant(1.0)),
+        {4.9: 1.0, 5: 1.0, 6: 1.0},
+    ),
     "repeat": (repeat(linear(1.0, 0.0, steps=4), times=2), {0: 1.0, 3: 0.25, 4: 1.0, 7: 0.25, 8: 0.0, 100: 0.0}),
     "repeat-for-ever": (repeat(linear(1.0, 0.0, steps=4)), {4_000_001: 0.75}),
     "cyclic": (cyclic(1.0, 3.0, up_steps=2, down_steps=2, times=2), {0: 1, 2: 3, 4: 1, 6: 3, 8: 1, 9: 1}),

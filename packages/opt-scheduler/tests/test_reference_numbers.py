@@ -69,6 +69,11 @@ def digits(values: Iterable[float]) -> list[str]:
     return [f"{value:.6g}" for value in values]
 
 
+def test_the_peak_is_held_up_to_the_very_step_where_the_anneal_begins() -> None:
+    scheduler = build(lr_decay_style="WSD", wsd_decay_steps=20, lr_wsd_decay_style="linear")
+    assert [scheduler.lr_at(step) for step in (11, 89, 89.5, 90)] == [1e-3] * 4
+
+
 def reference_lr(n: float, *, high: float, low: float, a: dict[str, Any]) -> float:
     """The reference's learning rate, from its documentation; past its end the inverse square root is left out."""
     init, warm, decay, style = a["init_lr"], a["lr_warmup_steps"], a["lr_decay_steps"], a["lr_decay_style"]

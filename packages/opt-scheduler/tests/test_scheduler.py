@@ -62,6 +62,25 @@ def test_a_group_s_own_bounds_replace_the_scheduler_s() -> None:
     assert written(scheduler, "weight_decay") == pytest.approx([0.12, 0.5 * 0.52])
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "field", "expected"),
+    [
+        ("max_lr", (1.0, 0.5), "lr", [0.55, 0.3, 0.55]),
+        ("min_lr", (0.1, 0.3), "lr", [0.55, 0.65, 0.55]),
+        ("start_wd", (0.0, 0.1), "weight_decay", [0.1, 0.15, 0.1]),
+        ("end_wd", (0.2, 0.4), "weight_decay", [0.1, 0.2, 0.1]),
+        ("wd_mult", (1.0, 0.5), "weight_decay", [0.1, 0.05, 0.1]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_neighbouring_groups_that_differ_in_one_bound_differ(
+    key: str, values: tuple[float, float], field: str, expected: list[float]
+) -> None:
+    scheduler = build({key: values[0]}, {key: values[1]}, {key: values[0]})
+    scheduler.step(50 if field == "weight_decay" else 60)
+    assert written(scheduler, field) == pytest.approx(expected, rel=1e-15)
+
+
 def test_an_override_of_none_is_one_that_was_not_set() -> None:
     # A configuration's min_lr is None by default, and the reference copies it into every group, where it fails later.
     unset = {"max_lr": None, "min_lr": None, "start_wd": None, "end_wd": None, "wd_mult": None}
