@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB = 128  # ASCII; any other character becomes one stand-in
+CONTEXT = 128  # characters a model sees
 
 
 def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
@@ -55,10 +56,9 @@ class Block(nn.Module):
 class CharGPT(nn.Module):
     """A GPT over characters; `forward` gives the mean loss in nats."""
 
-    def __init__(self, *, dim: int = 144, depth: int = 4, num_heads: int = 4, context: int = 128):
+    def __init__(self, *, dim: int = 144, depth: int = 4, num_heads: int = 4):
         super().__init__()
-        self.context = context
-        self.embedding, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(context, dim)
+        self.embedding, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(CONTEXT, dim)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
         self.apply(self._init)

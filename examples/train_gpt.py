@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
 
-Plan, parameter groups, bf16 with fp32 mains, clipping, a warmup-stable-decay schedule, a checkpoint, and resuming from it.
+The plan and the parameter groups; bf16 with fp32 mains, sharded over the ranks (ZeRO-1), gradients reduced during backward
+and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the background; and resuming
+on any number of ranks that divides the batch.
 """
 
 import argparse
@@ -13,15 +15,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from char_gpt import CharGPT, batch_at, bigram_bits, stdlib_text
-from opt_config import OptimizerConfig
-from opt_paramgroups import as_text, group_rows
-from opt_scheduler import OptimizerParamScheduler
-from opt_stack import get_optimizer
+from char_gpt import CONTEXT, CharGPT, batch_at, bigram_bits, stdlib_text
 from torch import Tensor
 from tqdm import tqdm
 
-BATCH = 32  # sequences in a step, over all ranks
+from opt_checkpoint import CheckpointManager, sharded_model
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_paramgroups import as_text, group_rows
+from opt_scheduler import OptimizerParamScheduler
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
+
+BATCH = 48  # sequences in a step, over all ranks
 HELD_OUT = 200_000  # characters at the end of the text that are never trained on
 
 
@@ -34,39 +38,69 @@ def main() -> None:
 
     text = stdlib_text()
     train, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
-    model = CharGPT().bfloat16()
+    overlap = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    model = DistributedDataParallel(
+        DistributedDataParallelConfig(
+            overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=200_000, **overlap
+        ),
+        CharGPT().bfloat16(),
+    )
     config = OptimizerConfig(
-        lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, bf16=True, adam_beta2=0.95, clip_grad=1.0
+        lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=True, **overlap
     )
     optimizer = get_optimizer(config, [model])
     scheduler = wsd(optimizer, config, num_samples=args.steps * BATCH)
-    start = load(args.dir, rank, model, optimizer, scheduler) if args.resume else 0
+    checkpoints = CheckpointManager(args.dir / "checkpoints", keep=2)
+    start = resume(checkpoints, model, optimizer, scheduler, step=args.resume) if args.resume else 0
 
     if rank == 0 and not args.resume:
-        print(optimizer.plan, as_text(group_rows(optimizer.param_groups)), sep="\n\n")
-        print(
-            f"\nheld-out, bits per character: bigram {bigram_bits(train, held_out):.3f}, untrained {bits(model, held_out):.3f}"
-        )
-
+        print(optimizer.plan, as_text(group_rows(optimizer.param_groups)), sep="\n\n", end="\n\n")
+    begun = bits(model, held_out)
     log = []
-    bar = tqdm(range(start, args.stop_at or args.steps), disable=rank > 0, initial=start, total=args.steps)
+    stop = args.stop_at or args.steps
+    bar = tqdm(range(start, stop), disable=rank > 0, initial=start, total=args.steps, mininterval=2)
     for step in bar:
-        mine = batch_at(step, train, size=BATCH, context=model.context).chunk(world)[rank]
-        loss = model(mine)
+        model.zero_grad_buffer()
+        loss = model(batch_at(step, train, size=BATCH, context=CONTEXT).chunk(world)[rank])
         optimizer.scale_loss(loss).backward()
         result = optimizer.step()
-        optimizer.zero_grad()
         if result.success:
             scheduler.step(BATCH)
         log.append({"step": step, "loss": mean(loss), "grad_norm": result.grad_norm, **rates(optimizer)})
         bar.set_postfix(loss=f"{log[-1]['loss']:.3f}", lr=f"{log[-1]['lr']:.1e}", grad_norm=f"{result.grad_norm:.2f}")
 
-    save(args.dir, rank, model, optimizer, scheduler)
+    checkpoints.save(stop, state_of(model, optimizer, scheduler))
+    found = {
+        "log": log,
+        "begun_bits": begun,
+        "bits": bits(model, held_out),
+        "bigram_bits": bigram_bits(train, held_out),
+    }
+    checkpoints.close()
     if rank == 0:
-        found = {"log": log, "bits": bits(model, held_out), "bigram_bits": bigram_bits(train, held_out)}
         (args.dir / f"{args.name}.json").write_text(json.dumps(found))
-        print(f"held-out, bits per character after step {log[-1]['step']}: {found['bits']:.3f}")
+        print(
+            f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after; a bigram: {found['bigram_bits']:.3f}"
+        )
     dist.destroy_process_group()
+
+
+def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: OptimizerParamScheduler) -> dict:
+    """All that a run is, sharded: the same description saves and loads, on any number of ranks."""
+    weights = sharded_model(model)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights),
+        "scheduler": scheduler.state_dict(),
+    }
+
+
+def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step: int) -> int:
+    """Loads a step in place; what is no tensor comes back in the report."""
+    loaded = checkpoints.load(state_of(model, optimizer, scheduler), step=step).state
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["scheduler"])
+    return step
 
 
 def wsd(optimizer, config: OptimizerConfig, *, num_samples: int) -> OptimizerParamScheduler:
@@ -89,10 +123,10 @@ def wsd(optimizer, config: OptimizerConfig, *, num_samples: int) -> OptimizerPar
 
 
 @torch.no_grad()
-def bits(model: CharGPT, text: Tensor, *, num_sequences: int = 64) -> float:
+def bits(model: DistributedDataParallel, text: Tensor, *, num_sequences: int = 64) -> float:
     """Bits per character on evenly spaced sequences of held-out text."""
-    starts = torch.linspace(0, len(text) - model.context - 2, num_sequences).long()
-    return model(text[starts[:, None] + torch.arange(model.context + 1)]).item() / math.log(2)
+    starts = torch.linspace(0, len(text) - CONTEXT - 2, num_sequences).long()
+    return model(text[starts[:, None] + torch.arange(CONTEXT + 1)]).item() / math.log(2)
 
 
 def mean(loss: Tensor) -> float:
@@ -106,27 +140,13 @@ def rates(optimizer) -> dict[str, float]:
     return {"lr": decayed["lr"], "weight_decay": decayed["weight_decay"]}
 
 
-def save(directory: Path, rank: int, model, optimizer, scheduler) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save(state, directory / f"rank{rank}.pt")
-
-
-def load(directory: Path, rank: int, model, optimizer, scheduler) -> int:
-    state = torch.load(directory / f"rank{rank}.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    return scheduler.num_steps // BATCH
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where checkpoint and log go")
     parser.add_argument("--name", default="run", help="of the log")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--stop-at", type=int, help="save and stop after so many steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --dir")
+    parser.add_argument("--resume", type=int, metavar="STEP", help="go on from this step's checkpoint in --dir")
     parser.add_argument("--lr", type=float, default=3e-3)
     return parser.parse_args()
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from opt_config import OptimizerConfig
-from opt_stack import get_optimizer
 from torch import Tensor
 from training import overflow_on_one_rank, train_here, train_rank
 from worlds import joined_batch, make_model, run_processes, weights
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
 
 STEPS = 50
 
@@ -33,7 +34,9 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], *, rtol: float
         )
 
 
-def torch_run(optimizer_of: Any, *, steps: int = STEPS, max_norm: float = MAX_NORM) -> tuple[dict[str, Tensor], list[float]]:
+def torch_run(
+    optimizer_of: Any, *, steps: int = STEPS, max_norm: float = MAX_NORM
+) -> tuple[dict[str, Tensor], list[float]]:
     model = make_model()
     optimizer = optimizer_of(model.parameters())
     norms = []
