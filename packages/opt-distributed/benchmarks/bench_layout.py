@@ -89,14 +89,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     target = parser.parse_args().json
     found = []
-    print(
-        f"{'planner':8}{'params':>8}{'numel':>10}{'ranks':>7}{'pieces':>9}{'plan s':>9}{'owned s':>9}{'MiB':>8}{'padding':>9}"
-    )
+    columns = ("planner", "params", "numel", "ranks", "pieces", "plan s", "owned s", "MiB", "padding")
+    print("".join(f"{column:>9}" for column in columns))
     for f in figures():
         found.append(f)
         print(
-            f"{f.planner:8}{f.num_params:8}{f.params_numel:10.2e}{f.num_shards:7}{f.num_pieces:9}"
-            f"{f.plan_s:9.3f}{f.owned_s:9.3f}{f.peak_mib:8.1f}{f.padding:9.2%}",
+            f"{f.planner:>9}{f.num_params:9}{f.params_numel:9.1e}{f.num_shards:9}{f.num_pieces:9}"
+            f"{f.plan_s:9.3f}{f.owned_s:9.3f}{f.peak_mib:9.1f}{f.padding:9.2%}",
             flush=True,
         )
     if target is not None:

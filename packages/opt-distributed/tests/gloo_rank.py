@@ -10,11 +10,12 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.groups import ProcessGroups
-from torch import Tensor, nn
 
 TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 3.0

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
 from opt_distributed.buffers.storage import ParamAndGradBuffer, StorageError
 from opt_distributed.buffers.wire import CollectiveError, InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
@@ -13,7 +15,6 @@ from opt_distributed.comm.groups import Axes
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_distributed.layout import LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_paramgroups import ParamId
-from torch import Tensor, nn
 
 SHAPES = ((7, 9), (1,), (), (0, 3), (65, 2), (128,))
 CPU = torch.device("cpu")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -17,7 +19,6 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_paramgroups import ParamId
-from torch import Tensor, nn
 
 Config = DistributedDataParallelConfig
 

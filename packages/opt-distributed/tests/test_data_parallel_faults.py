@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.bucket import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -13,7 +15,6 @@ from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from torch import Tensor, nn
 
 Config = DistributedDataParallelConfig
 SHARDED = Config(use_distributed_optimizer=True)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm
@@ -11,7 +13,6 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_distributed.finalize import Peers, finalize_model_grads
-from torch import Tensor, nn
 
 CONFIGS = {
     "replicated": DistributedDataParallelConfig(),

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Op, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from torch import Tensor, nn
 
 WIDTH = 16
 NUM_LAYERS = 12

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from opt_distributed.layout import ComputeLayout, Computes, LayoutError, SplitMatrix, compute_layout
 from opt_paramgroups import ParamId
 

@@ -27,7 +27,6 @@ def begin_accumulation(param: nn.Parameter) -> None:
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
-@torch.no_grad()
 def take_grad_(param: nn.Parameter) -> None:
     """Adds ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and lets go of it.
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-from opt_paramgroups import ParamId
 from torch import Tensor
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
+from opt_paramgroups import ParamId
 
 
 class GradientError(RuntimeError):

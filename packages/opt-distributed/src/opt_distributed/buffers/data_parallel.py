@@ -6,11 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from opt_config import DistributedDataParallelConfig
-from opt_paramgroups import ParamId, ParamMeta, describe
-from opt_paramgroups.names import parameters_by_id
 from torch import Tensor, nn
 
+from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, take_grad_
 from opt_distributed.buffers.bucket import GradBucket, Travel
 from opt_distributed.buffers.grad_sync import GradSync, Reduces, from_all_replicas
@@ -26,6 +24,8 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
 from opt_distributed.layout import LayoutError, Piece
+from opt_paramgroups import ParamId, ParamMeta, describe
+from opt_paramgroups.names import parameters_by_id
 
 
 class _Buffers(NamedTuple):

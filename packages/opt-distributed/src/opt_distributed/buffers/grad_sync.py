@@ -5,10 +5,9 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from opt_paramgroups import ParamId
-
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.comm.groups import Axes
+from opt_paramgroups import ParamId
 
 
 class Reduces(Enum):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from opt_config import DistributedDataParallelConfig
-from opt_paramgroups import ParamId, ParamMeta
 
+from opt_config import DistributedDataParallelConfig
 from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_paramgroups import ParamId, ParamMeta
 
 IsWhole = Callable[[ParamMeta], bool]
 """Which parameters a rule needs whole, so that sharding must not cut them."""

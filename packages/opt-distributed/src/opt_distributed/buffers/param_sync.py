@@ -5,13 +5,13 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
-from opt_paramgroups import ParamId
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
+from opt_paramgroups import ParamId
 
 
 class Gathers(Enum):
@@ -76,11 +76,14 @@ class ParamSync:
             self.buckets[index].start()
 
     def wait(self) -> None:
-        """Returns once every parameter is complete."""
-        self.wait_for(self._bucket_of)
+        """Returns once every parameter is complete; starts gathers first if only some buffers were published."""
+        if self._published:
+            self.start()
+        for bucket in self.buckets:
+            bucket.wait()
 
     def wait_for(self, ids: Iterable[ParamId]) -> None:
-        """Returns once these parameters are complete; starts gathers if only some buffers were published."""
+        """Returns once these parameters are complete; starts gathers first if only some buffers were published."""
         if self._published:
             self.start()
         for id in ids:

@@ -5,13 +5,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from opt_paramgroups import ParamId
 from torch import Tensor, nn
 
 from opt_distributed.buffers.wire import InFlight, sum_over
 from opt_distributed.comm.collectives import Comm, Pending
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
+from opt_paramgroups import ParamId
 
 
 class StorageError(ValueError):
