@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from opt_scheduler import constant, cosine, linear
 from opt_scheduler.__main__ import main
 from opt_scheduler.draw import text_plot

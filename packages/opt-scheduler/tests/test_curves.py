@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_scheduler import (
     Schedule,
     ScheduleError,

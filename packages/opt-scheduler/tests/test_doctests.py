@@ -5,8 +5,9 @@ import importlib
 import importlib.util
 import pkgutil
 
-import opt_scheduler
 import pytest
+
+import opt_scheduler
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(opt_scheduler.__path__))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_scheduler import OptimizerParamScheduler
 
 STEPS = (0, 5, 10, 11, 60, 90, 100, 110, 111, 1000)

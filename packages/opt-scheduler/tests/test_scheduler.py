@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+
 from opt_scheduler import (
     FieldSchedule,
     OptimizerParamScheduler,

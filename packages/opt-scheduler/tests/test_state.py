@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_scheduler import (
     FieldSchedule,
     FieldScheduler,

@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 import pytest
+
 from opt_scheduler import (
     FieldScheduler,
     OptimizerParamScheduler,
@@ -20,8 +21,9 @@ from opt_scheduler import (
 )
 
 torch = pytest.importorskip("torch")
-from opt_scheduler.lr_scheduler import as_lr_scheduler  # noqa: E402
 from torch.optim import lr_scheduler as torch_schedulers  # noqa: E402
+
+from opt_scheduler.lr_scheduler import as_lr_scheduler  # noqa: E402
 
 BASE: dict[str, Any] = {
     "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
+
 from opt_scheduler import FieldScheduler, cosine, warmup
 from opt_scheduler.lr_scheduler import as_lr_scheduler
 

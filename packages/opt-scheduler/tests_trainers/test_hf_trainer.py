@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opt_scheduler import OptimizerParamScheduler
-from opt_scheduler.lr_scheduler import as_lr_scheduler
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
+
+from opt_scheduler import OptimizerParamScheduler
+from opt_scheduler.lr_scheduler import as_lr_scheduler
 
 
 class Toy(torch.nn.Module):

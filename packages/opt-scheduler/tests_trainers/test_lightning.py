@@ -6,9 +6,10 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+
 from opt_scheduler import OptimizerParamScheduler
 from opt_scheduler.lr_scheduler import as_lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
 
 
 class Toy(lightning.LightningModule):

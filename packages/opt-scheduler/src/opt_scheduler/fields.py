@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 from .errors import ScheduleError
 from .schedule import Schedule
@@ -10,7 +10,6 @@ from .schedule import Schedule
 Group: TypeAlias = MutableMapping[str, Any]
 
 
-@runtime_checkable
 class HasParamGroups(Protocol):
     """All that is asked of an optimizer: the groups, read anew at every step."""
 

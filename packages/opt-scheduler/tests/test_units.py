@@ -1,0 +1,61 @@
+"""Units: amounts are converted without loss, and a run that changes its batch size sees the same values."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opt_scheduler import Batch, ScheduleError, Unit, cosine, rescale, rescale_horizon, stretch, warmup
+
+LR = warmup(cosine(1.0, 0.1, steps=900), steps=100)
+
+
+@pytest.mark.parametrize(
+    ("amount", "unit", "to", "expected"),
+    [
+        (10, Unit.STEPS, Unit.SAMPLES, 2560),
+        (10, Unit.STEPS, Unit.TOKENS, 10 * 256 * 2048),
+        (2560, Unit.SAMPLES, Unit.STEPS, 10),
+        (2048, Unit.TOKENS, Unit.SAMPLES, 1),
+        (7, Unit.TOKENS, Unit.TOKENS, 7),
+    ],
+)
+def test_amounts_are_converted(amount: float, unit: Unit, to: Unit, expected: float) -> None:
+    assert Batch(samples=256, tokens_per_sample=2048).convert(amount, unit, to=to) == expected
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(0, 0), (1, 1), (256, 1), (257, 2)])
+def test_whole_steps_never_see_less_than_was_asked_for(samples: int, steps: int) -> None:
+    assert Batch(samples=256).whole_steps(samples, Unit.SAMPLES) == steps
+
+
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 64), st.integers(0, 1500))
+@settings(max_examples=100, deadline=None)
+def test_the_same_sample_has_the_same_value(done: int, old: int, new: int, more: int) -> None:
+    samples = done * old + more * new
+    # One division and one multiplication more than the direct way, where the curve is no steeper than 1 / 100 per step.
+    assert rescale(LR, old_batch=old, new_batch=new, done=done)(done + more) == pytest.approx(
+        stretch(LR, old)(samples), abs=1e-12
+    )
+
+
+def test_the_horizon_and_the_schedule_agree() -> None:
+    changed = rescale(LR, old_batch=256, new_batch=512, done=200)
+    assert changed.length == rescale_horizon(LR.length, old_batch=256, new_batch=512, done=200) == 600
+    assert rescale_horizon(100, old_batch=1, new_batch=2, done=200) == 200
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Batch(samples=0), "Batch: samples=0 must be more than 0"),
+        (lambda: Batch(samples=1).convert(1, Unit.TOKENS, to=Unit.STEPS), "Batch: tokens_per_sample is not given"),
+        (lambda: rescale(LR, old_batch=1, new_batch=0), "rescale: new_batch=0 must be more than 0"),
+        (lambda: rescale_horizon(1, old_batch=1, new_batch=1, done=-1), "rescale_horizon: done=-1 must be at least 0"),
+    ],
+    ids=["no-samples", "no-tokens", "no-batch", "before-the-start"],
+)
+def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        build()
