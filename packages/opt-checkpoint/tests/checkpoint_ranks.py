@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from opt_checkpoint.files import Files
 from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.open_checkpoint import open_checkpoint

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from opt_checkpoint import PerParam, ShardedTensor, make_sharded_optimizer_tensor, make_sharded_state
 from torch import Tensor
+
+from opt_checkpoint import PerParam, ShardedTensor, make_sharded_optimizer_tensor, make_sharded_state
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.float16)
 

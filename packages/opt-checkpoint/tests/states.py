@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opt_checkpoint import ShardedObject, ShardedTensor
 from torch import Tensor
+
+from opt_checkpoint import ShardedObject, ShardedTensor
 
 ROWS, COLUMNS = 12, 40
 

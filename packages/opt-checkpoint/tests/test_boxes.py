@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_checkpoint import ShardedTensor
 from opt_checkpoint.boxes import Box, boxes_of, cut_flat_range, split_rows
 from opt_checkpoint.reshard import StoredBoxes, first_overlap

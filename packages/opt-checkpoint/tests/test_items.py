@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_checkpoint import CheckpointCorruptError
 from opt_checkpoint.archive import find_values
 from opt_checkpoint.checksums import bytes_view, crc32_combine

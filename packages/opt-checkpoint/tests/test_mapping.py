@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from opt_checkpoint import CheckpointingException, ShardedObject, ShardedTensor, is_main_replica
 
 

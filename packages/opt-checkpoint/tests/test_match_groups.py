@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from opt_checkpoint import GroupMismatchError, apply_saved_groups, groups_to_saved, reference_identity, saved_from_reference
+
+from opt_checkpoint import (
+    GroupMismatchError,
+    apply_saved_groups,
+    groups_to_saved,
+    reference_identity,
+    saved_from_reference,
+)
 
 DECAY = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
 PLAIN = {"lr": 0.2, "betas": (0.9, 0.95), "weight_decay": 0.0}

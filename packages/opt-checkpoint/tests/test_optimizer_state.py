@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
+from torch import nn
+
 from opt_checkpoint import (
     KEEP_VARS_HINT,
     BlockScales,
@@ -32,7 +34,6 @@ from opt_checkpoint import (
     make_sharded_state,
     optim_state_to_sharding_state,
 )
-from torch import nn
 
 
 def model() -> nn.Module:

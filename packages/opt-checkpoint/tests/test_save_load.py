@@ -13,6 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from states import assert_is_step, state_at
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
 from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointMismatchError,
@@ -29,12 +38,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.index import Kind
 from opt_checkpoint.reader import CheckpointReader
-from states import assert_is_step, state_at
-from torch.distributed.checkpoint import FileSystemReader, load as dcp_load, save as dcp_save
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

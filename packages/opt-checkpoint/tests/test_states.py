@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
+
 from opt_checkpoint import (
     CheckpointingException,
     LocalNonpersistentObject,

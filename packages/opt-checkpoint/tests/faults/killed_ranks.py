@@ -11,9 +11,10 @@ from typing import Any
 
 from checkpoint_ranks import free_port, function_at, join_world
 from disks import dying_at
+from states import state_at
+
 from opt_checkpoint import CheckpointManager, save
 from opt_checkpoint.series import step_name
-from states import state_at
 
 
 def context() -> Any:

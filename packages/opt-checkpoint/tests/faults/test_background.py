@@ -12,6 +12,8 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from disks import CountingFiles, failing_at
+from states import assert_is_step, state_at
+
 from opt_checkpoint import (
     AsyncSaver,
     CheckpointFailedError,
@@ -21,7 +23,6 @@ from opt_checkpoint import (
     load,
     verify_checkpoint,
 )
-from states import assert_is_step, state_at
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
-from opt_checkpoint import CheckpointCorruptError, CheckpointingException, load, verify_checkpoint
 from states import assert_is_step, state_at
+
+from opt_checkpoint import CheckpointCorruptError, CheckpointingException, load, verify_checkpoint
 
 SIZE = 2
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import RankPool, free_port, join_world, save_as_ranks
+from states import COLUMNS, ROWS, assert_is_step, state_at
+
 from opt_checkpoint import (
     CheckpointFailedError,
     CheckpointingException,
@@ -25,7 +27,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.load_planner import ShardedLoadPlanner
 from opt_checkpoint.planner import Common
-from states import COLUMNS, ROWS, assert_is_step, state_at
 
 sys.path.insert(0, str(Path(__file__).parent))
 

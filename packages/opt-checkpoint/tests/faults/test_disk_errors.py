@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from checkpoint_ranks import RankPool
 from disks import CountingFiles, ShortWrites, failing_at
-from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
 from states import assert_is_step, state_at
+
+from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.ESTALE]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
 from grids import random_grid, random_params, rank_pieces, states_of, whole_values
+
 from opt_checkpoint import verify_checkpoint
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
+from states import assert_is_step, state_at
+
 from opt_checkpoint import CheckpointingException, load, save, verify_checkpoint
 from opt_checkpoint.load_planner import ShardedLoadPlanner
 from opt_checkpoint.planner import ShardedSavePlanner
 from opt_checkpoint.reader import CheckpointReader
 from opt_checkpoint.writer import CheckpointWriter
-from states import assert_is_step, state_at
 
 EVERY, COORDINATOR = (0, 1), (0,)
 SAVE_HOOKS = [

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
+from states import state_at
+from torch.distributed.checkpoint import save as dcp_save
+
 from opt_checkpoint import (
     CheckpointCorruptError,
     CheckpointingException,
@@ -25,8 +28,6 @@ from opt_checkpoint import (
     save,
     verify_checkpoint,
 )
-from states import state_at
-from torch.distributed.checkpoint import save as dcp_save
 
 
 class Hostile:

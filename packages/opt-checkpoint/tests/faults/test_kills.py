@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from disks import CountingFiles
+from states import assert_is_step, state_at
+
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
 from opt_checkpoint.series import step_name
-from states import assert_is_step, state_at
 
 sys.path.insert(0, str(Path(__file__).parent))
 

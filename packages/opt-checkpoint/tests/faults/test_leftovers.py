@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 from checkpoint_ranks import RankPool
-from opt_checkpoint import CheckpointExistsError, CheckpointManager, CheckpointNotFoundError, committed_steps, save, series
-from opt_checkpoint.series import step_name
 from states import assert_is_step, state_at
+
+from opt_checkpoint import (
+    CheckpointExistsError,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    committed_steps,
+    save,
+    series,
+)
+from opt_checkpoint.series import step_name
 
 TOKEN = "0123456789abcdef" * 2
 

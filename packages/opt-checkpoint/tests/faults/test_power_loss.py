@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from checkpoint_ranks import save_as_ranks
 from disks import CountingFiles, LossyFiles, PowerLoss
+from states import assert_is_step, state_at
+
 from opt_checkpoint import CheckpointManager, committed_steps, verify_checkpoint
 from opt_checkpoint.files import LocalFiles
 from opt_checkpoint.series import step_name
-from states import assert_is_step, state_at
 
 SIZE = 2
 

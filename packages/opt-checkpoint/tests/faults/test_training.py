@@ -6,14 +6,14 @@ how the parameters are cut, and every comparison is of bits.
 
 from __future__ import annotations
 
-
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_ranks import load_as_ranks, save_as_ranks
-from opt_checkpoint import PerParam, ShardedTensor, make_sharded_optimizer_tensor, make_sharded_state
 from torch import Tensor
+
+from opt_checkpoint import PerParam, ShardedTensor, make_sharded_optimizer_tensor, make_sharded_state
 
 SHAPES = {"a": (6, 4), "b": (6,), "c": (2, 6)}
 GRIDS = [1, 2, 3, 4]

@@ -1,0 +1,281 @@
+"""Converters and the command line: torch state dicts, safetensors, legacy files, looking, proving, comparing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ranks import save_as_ranks
+from states import state_at
+from torch import nn
+
+from opt_checkpoint import (
+    CheckpointingException,
+    load,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_like,
+    sharded_optimizer,
+)
+from opt_checkpoint.__main__ import main
+from opt_checkpoint.convert import (
+    LegacySlot,
+    checkpoint_to_torch_file,
+    legacy_file_to_checkpoint,
+    torch_file_to_checkpoint,
+    torch_state_to_sharded,
+)
+from opt_checkpoint.safetensors_file import export_safetensors
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    return model, stepped(model)
+
+
+def stepped(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.named_parameters() if options.pop("named", False) else model.parameters(), **options)
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    return optimizer
+
+
+def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["state"].keys() == b["state"].keys()
+    for index, states in a["state"].items():
+        assert states.keys() == b["state"][index].keys()
+        assert all(torch.equal(v, b["state"][index][k]) for k, v in states.items())
+
+
+def test_a_checkpoint_becomes_a_state_dict_that_torch_loads(tmp_path: Path, trained: Any) -> None:
+    model, optimizer = trained
+    save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt")
+    state_dict = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert_equal_states(state_dict, optimizer.state_dict())
+    assert state_dict["param_groups"][0]["param_names"] == [n for n, _ in model.named_parameters()]
+    again = torch.optim.AdamW(model.parameters(), lr=5.0)
+    again.load_state_dict(state_dict)
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "x.pt"]
+    largest = max(v.nbytes for states in state_dict["state"].values() for v in states.values())
+    assert (tmp_path / "x.pt").stat().st_size < 60 * (largest + 400)  # every tensor has a storage of its own
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_state_dict_becomes_a_checkpoint_that_any_sharding_loads(tmp_path: Path, trained: Any, named: bool) -> None:
+    model, _ = trained
+    optimizer = stepped(model, named=named, lr=0.25)
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    names = None if named else [n for n, _ in model.named_parameters()]
+    torch_file_to_checkpoint(tmp_path / "x.pt", tmp_path / "x", names=names)
+    again = torch.optim.AdamW(model.parameters())
+    load_optimizer(model, again, tmp_path / "x")
+    assert_equal_states(again.state_dict(), optimizer.state_dict())
+    assert again.param_groups[0]["lr"] == 0.25
+
+
+def test_a_state_dict_without_names_needs_them(trained: Any) -> None:
+    with pytest.raises(CheckpointingException, match="names no parameters"):
+        torch_state_to_sharded(trained[1].state_dict())
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The format by its description, written apart from the code under test."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__")
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8, "F64": torch.float64}
+    tensors, end = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        assert start == end
+        end = stop
+        body = np.frombuffer(raw[8 + length + start : 8 + length + stop], dtype=np.uint8).copy()
+        values = torch.from_numpy(body) if len(body) else torch.empty(0, dtype=torch.uint8)
+        dtype = kinds[entry["dtype"]]
+        tensors[name] = values.view(dtype).view(entry["shape"]) if len(body) else torch.empty(entry["shape"], dtype=dtype)
+    assert len(raw) == 8 + length + end
+    return tensors
+
+
+def mixed() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.arange(7, dtype=torch.uint8), "b": torch.randn(3, 5).to(torch.bfloat16), "c": torch.randn(2, 2, 2),
+        "d": torch.arange(4), "e": torch.tensor(2.5, dtype=torch.float64), "f": torch.zeros(0, 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 40, 1])
+def test_safetensors_hold_the_same_values_in_files_of_limited_size(tmp_path: Path, shard_bytes: int) -> None:
+    tensors = mixed()
+    save({k: sharded_like(f"m.{k}", t) for k, t in tensors.items()}, tmp_path / "x")
+    index = read_index(tmp_path / "x")
+    names = {k: k.removeprefix("m.") for k in index.tensors}
+    paths = export_safetensors(index, names, tmp_path / "out", shard_bytes=shard_bytes)
+    files = [p for p in paths if p.suffix == ".safetensors"]
+    found = {k: t for p in files for k, t in read_safetensors(p).items()}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[k], t) for k, t in tensors.items())
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
+    if len(files) > 1:
+        weight_map = json.loads(paths[-1].read_text())["weight_map"]
+        assert all(k in read_safetensors(tmp_path / "out" / file) for k, file in weight_map.items())
+
+
+def test_an_export_never_writes_over_a_file(tmp_path: Path) -> None:
+    save({"a": sharded_like("a", torch.zeros(1))}, tmp_path / "x")
+    export_safetensors(read_index(tmp_path / "x"), {"a": "a"}, tmp_path / "out")
+    with pytest.raises(CheckpointingException, match="exists; choose another folder"):
+        export_safetensors(read_index(tmp_path / "x"), {"a": "a"}, tmp_path / "out")
+
+
+LEGACY_SLOTS = [LegacySlot(name="w", shape=(2, 3), start=4), LegacySlot(name="b", shape=(4,), start=0)]
+
+
+def legacy_file(path: Path) -> dict[str, torch.Tensor]:
+    flat = {k: torch.randn(12) for k in ("param", "exp_avg", "exp_avg_sq")}
+    buffer = {(torch.bfloat16, torch.float32): {**flat, "numel_unpadded": 10}}
+    torch.save({"buckets_coalesced": True, 0: buffer}, path)
+    return flat
+
+
+def test_a_legacy_file_of_the_reference_is_read_by_its_layout(tmp_path: Path) -> None:
+    flat = legacy_file(tmp_path / "x.pt")
+    legacy_file_to_checkpoint(tmp_path / "x.pt", LEGACY_SLOTS, tmp_path / "x")
+    for ours, theirs in (("fp32_param", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        target = {"w": torch.zeros(2, 3), "b": torch.zeros(4)}
+        load({k: sharded_like(f"optimizer.state.{ours}.{k}", t) for k, t in target.items()}, tmp_path / "x")
+        assert torch.equal(target["w"].view(-1), flat[theirs][4:10])
+        assert torch.equal(target["b"], flat[theirs][:4])
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        LegacySlot(name="w", shape=(2, 3), start=5),
+        LegacySlot(name="w", shape=(1,), start=0, buffer=1),
+        LegacySlot(name="w", shape=(1,), start=0, optimizer=1),
+        LegacySlot(name="w", shape=(1,), start=0, dtypes=("float32", "float32")),
+    ],
+    ids=["beyond the end", "no such buffer", "no such optimizer", "no such dtypes"],
+)
+def test_a_slot_that_is_not_in_the_legacy_file_is_refused(tmp_path: Path, slot: LegacySlot) -> None:
+    legacy_file(tmp_path / "x.pt")
+    with pytest.raises(CheckpointingException, match="w: "):
+        legacy_file_to_checkpoint(tmp_path / "x.pt", [slot], tmp_path / "x")
+
+
+# ----- the command line
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    for number, size in ((1, 1), (2, 3)):
+        save_as_ranks([state_at(1, rank, size) for rank in range(size)], folder / f"step-{number}")
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main([str(a) for a in arguments])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_ls_says_what_is_whole_and_what_is_not(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (steps / f"step-3.tmp-{'0' * 32}").mkdir()
+    (steps / "other").mkdir()
+    (steps / "step-2" / "__1_0.distcp").unlink()
+    code, text = run(capsys, "ls", steps)
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert code == 0
+    assert "committed" in lines["step-1"]
+    assert "damaged: __1_0.distcp" in lines["step-2"]
+    assert "left over" in lines[f"step-3.tmp-{'0' * 32}"]
+    assert "not a whole checkpoint" in lines["other"]
+
+
+def test_show_lists_chooses_and_computes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "show", steps / "step-2", "--tensor", "w", "--stats", "--chunks")
+    assert code == 0
+    assert "w  float32  12x40" in text
+    assert "min 1000  max 1479  mean 1239.5  non-finite 0" in text
+    assert "[0:4, 0:40]  __0_0.distcp" in text
+    assert "\nb " not in text
+
+
+def test_verify_and_diff_tell_by_their_exit_code(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "verify", steps / "step-1")[0] == 0
+    assert run(capsys, "diff", steps / "step-1", steps / "step-2") == (0, "equal\n")
+    save({**state_at(1, 0, 1), "w": sharded_like("w", torch.arange(480.0).view(12, 40) + 1000.5)}, steps / "step-9")
+    code, text = run(capsys, "diff", steps / "step-1", steps / "step-9")
+    assert (code, text) == (1, "w: 480 elements differ, by up to 0.5\n")
+    assert run(capsys, "diff", steps / "step-1", steps / "step-9", "--rtol", "1e-3")[0] == 0
+    file = steps / "step-1" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    code, text = run(capsys, "verify", steps / "step-1")
+    assert code == 1
+    assert "__0_0.distcp: has" in text
+
+
+def test_diff_names_keys_of_one_side_and_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"a": sharded_like("a", torch.zeros(2)), "b": sharded_like("b", torch.zeros(2)), "v": 1}, tmp_path / "1")
+    save({"b": sharded_like("b", torch.zeros(3)), "c": sharded_like("c", torch.zeros(0)), "v": 2}, tmp_path / "2")
+    code, text = run(capsys, "diff", tmp_path / "1", tmp_path / "2")
+    assert code == 1
+    assert text.splitlines() == [
+        "a: only in the first",
+        "b: torch.float32 [2] and torch.float32 [3]",
+        "c: only in the second",
+        "common_state/shard_0_1: the stored objects differ",
+    ]
+
+
+def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = trained
+    save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    assert run(capsys, "convert", tmp_path / "x", tmp_path / "x.pt", "--to", "torch")[0] == 0
+    assert run(capsys, "convert", tmp_path / "x.pt", tmp_path / "y", "--to", "from-torch")[0] == 0
+    assert run(capsys, "diff", tmp_path / "x", tmp_path / "y")[1] == "equal\n"
+    code, text = run(
+        capsys, "convert", tmp_path / "x", tmp_path / "s", "--to", "safetensors", "--tensor", "*exp_avg.*", "--strip",
+        "optimizer.state.exp_avg.",
+    )  # fmt: skip
+    assert (code, text) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")
+    assert set(read_safetensors(tmp_path / "s" / "model.safetensors")) == {n for n, _ in model.named_parameters()}
+    legacy_file(tmp_path / "l.pt")
+    (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
+    legacy = ("convert", tmp_path / "l.pt", tmp_path / "l", "--to", "from-legacy")
+    assert run(capsys, *legacy)[0] == 2
+    assert run(capsys, *legacy, "--slots", tmp_path / "slots.json")[0] == 0
+    assert "optimizer.state.fp32_param.w" in read_index(tmp_path / "l").tensors
+
+
+def test_gc_removes_only_leftovers(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leftover = steps / f"step-3.tmp-{'a' * 32}"
+    leftover.mkdir()
+    assert run(capsys, "gc", steps, "--dry-run") == (0, f"{leftover}\n")
+    assert leftover.exists()
+    run(capsys, "gc", steps)
+    assert sorted(p.name for p in steps.iterdir()) == ["step-1", "step-2"]
+
+
+def test_errors_are_sentences_and_an_exit_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "opt_checkpoint", "show", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "is not a distributed checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
