@@ -31,10 +31,7 @@ class Model:
     params: Mapping[ParamId, nn.Parameter]
     metas: Mapping[ParamId, ParamMeta]
     group_of: Mapping[ParamId, int]
-
-    @property
-    def device(self) -> torch.device:
-        return next((param.device for param in self.params.values()), torch.device("cpu"))
+    device: torch.device
 
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
@@ -59,7 +56,7 @@ def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
 
 
 def _source(buffer: BufferPlan, model: Model, axes: Axes) -> Source:
-    """Gradients stay where autograd put them where nobody else has a part in them; else they travel through a buffer."""
+    """Gradients stay where autograd put them where nobody else has part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
     if axes.num_replicas == 1 or buffer.spread is Spread.LAID_OUT:
         return OwnGrads(params)

@@ -1,7 +1,7 @@
 """Our rules by the names configurations use: which fields of the configuration make each of them."""
 
-from dataclasses import dataclass
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules.soap import SOAP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,5 +94,15 @@ ADAPTIVE_MUON = RuleEntry(
         "eps": config.adaptive_muon_eps,
     },
 )
+SOAP_ = RuleEntry(
+    name="soap",
+    summary="Adam in the eigenbasis of Shampoo's preconditioner; what is no matrix goes to adam",
+    make=lambda config: SOAP(
+        use_kl_shampoo=config.soap_use_kl_shampoo,
+        shampoo_beta=config.soap_shampoo_beta,
+        precondition_frequency=config.soap_precondition_frequency,
+    ),
+    hyper=ADAM.hyper,
+)
 
-BUILT_IN = (ADAM, SGD_, LION, MUON, ADAPTIVE_MUON)
+BUILT_IN = (ADAM, SGD_, LION, MUON, ADAPTIVE_MUON, SOAP_)

@@ -1,13 +1,16 @@
 """`get_optimizer`: from a configuration and a model to an optimizer, with the same verdict on every rank."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
-from opt_distributed.comm.collectives import agree
+from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
+from opt_distributed.comm.populated import roles_of_world
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
     describe,
@@ -18,13 +21,19 @@ from opt_paramgroups import (
 )
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index
+from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.plan import Plan
 from opt_stack.planner import WorldSizes, make_plan
+from opt_stack.records import write_group_map, write_plan
 from opt_stack.registry import Registry
 from opt_stack.wrapped import check_wrapped, wrapped_buffers
 
-Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig]
+logger = logging.getLogger("opt_stack")
+
+Groups = list[dict[str, Any]]
+Made = TypeVar("Made")
+Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 
 
 def get_optimizer(
@@ -42,26 +51,74 @@ def get_optimizer(
     Args:
         config: what is common to all parameters.
         model_chunks: the model, or its virtual pipeline stages. Plain modules, or wrapped in `DistributedDataParallel`.
-        config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors, ...);
-            {}: none at all.
+        config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors,
+            ...); {}: none at all.
         use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
-        pg_collection: process groups by role. None: all of `torch.distributed`'s world is data parallel, or, where it is not
-            initialised, this process is alone.
-        dump_param_to_param_group_map: where to write which parameter is in which group.
+        pg_collection: process groups by role. None: all ranks of `torch.distributed`'s world that hold parameters are
+            data parallel, or, where it is not initialised, this process is alone.
+        dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
+            torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
 
     Raises:
-        ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is allowed.
+        ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is
+            allowed.
     """
-    roles = roles_of(pg_collection, sharded=_is_sharded(config))
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    groups, plan = _agreed_plan(config, chunks, config_overrides, roles, rules or Registry().with_installed())
-    model = Model(params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups))
-    stepper = build_stepper(plan, model, roles, sources={ready.plan.name: ready.source for ready in wrapped_buffers(chunks)})
-    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=plan.layout_id(roles.dense.dp.rank), everyone=roles.everyone)
+    chunks = _chunks(model_chunks)
+    roles = _roles(config, chunks, pg_collection)
+    known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    overrides = _agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
+    groups = get_param_groups(chunks, config, overrides, gather=roles.everyone.gather_objects)
+    optimizer = _build(config, chunks, groups, roles, known)
+    if dump_param_to_param_group_map is not None:
+        write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
+    return optimizer
 
 
 get_megatron_optimizer = get_optimizer  # the reference's name
+
+
+def get_optimizer_based_on_param_groups(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    pg_collection: ProcessGroups | None = None,
+    rules: Registry | None = None,
+    part: str = "",
+) -> Optimizer:
+    """The optimizer of a model whose parameter groups the caller made; all ranks call it together.
+
+    Args:
+        config: what is common to all parameters, and what groups do not say themselves.
+        model_chunks: as for `get_optimizer`; they give parameters their names.
+        param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
+            model that are in none are not trained.
+        pg_collection, rules: as for `get_optimizer`.
+        part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: as `get_optimizer`, and for groups that do not fit the model.
+    """
+    chunks = _chunks(model_chunks)
+    roles = _roles(config, chunks, pg_collection)
+    known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    groups = _agreed(
+        roles.everyone,
+        lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
+    )
+    return _build(config, chunks, groups, roles, known, part=part)
+
+
+def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
+    """`overrides`, and where the rule needs matrices what leaves all other parameters to an elementwise one.
+
+    Raises ConfigError for a rule that is unknown, or cannot be made from `config`.
+    """
+    if rules[config.optimizer].make(config).needs is not Needs.MATRICES:
+        return overrides
+    ours: Mapping[ParamKey, Any] = get_standard_config_overrides(config) if overrides is None else overrides
+    return {**ours, **get_matrix_rule_overrides(config)}
 
 
 def list_optimizers(rules: Registry | None = None) -> list[str]:
@@ -81,55 +138,84 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-def _agreed_plan(
-    config: OptimizerConfig, chunks: Sequence[nn.Module], overrides: Overrides | None, roles: Roles, rules: Registry
-) -> tuple[list[dict[str, Any]], Plan]:
-    """Groups and plan; an error of one rank is every rank's."""
-    overrides = _with_matrix_rule(config, overrides, rules)
-    groups = get_param_groups(chunks, config, overrides, gather=roles.everyone.gather_objects)
-    metas = describe(chunks)
-    error: Exception | None = None
-    try:
-        _fill_hyper(groups, config, rules)
-        made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
-        sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
-        check_wrapped(config, chunks)
-        ready = [buffer.plan for buffer in wrapped_buffers(chunks)]
-        plan = make_plan(config, metas, groups, made, sizes=sizes, ready_buffers=ready)
-    except ValueError as caught:
-        error = caught
-    agree(roles.everyone, error)
-    _check_peers(plan, roles, num_params=len(metas))
-    return groups, plan
+def _build(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    roles: Roles,
+    rules: Registry,
+    *,
+    part: str = "",
+) -> Optimizer:
+    """The one way from groups to an optimizer."""
+    plan = _agreed(roles.everyone, lambda: _plan(config, chunks, groups, roles, rules))
+    _check_peers(plan, roles)
+    if roles.everyone.rank == 0:
+        logger.info("%s", plan)
+    if config.config_logger_dir:
+        write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
+    model = Model(
+        params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups), device=_device(chunks)
+    )
+    sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks)}
+    stepper = _agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    layout_id = f"{part}, {plan.layout_id(roles.dense.dp.rank)}" if part else plan.layout_id(roles.dense.dp.rank)
+    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=layout_id, everyone=roles.everyone)
 
 
-def _with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
-    """`overrides`, and where the rule needs matrices what leaves all other parameters to an elementwise one."""
-    if config.optimizer not in rules.entries or rules[config.optimizer].make(config).needs is not Needs.MATRICES:
-        return overrides  # an unknown optimizer is refused where all ranks hear of it
-    ours = get_standard_config_overrides(config) if overrides is None else overrides
-    return {**ours, **get_matrix_rule_overrides(config)}
-
-
-def _fill_hyper(groups: Sequence[dict[str, Any]], config: OptimizerConfig, rules: Registry) -> None:
-    """Writes into every group what its rule reads and the group does not say itself."""
+def _plan(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Groups, roles: Roles, rules: Registry) -> Plan:
+    """The plan; and every group gets what its rule reads and it does not say itself."""
     for group in groups:
         for key, value in rules[group["optimizer"]].hyper(config).items():
             group.setdefault(key, value)
+    made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
+    sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
+    check_wrapped(config, chunks)
+    trained = {id for group in groups for id in group["param_ids"]}
+    ready = [
+        buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
+    ]
+    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready)
 
 
-def _check_peers(plan: Plan, roles: Roles, *, num_params: int) -> None:
+def _check_peers(plan: Plan, roles: Roles) -> None:
     """What only all ranks together can see: somebody has parameters, and replicas planned alike."""
-    if sum(roles.everyone.gather_objects(num_params)) == 0:
+    if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
         raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
     fingerprints = roles.dense.dp.gather_objects(plan.fingerprint())
     others = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
+    error = None
     if others:
-        raise ConfigError(
+        error = ConfigError(
             f"data-parallel ranks {others} planned another step than rank 0: config, overrides and model must be equal "
             "on all ranks that share parameters"
         )
+    agree(roles.everyone, error)
 
 
-def _is_sharded(config: OptimizerConfig) -> bool:
-    return not isinstance(config.sharding, Replicated)
+def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: ProcessGroups | None) -> Roles:
+    if groups is None:
+        return roles_of_world(has_params=any(p.requires_grad for chunk in chunks for p in chunk.parameters()))
+    sharded = not isinstance(config.sharding, Replicated)
+    return _agreed(roles_of(None, sharded=False).everyone, lambda: roles_of(groups, sharded=sharded))
+
+
+def _agreed(everyone: Comm, make: Callable[[], Made]) -> Made:
+    """What `make` gives; its error on one rank is an error on all. `make` calls no collective."""
+    try:
+        made = make()
+    except ValueError as error:
+        agree(everyone, error)
+        raise AssertionError("an error of this rank passed for an agreement") from error
+    agree(everyone, None)
+    return made
+
+
+def _chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+
+
+def _device(chunks: Sequence[nn.Module]) -> torch.device:
+    """Where the model lives: also that of a rank on which nothing is trained, since it joins the step's collectives."""
+    tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

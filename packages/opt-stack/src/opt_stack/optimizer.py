@@ -152,7 +152,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if "groups" in state_dict:
             if self._described is None:
-                raise ValueError("a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first")
+                raise ValueError(
+                    "a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first"
+                )
             load_sharded_(state_dict, self._described, self.param_groups, self._held, self.stepper.scaler)
             return
         saved_groups = self._match_groups(state_dict)

@@ -14,7 +14,6 @@ from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Rule, StateKind, StateSpec
 from opt_paramgroups import ParamId
 
-
 MAX_RANKS_SHOWN = 64  # state bytes are counted for so many ranks when a plan is printed
 
 

@@ -24,10 +24,21 @@ class Registry:
         return Registry({**self.entries, entry.name: entry})
 
     def with_installed(self) -> "Registry":
-        """This registry and the rules that installed packages bring through entry points."""
+        """This registry and the rules that installed packages bring through entry points.
+
+        Raises:
+            ConfigError: an entry point cannot be loaded, is no `RuleEntry`, or brings a name that is taken.
+        """
         found = self
         for point in entry_points(group=ENTRY_POINTS):
-            found = found.with_rule(point.load())
+            where = f"entry point {point.name} = {point.value!r} of {ENTRY_POINTS}"
+            try:
+                entry = point.load()
+            except Exception as error:  # whatever a package raises at its import
+                raise ConfigError(f"{where} cannot be loaded: {error!r}; mend or uninstall the package") from error
+            if not isinstance(entry, RuleEntry):
+                raise ConfigError(f"{where} names a {type(entry).__name__}; it must be an opt_stack.RuleEntry")
+            found = found.with_rule(entry)
         return found
 
     def __getitem__(self, name: str) -> RuleEntry:

@@ -1,7 +1,7 @@
 """Any `torch.optim` class as a rule: its update on whole parameters, its state declared, saved and loaded like ours.
 
-What a class keeps is found by trying it on a small parameter. Its own step count is not kept twice: it is the step's. A
-class that keeps anything elsewhere (in its groups, in attributes, as plain numbers) is refused, since that would be lost.
+What a class keeps is found by trying it on a small parameter. Its own step count is not kept twice: it is the step's.
+A class that keeps anything elsewhere (in its groups, in attributes, as plain numbers) is refused: that would be lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
     """
     taken = [option for option in options if option in OF_THE_CONFIG]
     if taken:
-        raise ConfigError(f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} is set in the OptimizerConfig instead")
+        raise ConfigError(
+            f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} is set in the OptimizerConfig instead"
+        )
     kept = _kept_by(name, cls, options)
     numbers = {number: kept.defaults[number] for number in OF_THE_GROUP if number in kept.defaults}
     rule = TorchRule(
@@ -59,7 +61,10 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
         return numbers
 
     return RuleEntry(
-        name=name, summary=f"{cls.__module__}.{cls.__qualname__}", make=lambda config: _checked(rule, config), hyper=hyper
+        name=name,
+        summary=f"{cls.__module__}.{cls.__qualname__}",
+        make=lambda config: _checked(rule, config),
+        hyper=hyper,
     )
 
 
@@ -72,7 +77,7 @@ class TorchRule:
     options: Mapping[str, Any]
     numbers: tuple[str, ...]
     state_specs: tuple[StateSpec, ...]
-    step_type: type | None  # of the step count the class keeps in its state; None: it keeps none
+    step_type: type[Any] | None  # of the step count the class keeps in its state; None: it keeps none
 
     @property
     def needs(self) -> Needs:
@@ -90,13 +95,15 @@ class TorchRule:
         """
         if type(main) not in (Tensor, nn.Parameter):
             raise ConfigError(
-                f"optimizer={self.name!r} updates plain tensors, but a parameter is a {type(main).__name__}; use a rule "
-                "of ours for it, or keep it whole"
+                f"optimizer={self.name!r} updates plain tensors, but a parameter is a {type(main).__name__}; use a "
+                "rule of ours for it, or keep it whole"
             )
         try:
             self.cls([torch.empty_like(main, device="meta")], **self.options)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"optimizer={self.name!r} refuses a parameter of shape {tuple(main.shape)}: {error}") from error
+            raise ConfigError(
+                f"optimizer={self.name!r} refuses a parameter of shape {tuple(main.shape)}: {error}"
+            ) from error
         device = self._scalar_device(main)
         return {
             spec.name: torch.zeros_like(main, dtype=spec.dtype, requires_grad=False)
@@ -134,6 +141,13 @@ class TorchRule:
 
     def _keep_(self, work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
         """Writes what the class left in `state` and `main` to where it belongs."""
+        undeclared = {key for key, value in state.items() if value is not None} - {s.name for s in self.state_specs}
+        if undeclared - {STEP}:
+            raise ConfigError(
+                f"optimizer={self.name!r} keeps {', '.join(sorted(undeclared - {STEP}))} with a group's present "
+                "numbers, but not with those it was made with; give them to torch_rule, as in "
+                f"torch_rule({self.name!r}, {self.cls.__name__}, momentum=...)"
+            )
         for spec in self.state_specs:
             if state[spec.name] is not work.state[spec.name]:
                 work.state[spec.name].copy_(state[spec.name])
@@ -181,20 +195,20 @@ def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, field) is not torch.float32:
             raise ConfigError(
-                f"{field}={getattr(config, field)}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which keeps its "
-                "state in torch.float32; leave it at that"
+                f"{field}={getattr(config, field)}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which "
+                "keeps its state in torch.float32; leave it at that"
             )
     return rule
 
 
-# --- what a class keeps ---------------------------------------------------------------------------------------------------
+# --- what a class keeps -----------------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
     """What a class was seen to keep of a parameter."""
 
     specs: tuple[StateSpec, ...]
-    step_type: type | None
+    step_type: type[Any] | None
     defaults: Mapping[str, Any]  # of its groups
 
 
@@ -211,9 +225,7 @@ def _kept_by(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, 
     return kept
 
 
-def _probe(
-    name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]
-) -> _Kept:
+def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
     param = nn.Parameter(torch.full(shape, 0.5))
     param.grad = torch.full(shape, 0.25)
     try:
@@ -222,7 +234,9 @@ def _probe(
         for _ in range(PROBE_STEPS):
             optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"torch_rule({name!r}): {cls.__name__}({dict(options)}) cannot be stepped: {error}") from error
+        raise ConfigError(
+            f"torch_rule({name!r}): {cls.__name__}({dict(options)}) cannot be stepped: {error}"
+        ) from error
     if "lr" not in optimizer.defaults:
         raise ConfigError(f"torch_rule({name!r}): {cls.__name__} has no lr, which a group would set")
     after = _outside(optimizer)
@@ -248,8 +262,8 @@ def _spec(name: str, cls: type, key: str, value: Any, shape: tuple[int, ...]) ->
         return StateSpec(name=key, kind=StateKind.SCALAR, dtype=value.dtype)
     told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {told} for a parameter of shape {shape}; what can be saved "
-        "is a tensor of the parameter's shape, or one number as a tensor"
+        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {told} for a parameter of shape {shape}; what can be "
+        "saved is a tensor of the parameter's shape, or one number as a tensor"
     )
 
 

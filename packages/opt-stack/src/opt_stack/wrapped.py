@@ -41,7 +41,9 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                 )
             continue
         if any(id.chunk != index for id in chunk.metas):
-            raise ConfigError(f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}")
+            raise ConfigError(
+                f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}"
+            )
         for name, ours, theirs in (
             ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
             ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),

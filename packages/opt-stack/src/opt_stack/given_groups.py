@@ -1,0 +1,91 @@
+"""Groups that the caller made: checked against the model, and completed by what a step reads of a group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_paramgroups import ParamId, ParamMeta
+
+
+def complete_groups(
+    param_groups: Sequence[Mapping[str, Any]],
+    config: OptimizerConfig,
+    params: Mapping[ParamId, nn.Parameter],
+    metas: Mapping[ParamId, ParamMeta],
+) -> list[dict[str, Any]]:
+    """New groups with every entry that `get_param_groups` gives: the caller's own where there are any, else the
+    configuration's. The groups may leave parameters of the model out; those are not trained.
+
+    Raises:
+        ConfigError: something else than groups; a parameter that is in two groups, or no trainable one of the model;
+            dense parameters beside experts; two groups of one name.
+    """
+    ids = {id(param): param_id for param_id, param in params.items()}
+    names: dict[ParamId, str] = {}  # of the group that has the parameter
+    groups = []
+    for number, given in enumerate(param_groups):
+        if not isinstance(given, Mapping) or "params" not in given:
+            raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
+        name = given.get("name", f"group {number}")
+        held = list(_listed(given["params"]))
+        param_ids = [_id(ids, param, name) for param in held]
+        for param_id in param_ids:
+            if param_id in names:
+                raise ConfigError(
+                    f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; one is allowed"
+                )
+            names[param_id] = name
+        is_expert = _is_expert(name, [metas[param_id] for param_id in param_ids], given)
+        groups.append(
+            _completed({**given, "name": name, "params": held}, config) | {"param_ids": param_ids} | is_expert
+        )
+    _check_names(groups)
+    return groups
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    return [params] if isinstance(params, Tensor) else params
+
+
+def _id(ids: Mapping[int, ParamId], param: Any, group: str) -> ParamId:
+    if id(param) not in ids:
+        told = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
+        frozen = ", which is frozen" if isinstance(param, Tensor) and not param.requires_grad else ""
+        raise ConfigError(f"group {group!r} has a parameter {told}{frozen}: no trainable parameter of model_chunks")
+    return ids[id(param)]
+
+
+def _is_expert(name: str, metas: Sequence[ParamMeta], given: Mapping[str, Any]) -> dict[str, bool]:
+    kinds = {meta.is_expert for meta in metas}
+    if len(kinds) > 1:
+        raise ConfigError(f"group {name!r} has experts (allreduce=False) beside dense parameters; make two groups")
+    return {"is_expert_parallel": kinds.pop() if kinds else bool(given.get("is_expert_parallel", False))}
+
+
+def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """`given` with the entries it lacks. Unset rates are the configuration's."""
+    wd_mult = given.get("wd_mult", 1.0)
+    max_lr = next((rate for rate in (given.get("max_lr"), given.get("lr"), config.lr) if rate is not None), None)
+    return {
+        "wd_mult": wd_mult,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "default_config": False,
+        "optimizer": config.optimizer,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay * wd_mult,
+        **given,
+        "max_lr": max_lr,
+        "lr": given["lr"] if given.get("lr") is not None else max_lr,
+    }
+
+
+def _check_names(groups: Sequence[Mapping[str, Any]]) -> None:
+    names = [group["name"] for group in groups]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"param_groups: two groups are called {twice[0]!r}; a name is what a checkpoint finds a group by"
+        )

@@ -1,0 +1,240 @@
+"""Megatron-Core's names: code written for its optimizer stack changes the module it imports from, and nothing else.
+
+    from opt_stack.megatron import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+
+Positional parameters are those of Megatron-Core; what is ours beside them is keyword-only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from opt_checkpoint import (
+    KEEP_VARS_HINT,
+    ShardedTensorFactory,
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+from opt_checkpoint.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from opt_config import (
+    AdamOptimizerConfig,
+    ConfigError,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    SGDOptimizerConfig,
+)
+from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, roles_of
+from opt_paramgroups import (
+    GroupsAndBuffers,
+    ParamGroup,
+    describe,
+    get_mup_config_overrides,
+    get_param_groups,
+    get_param_groups_and_buffers,
+    get_standard_config_overrides,
+    matches,
+)
+from opt_scheduler import (
+    OptimizerParamScheduler,
+    ParamGroupOverride,
+    combine_param_group_overrides,
+    get_canonical_lr_for_logging,
+    param_group_override_to_tuple,
+)
+from opt_stack.factory import (
+    Overrides,
+    get_megatron_optimizer,
+    get_optimizer_based_on_param_groups,
+    logger,
+    with_matrix_rule,
+)
+from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.registry import Registry
+from opt_stack.wrapped import wrapped_buffers
+
+__all__ = [
+    "KEEP_VARS_HINT",
+    "AdamOptimizerConfig",
+    "LocalNonpersistentObject",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "ParamGroupOverride",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
+    "ProcessGroupCollection",
+    "SGDOptimizerConfig",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "_get_megatron_optimizer_based_on_param_groups",
+    "_get_param_groups",
+    "_get_param_groups_and_buffers",
+    "_matches",
+    "combine_param_group_overrides",
+    "get_canonical_lr_for_logging",
+    "get_megatron_optimizer",
+    "get_mup_config_overrides",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "get_standard_config_overrides",
+    "logger",
+    "make_sharded_optimizer_tensor",
+    "optim_state_to_sharding_state",
+    "param_group_override_to_tuple",
+]
+
+_matches = matches
+
+
+def _get_param_groups(
+    model_chunks: Sequence[nn.Module],
+    config: OptimizerConfig,
+    config_overrides: Overrides | None,
+    *,
+    rules: Registry | None = None,
+) -> list[ParamGroup]:
+    """The groups that `get_megatron_optimizer` makes, the same on all ranks of the world; all ranks call it together.
+
+    See `opt_paramgroups.get_param_groups`. Raises ConfigError, on every rank, as it does.
+    """
+    world = roles_of(None, sharded=False).everyone
+    overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    return get_param_groups(model_chunks, config, overrides, gather=world.gather_objects)
+
+
+def _get_param_groups_and_buffers(
+    model_chunks: Sequence[nn.Module],
+    model_chunk_offset: int,
+    config: OptimizerConfig,
+    config_overrides: Overrides | None,
+    filter_fn: Callable[[ParamGroup], bool],
+    buffer_name: str,
+    *,
+    rules: Registry | None = None,
+) -> GroupsAndBuffers:
+    """Those groups that `filter_fn` accepts, and each chunk's buffers; all ranks call it together.
+
+    See `opt_paramgroups.get_param_groups_and_buffers`. Chunks in `DistributedDataParallel` hold theirs under
+    `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
+    """
+    world = roles_of(None, sharded=False).everyone
+    overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    return get_param_groups_and_buffers(
+        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world.gather_objects
+    )
+
+
+def _get_megatron_optimizer_based_on_param_groups(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    param_groups: Sequence[Mapping[str, Any]],
+    per_model_buffers: Mapping[int, Sequence[Any]] | None = None,
+    model_parallel_group: ProcessGroup | None = None,
+    data_parallel_group: ProcessGroup | None = None,
+    data_parallel_group_gloo: ProcessGroup | None = None,
+    data_parallel_group_idx: int | None = None,
+    intra_dist_opt_group: ProcessGroup | None = None,
+    distributed_optimizer_instance_id: int | None = 0,
+    *,
+    tensor_parallel_group: ProcessGroup | None = None,
+    rules: Registry | None = None,
+) -> MegatronOptimizer:
+    """The optimizer of these groups; all ranks of the world call it together, dense parameters or experts alike.
+
+    Args:
+        config, model_chunks, param_groups: as for `get_optimizer_based_on_param_groups`.
+        per_model_buffers: those of `model_chunks`, by number; a wrapped chunk's buffers are found without it.
+        model_parallel_group: the ranks that together hold one copy of these parameters.
+        data_parallel_group: the ranks that hold the same ones. None beside no other group: the whole world.
+        data_parallel_group_gloo: the same ranks again, if given; one group serves everything here.
+        data_parallel_group_idx: which data-parallel group this is: a `state_dict` of another one is refused.
+        intra_dist_opt_group: all ranks over which gradient norms are summed: those of the two groups above.
+        distributed_optimizer_instance_id: 0: several instances need `get_megatron_optimizer` and its groups by role.
+        tensor_parallel_group: the peers of a matrix, where tensor parallelism cuts parameters.
+        rules: as for `get_megatron_optimizer`.
+
+    Raises:
+        ConfigError: groups of ranks that contradict each other, buffers of other chunks, and as
+            `get_optimizer_based_on_param_groups`.
+    """
+    _check_buffers(model_chunks, per_model_buffers)
+    if distributed_optimizer_instance_id:
+        raise ConfigError(
+            f"distributed_optimizer_instance_id={distributed_optimizer_instance_id}: several instances need the groups "
+            "between them; call get_optimizer_based_on_param_groups with pg_collection(inter_dist_opt=..., ...)"
+        )
+    _check_ranks(data_parallel_group, data_parallel_group_gloo, model_parallel_group, intra_dist_opt_group)
+    groups = None
+    if data_parallel_group is not None:
+        groups = ProcessGroups(
+            dp=data_parallel_group,
+            expt_dp=data_parallel_group,
+            mp=model_parallel_group,
+            tp_ep_pp=model_parallel_group,
+            intra_dist_opt=intra_dist_opt_group,
+            tp=tensor_parallel_group,
+            expt_tp=tensor_parallel_group,
+        )
+        _check_tensor_parallel(model_chunks, model_parallel_group, tensor_parallel_group)
+    part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
+    return get_optimizer_based_on_param_groups(
+        config, model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
+    )
+
+
+def _check_buffers(chunks: Sequence[nn.Module], given: Mapping[int, Sequence[Any]] | None) -> None:
+    ours = {id(ready.source) for ready in wrapped_buffers(chunks)}
+    for number, buffers in (given or {}).items():
+        if any(id(buffer) not in ours for buffer in buffers):
+            raise ConfigError(
+                f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
+                "of chunks in DistributedDataParallel, or None"
+            )
+
+
+def _check_ranks(
+    dp: ProcessGroup | None, gloo: ProcessGroup | None, mp: ProcessGroup | None, instance: ProcessGroup | None
+) -> None:
+    """That the groups' sizes fit each other."""
+    if dp is None:
+        if mp is not None or instance is not None:
+            raise ConfigError(
+                "data_parallel_group=None beside other groups: give the ranks that hold the same parameters"
+            )
+        return
+    if gloo is not None and gloo.size() != dp.size():
+        raise ConfigError(
+            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; give the same ranks"
+        )
+    expected = dp.size() * (1 if mp is None else mp.size())
+    if instance is not None and instance.size() != expected:
+        raise ConfigError(
+            f"intra_dist_opt_group has {instance.size()} ranks, but data_parallel_group and model_parallel_group span "
+            f"{expected}; norms are summed over all of these"
+        )
+
+
+def _check_tensor_parallel(chunks: Sequence[nn.Module], mp: ProcessGroup | None, tp: ProcessGroup | None) -> None:
+    """Without its group, what every tensor-parallel rank holds alike would be counted as often in norms."""
+    if tp is None and mp is not None and mp.size() > 1:
+        cut = [meta.id for meta in describe(chunks).values() if meta.tensor_parallel]
+        if cut:
+            raise ConfigError(
+                f"parameter {str(cut[0])!r} is cut by tensor parallelism, but tensor_parallel_group is None; give it"
+            )

@@ -1,0 +1,127 @@
+"""What is written down for people when an optimizer is built: the plan, and which parameter is in which group."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from opt_config import OptimizerConfig, resolved
+from opt_distributed.comm.collectives import Comm, agree
+from opt_paramgroups import ParamId
+from opt_stack.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
+
+CONFIG_FILE = "optimizer_config.json"
+PLAN_FILE = "optimizer_plan.json"
+
+
+def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, everyone: Comm) -> None:
+    """Rank 0 writes the resolved configuration and the plan to `folder`, as JSON. Every rank calls it.
+
+    Raises OSError, or ValueError on the other ranks, where nothing can be written.
+    """
+
+    def write() -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write_json(Path(folder) / CONFIG_FILE, resolved(config))
+        _write_json(Path(folder) / PLAN_FILE, plan_record(plan))
+
+    _on_rank_0(everyone, write)
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, ready for JSON."""
+    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+    return {
+        "units": [_unit_record(plan, unit) for unit in plan.units],
+        "buffers": [_buffer_record(buffer) for buffer in plan.buffers],
+        "groups": [
+            {"name": group.name, "optimizer": group.optimizer, "num_params": group.num_params, "numel": group.numel}
+            | {"lr": group.lr, "weight_decay": group.weight_decay}
+            for group in plan.groups
+        ],
+        "state_bytes_of_rank": [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
+        "fingerprint": plan.fingerprint(),
+    }
+
+
+def _unit_record(plan: Plan, unit: UnitPlan) -> dict[str, Any]:
+    return {
+        "name": unit.name,
+        "rule": repr(unit.rule),
+        "is_expert": unit.is_expert,
+        "numbers": {short(dtype): numbers.name.lower() for dtype, numbers in unit.numbers.items()},
+        "state": {spec.name: short(spec.dtype) for spec in unit.rule.state_specs},
+        "state_bytes_of_rank_0": unit_bytes(plan, unit, rank=0),
+        "params": sorted(map(param_key, unit.ids)),
+    }
+
+
+def _buffer_record(buffer: BufferPlan) -> dict[str, Any]:
+    return {
+        "name": buffer.name,
+        "dtype": short(buffer.dtype),
+        "is_expert": buffer.is_expert,
+        "spread": buffer.spread.value,
+        "num_buckets": len(buffer.layout.buckets),
+        "num_shards": buffer.layout.num_shards,
+        "numel": buffer.layout.numel,
+        "params_numel": buffer.layout.params_numel,
+    }
+
+
+# --- which parameter is in which group --------------------------------------------------------------------------------
+
+
+def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, everyone: Comm) -> None:
+    """Rank 0 writes the index of every parameter's group, of all ranks' parameters. Every rank calls it.
+
+    `path` becomes a torch.distributed.checkpoint directory of {parameter name: index}, and `path`.json the same for
+    people, with the groups. A name that means other groups on other ranks is written as `rank R: name`.
+
+    Raises OSError, or ValueError on the other ranks, where nothing can be written.
+    """
+    mine = {param_key(id): index for index, group in enumerate(groups) for id in group["param_ids"]}
+    index_of = merged(everyone.gather_objects(mine))
+
+    def write() -> None:
+        save_dcp(dict(index_of), checkpoint_id=str(path), no_dist=True)
+        named = [{"index": i, "name": g["name"], "optimizer": g["optimizer"]} for i, g in enumerate(groups)]
+        _write_json(Path(f"{path}.json"), {"groups": named, "group_of": index_of})
+
+    _on_rank_0(everyone, write)
+
+
+def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """One map of all ranks' maps: pipeline stages may have other parameters under one name."""
+    groups_of: dict[str, set[int]] = {}
+    for of_rank in maps:
+        for name, index in of_rank.items():
+            groups_of.setdefault(name, set()).add(index)
+    found = {}
+    for rank, of_rank in enumerate(maps):
+        for name, index in of_rank.items():
+            found[name if len(groups_of[name]) == 1 else f"rank {rank}: {name}"] = index
+    return found
+
+
+def param_key(id: ParamId) -> str:
+    """A parameter's name in files; the first chunk's are the module's own."""
+    return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _on_rank_0(everyone: Comm, write: Callable[[], None]) -> None:
+    """Runs `write` on rank 0; where it fails, all ranks fail."""
+    error: Exception | None = None
+    if everyone.rank == 0:
+        try:
+            write()
+        except Exception as caught:
+            error = caught
+    agree(everyone, error)
