@@ -9,7 +9,9 @@ def pointer(address: tl.tensor, dtype: tl.constexpr, E: tl.constexpr) -> tl.tens
 
     The hint must follow the cast: on the integer it is lost, and 16-bit tensors are then read one element at a time.
     """
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), E * (dtype.primitive_bitwidth // 8))
+    typed = address.to(tl.pointer_type(dtype))
+    BITS: tl.constexpr = typed.dtype.element_ty.primitive_bitwidth
+    return tl.multiple_of(typed, E * (BITS // 8))
 
 
 @jit
