@@ -41,7 +41,7 @@ def get_optimizer(
     model_chunks: Sequence[nn.Module],
     config_overrides: Overrides | None = None,
     use_gloo_process_groups: bool = True,
-    pg_collection: ProcessGroups | None = None,
+    pg_collection: ProcessGroups | Roles | None = None,
     dump_param_to_param_group_map: str | None = None,
     *,
     rules: Registry | None = None,
@@ -54,7 +54,7 @@ def get_optimizer(
         config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors,
             ...); {}: none at all.
         use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
-        pg_collection: process groups by role. None: all ranks of `torch.distributed`'s world that hold parameters are
+        pg_collection: process groups by role, or ready `Roles`. None: all ranks of `torch.distributed`'s world that hold parameters are
             data parallel, or, where it is not initialised, this process is alone.
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
@@ -83,7 +83,7 @@ def get_optimizer_based_on_param_groups(
     model_chunks: Sequence[nn.Module],
     param_groups: Sequence[Mapping[str, Any]],
     *,
-    pg_collection: ProcessGroups | None = None,
+    pg_collection: ProcessGroups | Roles | None = None,
     rules: Registry | None = None,
     part: str = "",
 ) -> Optimizer:
@@ -148,7 +148,8 @@ def _build(
     part: str = "",
 ) -> Optimizer:
     """The one way from groups to an optimizer."""
-    plan = _agreed(roles.everyone, lambda: _plan(config, chunks, groups, roles, rules))
+    sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
+    plan = _agreed(roles.everyone, lambda: plan_of(config, chunks, groups, rules, sizes=sizes))
     _check_peers(plan, roles)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
@@ -163,13 +164,17 @@ def _build(
     return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=layout_id, everyone=roles.everyone)
 
 
-def _plan(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Groups, roles: Roles, rules: Registry) -> Plan:
-    """The plan; and every group gets what its rule reads and it does not say itself."""
+def plan_of(
+    config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Groups, rules: Registry, *, sizes: WorldSizes
+) -> Plan:
+    """The plan of these groups on a world of these sizes; nothing is built, no process group is needed.
+
+    Writes to `groups`: each gets what its rule reads and it does not say itself. Raises ConfigError for what cannot be.
+    """
     for group in groups:
         for key, value in rules[group["optimizer"]].hyper(config).items():
             group.setdefault(key, value)
     made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
-    sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
     check_wrapped(config, chunks)
     trained = {id for group in groups for id in group["param_ids"]}
     ready = [
@@ -193,7 +198,9 @@ def _check_peers(plan: Plan, roles: Roles) -> None:
     agree(roles.everyone, error)
 
 
-def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: ProcessGroups | None) -> Roles:
+def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: ProcessGroups | Roles | None) -> Roles:
+    if isinstance(groups, Roles):
+        return groups
     if groups is None:
         return roles_of_world(has_params=any(p.requires_grad for chunk in chunks for p in chunk.parameters()))
     sharded = not isinstance(config.sharding, Replicated)
