@@ -1,0 +1,244 @@
+"""Speed and memory of saving and loading, as ratios to raw writes, plain copies and stock DCP in the same run.
+
+    python packages/opt-checkpoint/benchmarks/bench_io.py [--chunk-mb 64] [--chunks 8] [--rounds 5] [--folder DIR] [--json FILE]
+
+One process. A spare core matters: checksums are computed by a second thread. The folder should be on the disk that checkpoints go to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from measure import PeakMemory, drop_cache, interleaved, timed
+from opt_checkpoint import AsyncSaver, ShardedTensor, load, save, sharded_like, verify_checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+
+MB = 1 << 20
+
+
+def tensors(count: int, nbytes: int) -> dict[str, Tensor]:
+    """Random float32 matrices."""
+    return {f"w{i}": torch.randn(nbytes // 4 // 1024, 1024) for i in range(count)}
+
+
+def fresh_paths(folder: Path) -> Iterator[Path]:
+    """New paths; the one before is deleted first, so that the disk does not fill up."""
+    number = 0
+    while True:
+        path = folder / str(number)
+        yield path
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        number += 1
+
+
+def write_raw(values: dict[str, Tensor], path: Path) -> None:
+    """The least that saving could be: the bytes into one file, then fsync."""
+    with path.open("wb", buffering=0) as file:
+        for tensor in values.values():
+            view = memoryview(tensor.view(-1).numpy()).cast("B")
+            for start in range(0, len(view), 16 * MB):
+                file.write(view[start : start + 16 * MB])
+        os.fsync(file.fileno())
+
+
+def sharded(values: dict[str, Tensor]) -> dict[str, ShardedTensor]:
+    return {key: sharded_like(key, tensor) for key, tensor in values.items()}
+
+
+def bench_save(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
+    """Save against raw write and stock DCP (which syncs its files too)."""
+    paths = fresh_paths(folder)
+
+    def on_next(write: Callable[[Path], object]) -> Callable[[], float]:
+        return lambda: (lambda path: timed(lambda: write(path)))(next(paths))
+
+    times = interleaved(
+        {
+            "raw": on_next(lambda path: write_raw(values, path)),
+            "ours": on_next(lambda path: save(sharded(values), path)),
+            "stock": on_next(lambda path: dcp_save(dict(values), storage_writer=FileSystemWriter(path))),
+        },
+        rounds,
+    )
+    total = sum(t.nbytes for t in values.values())
+    return {
+        "save GB/s": total / times["ours"] / 1e9,
+        "save / raw write+fsync (>= 0.90)": times["raw"] / times["ours"],
+        "save / stock DCP (>= 1.15)": times["stock"] / times["ours"],
+    }
+
+
+def bench_load(values: dict[str, Tensor], folder: Path, rounds: int, *, cold: bool) -> dict[str, float]:
+    """Load in place against stock DCP's, of the same tensors, each from its own checkpoint."""
+    ours, stock = folder / "ours", folder / "stock"
+    save(sharded(values), ours)
+    dcp_save(dict(values), checkpoint_id=stock)
+    target = {key: torch.empty_like(tensor) for key, tensor in values.items()}
+
+    def prepared(path: Path, work: Callable[[], object]) -> Callable[[], float]:
+        def run() -> float:
+            if cold:
+                drop_cache(path)
+            return timed(work)
+
+        return run
+
+    times = interleaved(
+        {
+            "ours": prepared(ours, lambda: load(sharded(target), ours)),
+            "stock": prepared(stock, lambda: dcp_load(target, checkpoint_id=stock)),
+            "stock by us": prepared(stock, lambda: load(sharded(target), stock)),
+            "verify": prepared(ours, lambda: verify_checkpoint(ours)),
+        },
+        rounds,
+    )
+    assert all(torch.equal(target[k], values[k]) for k in values)
+    total, how = sum(t.nbytes for t in values.values()), "cold" if cold else "cached"
+    return {
+        f"load GB/s, {how}": total / times["ours"] / 1e9,
+        f"load / stock DCP, {how} (>= 1.0)": times["stock"] / times["ours"],
+        f"load of a stock checkpoint / stock DCP, {how}": times["stock"] / times["stock by us"],
+        f"verify GB/s, {how}": total / times["verify"] / 1e9,
+    }
+
+
+def bench_reshard(values: dict[str, Tensor], folder: Path) -> dict[str, float]:
+    """Bytes read for flat thirteenths of every tensor, saved in sevenths; and for column blocks."""
+    path = folder / "flat"
+    save({f"{k}-{i}": s for k, t in values.items() for i, s in enumerate(flat_parts(k, t, 7))}, path)
+    read = wanted = 0
+    for part in range(13):
+        state = {k: flat_parts(k, torch.empty_like(t), 13)[part] for k, t in values.items()}
+        report = load(state, path)
+        read, wanted = read + report.bytes_read, wanted + report.bytes_wanted
+    columns = {
+        k: ShardedTensor(k, torch.empty(t.shape[0], 256), t.dtype, (t.shape[0], 256), tuple(t.shape), (0, 256), None)
+        for k, t in values.items()
+    }
+    report = load(columns, path)
+    return {
+        "bytes read / needed, flat reshard (<= 1.05)": read / wanted,
+        "bytes read / needed, a quarter of the columns (no gate)": report.bytes_read / report.bytes_wanted,
+    }
+
+
+def flat_parts(key: str, tensor: Tensor, count: int) -> list[ShardedTensor]:
+    numel = tensor.numel()
+    cuts = [numel * i // count for i in range(count + 1)]
+    whole = sharded_like(key, tensor)
+    return [whole.flat(tensor.view(-1)[a:b], a, b) for a, b in zip(cuts, cuts[1:])]
+
+
+def bench_background(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
+    """How long a background save stands in the way, against a plain copy of the bytes into memory that is there already."""
+    saver, paths = AsyncSaver(), fresh_paths(folder)
+    copy = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
+
+    def plain_copy() -> float:
+        return timed(lambda: [copy[key].copy_(tensor) for key, tensor in values.items()])
+
+    def in_background() -> float:
+        blocked = timed(lambda: saver.save(sharded(values), next(paths)))
+        saver.wait()
+        return blocked
+
+    times = interleaved({"copy": plain_copy, "save": in_background}, rounds)
+    saver.close()
+    return {"background save blocks / plain copy (<= 1.25)": times["save"] / times["copy"]}
+
+
+def bench_memory(values: dict[str, Tensor], folder: Path) -> dict[str, float]:
+    """Memory beside the tensors: in place, and with one that is turned and so must be copied piece by piece."""
+    turned = {key: tensor.t() for key, tensor in values.items()}
+    target = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
+    found = {}
+    with PeakMemory() as peak:
+        save(sharded(values), folder / "plain")
+    found["extra MB, save"] = peak.extra / MB
+    with PeakMemory() as peak:
+        save(sharded(turned), folder / "turned")
+    found["extra MB, save of turned tensors (<= 256)"] = peak.extra / MB
+    with PeakMemory() as peak:
+        load(sharded(target), folder / "plain")
+    found["extra MB, load"] = peak.extra / MB
+    with PeakMemory() as peak:
+        load(sharded({key: t.t() for key, t in target.items()}), folder / "turned")
+    found["extra MB, load of turned tensors (<= 256)"] = peak.extra / MB
+    return found
+
+
+def bench_small_items(folder: Path, rounds: int, count: int = 5000) -> dict[str, float]:
+    """Many states of 64 bytes, as a mixture of experts has."""
+    values = {f"s{i}": torch.full((16,), float(i)) for i in range(count)}
+    target = {key: torch.empty_like(tensor) for key, tensor in values.items()}
+    paths = fresh_paths(folder)
+    held: list[Path] = []
+
+    def save_ours() -> float:
+        held[:] = [next(paths)]
+        return timed(lambda: save(sharded(values), held[0]))
+
+    stock_paths = fresh_paths(folder / "stock")
+    times = interleaved(
+        {
+            "save": save_ours,
+            "load": lambda: timed(lambda: load(sharded(target), held[0])),
+            "stock": lambda: (lambda path: timed(lambda: dcp_save(dict(values), checkpoint_id=path)))(next(stock_paths)),
+        },
+        rounds,
+    )
+    return {
+        "microseconds per small item, save": times["save"] / count * 1e6,
+        "microseconds per small item, load": times["load"] / count * 1e6,
+        "microseconds per small item, stock save": times["stock"] / count * 1e6,
+    }
+
+
+def main() -> None:
+    """Run everything and print one line per figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunk-mb", type=int, default=64)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    values = tensors(options.chunks, options.chunk_mb * MB)
+    figures: dict[str, float] = {}
+    benches: list[Callable[[Path], dict[str, float]]] = [
+        lambda folder: bench_save(values, folder, options.rounds),
+        lambda folder: bench_load(values, folder, options.rounds, cold=False),
+        lambda folder: bench_load(values, folder, options.rounds, cold=True),
+        lambda folder: bench_reshard(values, folder),
+        lambda folder: bench_background(values, folder, options.rounds),
+        lambda folder: bench_memory(values, folder),
+        lambda folder: bench_small_items(folder, options.rounds),
+    ]
+    for bench in benches:
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-") as folder:
+            found = bench(Path(folder))
+        for name, value in found.items():
+            print(f"{value:10.3f}  {name}", flush=True)
+        figures.update(found)
+    if options.json:
+        where = {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
+        setup = {"chunk_mb": options.chunk_mb, "chunks": options.chunks, "rounds": options.rounds}
+        options.json.write_text(json.dumps({"machine": where, "setup": setup, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

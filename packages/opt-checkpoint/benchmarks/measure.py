@@ -1,0 +1,68 @@
+"""Measuring side by side: contenders take turns, medians are compared, and what counts are the ratios of one run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median seconds of each contender; one warm-up round, then `rounds` in which the order is turned each time.
+
+    Args:
+        contenders: each does its work once and returns the seconds that count.
+        rounds: how often each is measured.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for number in range(rounds + 1):
+        for name in order:
+            seconds = contenders[name]()
+            if number:
+                times[name].append(seconds)
+        order = order[1:] + order[:1]
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident and not a mapped file."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+class PeakMemory:
+    """Watches `resident_bytes` in a thread, for the time of a block; `extra` is the highest rise above its beginning."""
+
+    def __enter__(self) -> PeakMemory:
+        self._start, self.extra, self._stop = resident_bytes(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.extra = max(self.extra, resident_bytes() - self._start)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def drop_cache(path: Path) -> None:
+    """Ask the kernel to forget the cached pages of all files below a path, so that a read is one from the disk."""
+    for file in path.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
