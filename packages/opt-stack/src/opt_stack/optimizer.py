@@ -20,8 +20,8 @@ _HELD = ("params", "param_ids", "param_names")  # keys of a group that say what 
 class Optimizer(torch.optim.Optimizer):
     """One step over any layout, behind torch's interface.
 
-    `param_groups` hold the *model's* parameters; `get_parameters` gives what the rules write. `state` maps a parameter to
-    this rank's state of it. Built by `get_optimizer`; parameters cannot be added later, since they are laid out by then.
+    `param_groups` hold the *model's* parameters; `get_parameters` gives what the rules write. `state` maps a parameter
+    to this rank's state of it. Built by `get_optimizer`; parameters cannot be added later: they are laid out by then.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
-    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:
         """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank."""
         if closure is not None:
             with torch.enable_grad():
@@ -220,7 +220,8 @@ class Optimizer(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, saved, strict=True):
             if len(ours["params"]) != len(theirs["params"]):
                 raise ValueError(
-                    f"group {ours['name']!r} has {len(ours['params'])} parameters, the saved one {len(theirs['params'])}"
+                    f"group {ours['name']!r} has {len(ours['params'])} parameters, "
+                    f"the saved one {len(theirs['params'])}"
                 )
         return saved
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 from math import prod
+from types import MappingProxyType
 
 import torch
 
@@ -15,6 +16,16 @@ from opt_kernels.rules.base import Rule, StateKind, StateSpec
 from opt_paramgroups import ParamId
 
 MAX_RANKS_SHOWN = 64  # state bytes are counted for so many ranks when a plan is printed
+NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
+    {
+        Numbers.DIRECT: "updated in place",
+        Numbers.FP32_COPY: "fp32 mains",
+        Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+    }
+)
+MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # for each element, beside the parameter
+    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2}
+)
 
 
 class Spread(Enum):
@@ -99,7 +110,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
     total = 0
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params}
-        main = {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2}[unit.numbers[buffer.dtype]]
+        main = MAIN_BYTES[unit.numbers[buffer.dtype]]
         for owned in buffer.layout.owned(rank % buffer.layout.num_shards):
             if owned.piece.id in unit.ids:
                 total += owned.piece.numel * main
@@ -124,20 +135,13 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
     return count * spec.dtype.itemsize
 
 
-_NUMBERS = {
-    Numbers.DIRECT: "updated in place",
-    Numbers.FP32_COPY: "fp32 mains",
-    Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
-}
-
-
 def _unit_lines(plan: Plan) -> Iterator[str]:
     """Who updates what, in which numbers."""
     for unit in plan.units:
         numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
         yield f"{unit.name} moves {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
-            yield f"  {short(dtype)} parameters: {_NUMBERS[numbers]}"
+            yield f"  {short(dtype)} parameters: {NUMBERS_TOLD[numbers]}"
         state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
         yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
 
@@ -158,7 +162,8 @@ def _total_lines(plan: Plan) -> Iterator[str]:
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
     sizes = [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))]
     shown = ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
-    yield f"state beside parameters and gradients: {shown} bytes on data-parallel rank{'s' * (ranks > 1)} 0..{ranks - 1}"
+    on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
+    yield f"state beside parameters and gradients: {shown} bytes on {on}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
     yield f"clip: {clip}; loss scale: {config.loss_scaling}"

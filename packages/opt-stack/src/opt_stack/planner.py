@@ -1,4 +1,4 @@
-"""From a configuration, what is known of the parameters and the world's sizes to a plan; illegal combinations end here."""
+"""From a configuration, what is known of the parameters and the world's sizes to a plan; what cannot be ends here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

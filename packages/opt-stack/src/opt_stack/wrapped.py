@@ -36,8 +36,9 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         if not isinstance(chunk, DistributedDataParallel):
             if config.overlap_param_gather:
                 raise ConfigError(
-                    f"overlap_param_gather=True, but model chunk {index} is a plain {type(chunk).__name__}: gathers overlap "
-                    "with the forward of a chunk in DistributedDataParallel; wrap it, or set overlap_param_gather=False"
+                    f"overlap_param_gather=True, but model chunk {index} is a plain {type(chunk).__name__}: gathers "
+                    "overlap with the forward of a chunk in DistributedDataParallel; wrap it, or set "
+                    "overlap_param_gather=False"
                 )
             continue
         if any(id.chunk != index for id in chunk.metas):

@@ -1,0 +1,88 @@
+"""python -m opt_stack plan | groups CONFIG: what a configuration means, before anything is built."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from opt_config import ConfigError, OptimizerConfig, load_config
+from opt_paramgroups import as_text, get_param_groups, group_rows
+from opt_paramgroups.__main__ import model_chunks_of
+from opt_stack.factory import plan_of, with_matrix_rule
+from opt_stack.meaning import meaning
+from opt_stack.plan import Plan, short
+from opt_stack.planner import WorldSizes
+from opt_stack.registry import Registry
+
+REFUSED = 2  # the exit status where a configuration or a model cannot be had
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and prints to stdout; where it is refused, says why on stderr and returns 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = load_config(options.config, section=options.section)
+        rules = Registry().with_installed()
+        if options.model is None:
+            print(meaning(config, rules))
+        else:
+            print(_of_model(options, config, rules))
+    except (ConfigError, OSError) as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m opt_stack", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="who updates what, where, in which numbers, in how many bytes")
+    groups = commands.add_parser("groups", help="the parameter groups of a model")
+    for command in (plan, groups):
+        command.add_argument("config", help="an OptimizerConfig as a .toml, .json or .yaml file")
+        command.add_argument(
+            "--section", default="", help="the table of that file that holds it, such as train.optimizer"
+        )
+        command.add_argument(
+            "--device", choices=("meta", "cpu"), default="meta", help="where the factory makes the model"
+        )
+    plan.add_argument("--model", metavar="module:factory", help="a callable that returns a module, or a list of chunks")
+    plan.add_argument("--world", type=_count, default=1, help="data-parallel ranks (1)")
+    plan.add_argument("--rank", type=int, help="also tell what this one of them holds")
+    groups.add_argument("--model", metavar="module:factory", required=True)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+    return int(text)
+
+
+def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Registry) -> str:
+    """What is printed of a model. On the meta device a factory of any size costs no memory."""
+    with torch.device(options.device):
+        chunks = model_chunks_of(options.model)
+    groups = get_param_groups(chunks, config, with_matrix_rule(config, None, rules))
+    if options.command == "groups":
+        return as_text(group_rows(groups))
+    rank = options.rank
+    if rank is not None and not 0 <= rank < options.world:
+        raise ConfigError(f"--rank {rank}: a world of {options.world} has ranks 0 to {options.world - 1}")
+    sizes = WorldSizes(dense=options.world, expert=options.world)
+    plan = plan_of(config, chunks, groups, rules, sizes=sizes)
+    return str(plan) if rank is None else "\n".join([str(plan), "", *_rank_lines(plan, rank)])
+
+
+def _rank_lines(plan: Plan, rank: int) -> Iterator[str]:
+    """What one data-parallel rank keeps and updates."""
+    yield f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"
+    for buffer in plan.buffers:
+        owned = list(buffer.layout.owned(rank % buffer.layout.num_shards))
+        numel = sum(own.piece.numel for own in owned)
+        yield f"  {buffer.name}: {numel:,} {short(buffer.dtype)} elements in {len(owned)} pieces"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What a configuration means before there is a model: for each kind of parameter its rule, numbers, bytes of state."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_paramgroups import describe, get_param_groups
+from opt_stack.factory import plan_of, with_matrix_rule
+from opt_stack.plan import MAIN_BYTES, NUMBERS_TOLD, UnitPlan, short, spec_bytes
+from opt_stack.planner import WorldSizes
+from opt_stack.registry import Registry
+
+WIDTH = 1024  # of the stand-ins; state that is not element by element costs less for each element of larger ones
+
+
+class KindRow(NamedTuple):
+    """One kind of parameter in one dtype."""
+
+    kind: str
+    dtype: str
+    rule: str
+    lr: float | None
+    weight_decay: float
+    numbers: str
+    state: str
+    bytes_per_element: float  # of a parameter of 1024 by 1024, or 1024 elements: state and mains, not sharded
+
+
+def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
+    """A row for each kind of parameter in each dtype that `config` allows.
+
+    Raises:
+        ConfigError: what no plan can be made of, whatever the model.
+    """
+    rows = []
+    for dtype in dict.fromkeys((torch.float32, config.precision.params)):
+        model = _stand_ins(dtype)
+        groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
+        plan = plan_of(config, [model], groups, rules, sizes=WorldSizes())
+        group_of = {id: group for group in groups for id in group["param_ids"]}
+        unit_of = {id: unit for unit in plan.units for id in unit.ids}
+        for id, meta in describe([model]).items():
+            group, unit = group_of[id], unit_of[id]
+            rows.append(
+                KindRow(
+                    kind=id.name,
+                    dtype=short(dtype),
+                    rule=unit.rule.name,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    numbers=NUMBERS_TOLD[unit.numbers[dtype]],
+                    state=", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none",
+                    bytes_per_element=_bytes(unit, dtype, meta.shape) / meta.numel,
+                )
+            )
+    return rows
+
+
+def meaning(config: OptimizerConfig, rules: Registry) -> str:
+    """`kind_rows` as a table, and what concerns the step as a whole. Raises ConfigError as `kind_rows` does."""
+    cells = [[name.replace("_", " ") for name in KindRow._fields], *map(_cells, kind_rows(config, rules))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([*table, "", *_step_lines(config)])
+
+
+def _stand_ins(dtype: torch.dtype) -> nn.Module:
+    """One parameter of each kind, without memory."""
+    model = nn.Module()
+    for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
+        model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+    model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # the reference's mark
+    return model
+
+
+def _bytes(unit: UnitPlan, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    numel = torch.Size(shape).numel()
+    return numel * MAIN_BYTES[unit.numbers[dtype]] + sum(spec_bytes(s, shape, numel) for s in unit.rule.state_specs)
+
+
+def _cells(row: KindRow) -> list[str]:
+    return ["-" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in row]
+
+
+def _step_lines(config: OptimizerConfig) -> Iterator[str]:
+    match config.sharding:
+        case Replicated():
+            yield "state: whole on every data-parallel rank"
+        case FlatShards():
+            yield "state: cut into equal runs of elements, one on each data-parallel rank"
+        case WholeParams():
+            yield "state: of matrices, whole ones dealt to the data-parallel ranks; of the rest, equal runs of elements"
+    yield f"gradients: {short(config.precision.grads)}; clip: {config.clip_grad or 'off'}; {config.loss_scaling}"
