@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import Tensor
+
 from opt_kernels.codecs import CodecError
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.remainder.reference import join, split_
@@ -14,7 +16,6 @@ from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Batch, Hyper, Needs, Rule, Work
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -311,6 +312,19 @@ def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
     hyper = replace(hyper, step=torch.tensor(1))
     rule.update_([Batch(hyper, [replace(tensors, grad=grad)])], grad_scale=torch.tensor(0.25))
     assert all(torch.equal(a, b) for a, b in zip(written(plain), written(tensors), strict=True))
+
+
+@ON_RULES
+@ON_KEPT
+def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept) -> None:
+    rule = make(backend="torch")
+    flat, matrix = kept.work(rule, start_of((30 * 8,))), kept.work(rule, start_of((30, 8)))
+    grad = gradients((30 * 8,), kept.grad)[0]
+    small = kept.work(rule, start_of((8,)))
+    works = [replace(matrix, grad=grad.view(30, 8)), replace(small, grad=grad[:8])]
+    rule.update_([Batch(HYPER, [replace(flat, grad=grad)])], grad_scale=0.3)
+    rule.update_([Batch(HYPER, works)], grad_scale=0.3)
+    assert all(torch.equal(a.view(30, 8), b) for a, b in zip(written(flat), written(matrix), strict=True))
 
 
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -62,7 +62,11 @@ def tiles(
     """
     scratch = Scratch()
     for pieces in _gathered(runs, codecs):
-        stage = _Stage(pieces=pieces, dtype=compute_dtype(pieces[0]), scratch=scratch)
+        dtype = compute_dtype(pieces[0])
+        if not _is_computable(pieces[0], codecs, dtype):
+            # Parts of rows are flat, and what goes with them must be.
+            pieces = [_flat(piece) for piece in pieces]
+        stage = _Stage(pieces=pieces, dtype=dtype, scratch=scratch)
         states = {name: stage.decoded(name, codec) for name, codec in codecs.items()}
         tile = Tile(stage.mains(), stage.grads(scale), states)
         yield tile
@@ -97,7 +101,6 @@ class _Stage:
         codes = [piece.state[name] for piece in self.pieces]
         if _is_direct(codec, self.dtype):
             return codes
-        codes = _flat(codes)
         values = self._parts(self._row(name, self.dtype))
         if isinstance(codec, Plain):
             torch._foreach_copy_(values, codes)
@@ -109,7 +112,7 @@ class _Stage:
     def encode_(self, name: str, codec: StateCodec, values: list[Tensor]) -> None:
         if _is_direct(codec, self.dtype):
             return
-        codes = _flat([piece.state[name] for piece in self.pieces])
+        codes = [piece.state[name] for piece in self.pieces]
         if isinstance(codec, Plain):
             torch._foreach_copy_(codes, values)
             return
@@ -123,7 +126,7 @@ class _Stage:
             return grads if scale == 1.0 else list(torch._foreach_mul(grads, scale))
         row = self._row("grad", self.dtype)
         parts = self._parts(row)
-        torch._foreach_copy_(parts, _flat(grads))
+        torch._foreach_copy_(parts, grads)
         if scale != 1.0:
             row.mul_(scale)
         return parts
@@ -135,7 +138,7 @@ class _Stage:
         row = self._row("main", self.dtype)
         parts = self._parts(row)
         if mains:
-            torch._foreach_copy_(parts, _flat(mains))
+            torch._foreach_copy_(parts, mains)
         else:
             remainder.join_(parts, self._outs(), self._remainders())
         return parts
@@ -149,17 +152,17 @@ class _Stage:
         for piece, value in zip(self.pieces, values):
             assert piece.main is not None
             if stochastic_step is not None and rounds_by_chance(piece):
-                rounding.round_(piece.main.view(-1), value, first=piece.first, step=stochastic_step)
+                rounding.round_(piece.main, value, first=piece.first, step=stochastic_step)
             elif value is not piece.main:
-                piece.main.view(-1).copy_(value)
+                piece.main.copy_(value)
         if self.pieces[0].out is not None:
-            torch._foreach_copy_(self._outs(), _flat(values))
+            torch._foreach_copy_(self._outs(), values)
 
     def _outs(self) -> list[Tensor]:
-        return _flat([piece.out for piece in self.pieces if piece.out is not None])
+        return [piece.out for piece in self.pieces if piece.out is not None]
 
     def _remainders(self) -> list[Tensor]:
-        return _flat([piece.remainder for piece in self.pieces if piece.remainder is not None])
+        return [piece.remainder for piece in self.pieces if piece.remainder is not None]
 
     def _row(self, name: str, dtype: torch.dtype) -> Tensor:
         numel = sum(piece.grad.numel() for piece in self.pieces)
@@ -170,15 +173,23 @@ class _Stage:
         return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
 
 
-def _flat(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
-
-
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
-    dtype = compute_dtype(run)
-    if run.main is None or run.out is not None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
+    return run.out is None and _is_computable(run, codecs, compute_dtype(run))
+
+
+def _is_computable(run: Run, codecs: Mapping[str, StateCodec], dtype: torch.dtype) -> bool:
+    """Whether all that a sweep computes with is stored in the compute dtype."""
+    if run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False
     return all(_is_direct(codec, dtype) for codec in codecs.values())
+
+
+def _flat(run: Run) -> Run:
+    grad, main, out, remainder = (
+        None if tensor is None else tensor.view(-1) for tensor in (run.grad, run.main, run.out, run.remainder)
+    )
+    assert grad is not None
+    return Run(grad, main, out, remainder, {name: t.view(-1) for name, t in run.state.items()}, run.first)
 
 
 def _is_direct(codec: StateCodec, dtype: torch.dtype) -> bool:

@@ -50,7 +50,7 @@ def loaded_state(
     """
     shard = local(param).detach()
     state = init_state(rule, mains, param)
-    state[STEP].fill_(float(saved[STEP]))
+    state[STEP].fill_(_step(saved))
     scales = {scale_name(name) for name, codec in codecs.items() if codec.block}
     for name in state.keys() - scales - {STEP, MAIN, REMAINDER}:
         tensor = _fitting(name, saved, state[name])
@@ -62,6 +62,15 @@ def loaded_state(
     if MAIN in saved:
         load_main_(shard, state, _fitting(MAIN, saved, shard))
     return state
+
+
+def _step(saved: Mapping[str, Tensor | float]) -> float:
+    if STEP not in saved and "momentum_buffer" in saved:
+        # torch.optim.SGD counts no steps; all that matters is that the first is over.
+        return 1.0
+    if STEP not in saved:
+        raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one that counts steps")
+    return float(saved[STEP])
 
 
 def _fitting(name: str, saved: Mapping[str, Tensor | float], wanted: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from opt_kernels.ops.grad_stats import reference
 from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
 
 # Each row is summed by one thread in float32, the rows in float64: the same bits whatever the number of threads.
-ROW_NUMEL = 1 << 14
+ROW_NUMEL = 1 << 12
 # 4 MiB of float32: the second pass over a tile finds it in the cache.
 TILE_NUMEL = 1 << 20
 # Between these no float32 square that matters was lost to overflow or underflow.
@@ -17,7 +17,7 @@ SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """What `reference.grad_stats` gives, the sum of squares to about 1e-6 of itself.
+    """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself.
 
     A finite sum of squares has no non-finite term, so elements are looked at one by one only where the sum is not
     finite; or so small that squares may have vanished. That look reads the sum on the host.

@@ -1,0 +1,330 @@
+"""The drop-in optimizers: torch's behaviour, torch's state_dict, and what they add."""
+
+import copy
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels import optim
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+Build = Callable[..., torch.optim.Optimizer]
+OURS: Mapping[str, Build] = {
+    "Adam": lambda p, **o: optim.Adam(p, lr=1e-2, weight_decay=0.1, **o),
+    "AdamW": lambda p, **o: optim.AdamW(p, lr=1e-2, weight_decay=0.1, **o),
+    "SGD": lambda p, **o: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **o),
+    "SGD without momentum": lambda p, **o: optim.SGD(p, lr=1e-2, **o),
+    "Lion": lambda p, **o: optim.Lion(p, lr=1e-3, weight_decay=0.1, **o),
+}
+THEIRS: Mapping[str, Build] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD without momentum": lambda p: torch.optim.SGD(p, lr=1e-2),
+}
+MAINS: Mapping[str, dict[str, Any]] = {
+    "param": {},
+    "float32": {"mains": "float32"},
+    "remainder": {"mains": "remainder"},
+}
+ON_OURS = pytest.mark.parametrize("build", OURS.values(), ids=OURS.keys())
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small network, always the same, one of its parameters transposed and one unused."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    first = net[0]
+    assert isinstance(first, nn.Linear)
+    first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+    return net.to(dtype)
+
+
+def weight_of(net: nn.Module) -> nn.Parameter:
+    """The first layer's weight."""
+    assert isinstance(net, nn.Sequential)
+    weight = net[0].weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[Tensor]:
+    """The parameters after so many steps on inputs that depend on the step's number."""
+    dtype = next(net.parameters()).dtype
+    for step in range(first, first + steps):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step)).to(dtype)
+        optimizer.zero_grad()
+        net(x).float().square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_it_takes_torchs_steps(name: str) -> None:
+    ours, theirs = network(), network()
+    one = train(ours, OURS[name](ours.parameters()), 5)
+    other = train(theirs, THEIRS[name](theirs.parameters()), 5)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_state_dicts_are_exchanged_with_torchs(name: str) -> None:
+    ours, theirs = network(), network()
+    their_optimizer = THEIRS[name](theirs.parameters())
+    train(theirs, their_optimizer, 3)
+    ours.load_state_dict(theirs.state_dict())
+    our_optimizer = OURS[name](ours.parameters())
+    our_optimizer.load_state_dict(their_optimizer.state_dict())
+    one, other = train(ours, our_optimizer, 2, first=3), train(theirs, their_optimizer, 2, first=3)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    back = THEIRS[name](theirs.parameters())
+    back.load_state_dict(our_optimizer.state_dict())
+    train(theirs, back, 1)
+
+
+@ON_OURS
+@pytest.mark.parametrize("mains", MAINS.values(), ids=MAINS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_saved_and_loaded_goes_on_bit_for_bit(build: Build, mains: dict[str, Any], dtype: torch.dtype) -> None:
+    straight = network(dtype)
+    expected = train(straight, build(straight.parameters(), **mains), 6)
+    first = network(dtype)
+    optimizer = build(first.parameters(), **mains)
+    train(first, optimizer, 3)
+    file = io.BytesIO()
+    torch.save([first.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    model, state = torch.load(file)
+    second = network(dtype)
+    second.load_state_dict(model)
+    resumed = build(second.parameters(), **mains)
+    resumed.load_state_dict(state)
+    assert_same(train(second, resumed, 3, first=3), expected)
+
+
+NARROW = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "8 bit": (torch.int8, torch.uint8),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), NARROW.values(), ids=NARROW.keys())
+def test_narrow_states_are_saved_in_plain_numbers(first: torch.dtype, second: torch.dtype) -> None:
+    options = {"mains": "remainder", "exp_avg_dtype": first, "exp_avg_sq_dtype": second}
+    net = network(torch.bfloat16)
+    optimizer = optim.AdamW(net.parameters(), **options)  # type: ignore[arg-type]
+    train(net, optimizer, 3)
+    saved = optimizer.state_dict()["state"][1]
+    assert set(saved) == {"step", "exp_avg", "exp_avg_sq", "main"}
+    assert saved["exp_avg"].dtype in (torch.float32, torch.bfloat16)
+    # Another optimizer, with other numbers, loads them: the parameters become the mains, rounded.
+    wide_net = network(torch.bfloat16)
+    wide = optim.AdamW(wide_net.parameters(), mains="float32")
+    wide.load_state_dict(optimizer.state_dict())
+    used = weight_of(net), weight_of(wide_net)
+    assert torch.equal(used[0], used[1])
+    assert torch.equal(wide.state[used[1]]["main"], saved["main"])
+    assert torch.equal(wide.state[used[1]]["exp_avg"], saved["exp_avg"].float())
+
+
+def test_states_keep_their_dtype_when_loaded_beside_narrow_parameters() -> None:
+    net = network(torch.bfloat16)
+    optimizer = optim.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state[weight_of(net)]
+    assert {name: tensor.dtype for name, tensor in state.items()} == dict.fromkeys(state, torch.float32)
+
+
+@pytest.mark.parametrize("mains", ["float32", "remainder"])
+def test_a_main_keeps_what_a_bfloat16_parameter_rounds_away(mains: str) -> None:
+    def param() -> nn.Parameter:
+        return nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    kept, lost = param(), param()
+    optimizers = optim.AdamW([kept], lr=1e-4, weight_decay=0, mains=mains), optim.AdamW([lost], lr=1e-4, weight_decay=0)
+    for _ in range(100):
+        kept.grad = lost.grad = torch.ones(4, dtype=torch.bfloat16)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(lost, torch.ones(4))
+    assert torch.equal(kept, torch.tensor(0.99).bfloat16().expand(4))
+
+
+@ON_OURS
+def test_clipping_within_the_update_is_clip_grad_norm(build: Build) -> None:
+    clipped, plain = network(), network()
+    one, other = build(clipped.parameters(), max_norm=0.05), build(plain.parameters())
+    assert isinstance(one, optim.RuleOptimizer)
+    for step in range(3):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        for net in (clipped, plain):
+            net.zero_grad()
+            net(x).square().mean().backward()
+        before = [param.grad.clone() for param in clipped.parameters() if param.grad is not None]
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        one.step()
+        other.step()
+        assert one.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        assert_same(before, [param.grad for param in clipped.parameters() if param.grad is not None])
+    for a, b in zip(clipped.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_with_max_norm_a_step_that_is_not_finite_changes_nothing() -> None:
+    net = network()
+    optimizer = optim.AdamW(net.parameters(), max_norm=1.0)
+    before = train(net, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    gradient = weight_of(net).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.nan
+    optimizer.step()
+    assert_same(before, list(net.parameters()))
+    assert str(optimizer.state_dict()) == str(state)
+    assert optimizer.grad_norm is not None
+    assert not optimizer.grad_norm < float("inf")
+
+
+def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows() -> None:
+    ours, theirs = network(), network()
+    optimizers = optim.AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for net, optimizer in zip((ours, theirs), optimizers):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+            scaler.scale(net(x).square().mean()).backward()
+            gradient = weight_of(net).grad
+            assert gradient is not None
+            gradient[0, 0] *= torch.inf if step == 2 else 1.0
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_learning_rates_may_be_tensors_and_schedulers_drive_them() -> None:
+    one, other = network(), network()
+    optimizers = optim.AdamW(one.parameters(), lr=torch.tensor(1e-2)), optim.AdamW(other.parameters(), lr=1e-2)
+    for net, optimizer in zip((one, other), optimizers):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        for step in range(3):
+            train(net, optimizer, 1, first=step)
+            scheduler.step()
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1.25e-3)
+    for a, b in zip(one.parameters(), other.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_closure_is_run_with_gradients_and_its_loss_returned() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([param], lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 3.0
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.8))
+
+
+def test_groups_may_be_added_later_and_keep_their_own_numbers_and_steps() -> None:
+    early, late = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+    optimizer = optim.AdamW([early], lr=0.1, weight_decay=0.0)
+    early.grad = torch.ones(5)
+    optimizer.step()
+    optimizer.add_param_group({"params": [late], "lr": 0.01})
+    late.grad = torch.ones(5)
+    optimizer.step()
+    # The first steps of Adam move by lr, whatever the gradient's size.
+    torch.testing.assert_close(early.detach(), torch.full((5,), 0.8), rtol=1e-5, atol=0)
+    torch.testing.assert_close(late.detach(), torch.full((5,), 0.99), rtol=1e-5, atol=0)
+    assert [float(optimizer.state[p]["step"]) for p in (early, late)] == [2, 1]
+
+
+@ON_OURS
+def test_copies_and_pickles_are_whole(build: Build) -> None:
+    net = network()
+    optimizer = build(net.parameters(), max_norm=1.0)
+    train(net, optimizer, 1)
+    both = copy.deepcopy((net, optimizer))
+    assert_same(train(*both, 2), train(net, optimizer, 2))
+
+
+def test_a_compiled_training_step_is_the_eager_one() -> None:
+    eager, compiled = network(), network()
+    one, other = optim.AdamW(eager.parameters(), lr=1e-2), optim.AdamW(compiled.parameters(), lr=1e-2)
+    x = torch.randn(5, 7)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    fast = torch.compile(step, backend="eager")
+    for _ in range(3):
+        step(eager, one)
+        fast(compiled, other)
+    assert_same(list(eager.parameters()), list(compiled.parameters()))
+
+
+REFUSED: Mapping[str, tuple[Callable[[Tensor], object], str]] = {
+    "lr": (lambda p: optim.AdamW([p], lr=-1.0), "lr=-1.0 is not allowed"),
+    "beta": (lambda p: optim.Lion([p], betas=(0.9, 1.0)), "below 1"),
+    "max_norm": (lambda p: optim.SGD([p], max_norm=-1.0), "max_norm=-1.0"),
+    "mains": (lambda p: optim.AdamW([p], mains="fp32"), "'param', 'float32', 'remainder'"),
+}
+
+
+@pytest.mark.parametrize(("build", "advice"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_illegal_option_is_refused(build: Callable[[Tensor], object], advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        build(nn.Parameter(torch.ones(2)))
+
+
+def test_a_remainder_needs_bfloat16() -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.ones(2, dtype=torch.float16)
+    with pytest.raises(ValueError, match="give mains='float32'"):
+        optim.AdamW([param], mains="remainder").step()
+
+
+def test_a_state_dict_of_another_rule_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    sgd = optim.SGD([param], momentum=0.9)
+    sgd.step()
+    with pytest.raises(optim.StateDictError, match="state 'exp_avg"):
+        optim.AdamW([param]).load_state_dict(sgd.state_dict())
+
+
+def test_a_state_dict_saved_with_amsgrad_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    with pytest.raises(optim.StateDictError, match="amsgrad=True"):
+        optim.AdamW([param]).load_state_dict(torch.optim.AdamW([param], amsgrad=True).state_dict())
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = nn.Embedding(4, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse=False"):
+        optim.AdamW(embedding.parameters()).step()
