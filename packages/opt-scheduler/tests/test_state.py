@@ -116,6 +116,12 @@ class TestFlags:
         scheduler.load_state_dict(saved(**WSD | {"lr_decay_style": "linear"}))
         assert (scheduler.min_lr, scheduler.wsd_decay_steps, scheduler.lr_wsd_decay_style) == (0.1, 20, "exponential")
 
+    def test_what_was_assigned_later_counts_as_given(self) -> None:
+        scheduler = build(**KEEP, min_lr=None)
+        scheduler.min_lr = 0.3
+        scheduler.load_state_dict(saved())
+        assert scheduler.min_lr == 0.3
+
     def test_only_the_named_fields_are_kept(self) -> None:
         scheduler = build(**self.OTHER, override_opt_param_scheduler=["lr_decay_steps"])
         scheduler.load_state_dict(saved())

@@ -32,6 +32,7 @@ class _Setting(Generic[T]):
     def __set__(self, instance: "OptimizerParamScheduler", value: T) -> None:
         changed: dict[str, Any] = {self.name: value}
         instance.settings = replace(instance.settings, **changed)
+        instance._not_given -= {self.name}
 
 
 class OptimizerParamScheduler(GroupScheduler):
