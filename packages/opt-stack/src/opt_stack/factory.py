@@ -54,8 +54,8 @@ def get_optimizer(
         config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors,
             ...); {}: none at all.
         use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
-        pg_collection: process groups by role, or ready `Roles`. None: all ranks of `torch.distributed`'s world that hold parameters are
-            data parallel, or, where it is not initialised, this process is alone.
+        pg_collection: process groups by role, or ready `Roles`. None: all ranks of `torch.distributed`'s world that
+            hold parameters are data parallel, or, where it is not initialised, this process is alone.
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
