@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from opt_distributed.layout import Layout, ParamShape, flat_layout, whole_layout
@@ -72,15 +73,13 @@ def figures() -> Iterator[Figure]:
     model = decoder(layers=126)
     for num_shards in (64, 512, 4096):
         size = max(40_000_000, 1_000_000 * num_shards)
-        yield measure(
-            "flat", lambda n=num_shards, s=size: flat_layout(model, num_shards=n, bucket_size=s), num_params=len(model)
-        )
+        plan = partial(flat_layout, model, num_shards=num_shards, bucket_size=size)
+        yield measure("flat", plan, num_params=len(model))
     for layers in (1250, 2500, 5000, 10000):
         deep = decoder(layers=layers, width=512, ffn=2048, kv=128, vocab=8192)
         for name, planner in (("flat", flat_layout), ("whole", whole_layout)):
-            yield measure(
-                name, lambda p=planner, d=deep: p(d, num_shards=256, bucket_size=256_000_000), num_params=len(deep)
-            )
+            plan = partial(planner, deep, num_shards=256, bucket_size=256_000_000)
+            yield measure(name, plan, num_params=len(deep))
 
 
 def main() -> None:

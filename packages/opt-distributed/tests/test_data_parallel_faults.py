@@ -14,7 +14,7 @@ from opt_distributed.buffers.storage import StorageError
 from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 Config = DistributedDataParallelConfig
 SHARDED = Config(use_distributed_optimizer=True)
@@ -213,6 +213,23 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
         "GradientError: gradients in bucket 0 of dense float32, float32 gradients are not finite on another rank"
     )
     assert second == "GradientError: gradients of bias, weight are not finite on this rank"
+
+
+def test_a_check_for_nan_stops_the_other_instances_too() -> None:
+    rows, columns = [World(1), World(1)], World(2)
+
+    def rank_main(comm: ThreadComm) -> None:
+        config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+        config.check_for_nan_in_grad = True
+        model = nn.Linear(4, 4)
+        groups = over(ThreadComm(rows[comm.rank], 0), ThreadComm(columns, comm.rank))
+        ddp = DistributedDataParallel(config, model, groups=groups)
+        backward(ddp(torch.ones(1, 4)).sum() * (float("nan") if comm.rank == 1 else 1.0))
+        ddp.finish_grad_sync()
+
+    first, second = errors_of(2, rank_main)
+    assert first.endswith("are not finite on another rank")
+    assert second.endswith("are not finite on this rank")
 
 
 # --- models that change after they were wrapped --------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_c
         groups = over(ThreadComm(rows[stage], dp))
         ddp = DistributedDataParallel(config, Stage(3, 3), groups=groups, calculate_per_token_loss=True)
         backward(ddp(12.0 * (1 + dp)))
-        tokens = torch.tensor([3 + 2 * dp if stage == 1 else 999])  # 3 and 5 on the last stage; the first knows nothing
+        tokens = torch.tensor([3.0 + 2.0 * dp if stage == 1 else 999.0])  # the first stage knows nothing
         finalize_model_grads([ddp], tokens, pg_collection=Peers(stages=ThreadComm(columns[dp], stage)))
         assert tokens.item() in (3, 5, 999)
         return owned_values(ddp)

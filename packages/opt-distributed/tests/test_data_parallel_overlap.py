@@ -285,6 +285,17 @@ def test_no_module_reads_a_parameter_that_is_still_on_its_way(make: Callable[[],
     assert ddp(x).isfinite().all()
 
 
+def test_a_buffer_that_is_published_alone_is_complete_before_use() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, dtype=torch.float64))
+    ddp = wrapped(model)
+    linear, norm = ddp.synced_buffers
+    linear.memory.param_bucket(0).fill_(float("nan"))
+    linear.memory.param_shard(0, 0).fill_(0.5)
+    linear.publish_()
+    assert model[0](torch.ones(1, WIDTH)).isfinite().all()
+    assert norm.memory.param_data is not None
+
+
 def test_a_state_dict_is_complete() -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)

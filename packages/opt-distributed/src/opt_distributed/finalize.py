@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from opt_paramgroups import ParamMeta
 from torch import Tensor
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm, comm_of
 from opt_distributed.comm.groups import ProcessGroups
+from opt_paramgroups import ParamMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

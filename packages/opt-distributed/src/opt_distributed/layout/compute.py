@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heapify, heapreplace
 
-from opt_paramgroups import ParamId
-
 from opt_distributed.layout.layout import LayoutError
 from opt_distributed.layout.whole import update_cost
+from opt_paramgroups import ParamId
 
 
 class Computes(Enum):

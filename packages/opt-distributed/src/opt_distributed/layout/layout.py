@@ -19,9 +19,8 @@ from hashlib import sha256
 from math import prod
 from typing import NamedTuple
 
-from opt_paramgroups import ParamId
-
 from opt_distributed.layout.padding import SHARD_MULTIPLE, START_MULTIPLE, round_up
+from opt_paramgroups import ParamId
 
 
 class LayoutError(ValueError):
