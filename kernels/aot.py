@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from opt_kernels.jit import INTERPRETED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from variants import Variant, all_variants
+
+from opt_kernels.jit import INTERPRETED
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {

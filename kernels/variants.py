@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from opt_kernels.codecs import StateCodec, codec_for
 from opt_kernels.jit import tl
 from opt_kernels.ops.adam.triton import adam_sweep

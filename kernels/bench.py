@@ -1,0 +1,69 @@
+"""Runs the CPU benchmarks of opt-kernels and writes their ratios as JSON under kernels/results.
+
+    python kernels/bench.py                    all figures, as `nox -s bench` does
+    python kernels/bench.py --only lion        figures whose name contains this; written nowhere
+
+Every figure is a ratio to a peer that takes turns with it in the same process, so that a busy machine blurs it but does
+not move it. The file is named after the processor and its threads.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+WORKBENCH = Path(__file__).parent
+BENCHMARKS = WORKBENCH.parent / "packages" / "opt-kernels" / "benchmarks"
+
+
+def processor_name() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    return models[0] if models else platform.machine()
+
+
+def slug(name: str) -> str:
+    """A file name of `name`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def run(script: Path, options: list[str]) -> dict[str, Any]:
+    """What one benchmark wrote; its lines are printed as they come."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figures.json"
+        subprocess.run([sys.executable, str(script), "--json", str(path), *options], check=True)
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="only the figures whose name contains this; nothing is written")
+    parser.add_argument("--pairs", type=int, help="pairs per figure (default: each benchmark's own)")
+    parser.add_argument("--results", type=Path, default=WORKBENCH / "results", help="where the JSON goes")
+    arguments = parser.parse_args()
+    options = ["--only", arguments.only] if arguments.only else []
+    options += [] if arguments.pairs is None else ["--pairs", str(arguments.pairs)]
+    records = {script.stem: run(script, options) for script in sorted(BENCHMARKS.glob("bench_*.py"))}
+    figures = [figure for record in records.values() for figure in record["figures"]]
+    missed = [figure for figure in figures if figure["ratio"] > figure["goal"]]
+    for figure in missed:
+        print(f"short of its goal: {figure['name']}: {figure['ratio']:.3f}, asked for {figure['goal']:.2f} at most")
+    if not arguments.only:
+        name = processor_name()
+        path = arguments.results / f"cpu-{slug(name)}-{os.cpu_count()}-threads.json"
+        path.write_text(json.dumps({"processor": name, "benchmarks": records}, indent=2) + "\n")
+        print(f"written to {path}")
+    return 0 if figures else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""What is measured on a GPU, step by step: sweeps against a copy and torch's fused ops, graphs, symmetric products.
+
+Every step takes a `Stage`, which says on what device and at what size to play; a rehearsal is the same steps on a CPU
+under Triton's interpreter, tiny, and its numbers mean nothing.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import Plain, codec_for
+from opt_kernels.ops import scalars
+from opt_kernels.ops.adam.triton import adam_, adam_sweep
+from opt_kernels.ops.grad_stats.triton import grad_stats
+from opt_kernels.ops.newton_schulz.coefficients import Coefficients
+from opt_kernels.ops.newton_schulz.torch_native import newton_schulz
+from opt_kernels.ops.orthogonal_basis import reference as householder
+from opt_kernels.ops.orthogonal_basis import torch_native as cholesky
+from opt_kernels.ops.remainder.reference import split_
+from opt_kernels.ops.sweep import launch_options, sweeps, triton_dtype
+from opt_kernels.ops.syrk.torch_native import dense_product
+from opt_kernels.ops.syrk.triton import halved_product
+from opt_kernels.rules.base import Batch, Hyper, Work
+
+QUINTIC = [Coefficients(3.4445, -4.7750, 2.0315)] * 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where and how large to play."""
+
+    device: torch.device
+    numel: int  # of the flat sweeps
+    layers: int  # of the Llama-shaped list
+    sides: tuple[int, ...]  # of square matrices
+    warmups: int = 5
+    repeats: int = 30
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device.type != "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One figure. `goal` says what was asked for: at least, or at most where `at_most`."""
+
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+    at_most: bool = False
+
+
+def seconds(stage: Stage, run: Callable[[], object]) -> float:
+    """Median device time of `run`, by events; on a CPU by the clock."""
+    for _ in range(stage.warmups):
+        run()
+    if stage.rehearsal:
+        return host_seconds(stage, run)
+    times = []
+    for _ in range(stage.repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def host_seconds(stage: Stage, run: Callable[[], object]) -> float:
+    """Median time until `run` returns, whatever the device still has to do."""
+    times = []
+    for _ in range(stage.repeats):
+        if not stage.rehearsal:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def copy_bandwidth(stage: Stage) -> float:
+    """Bytes per second, read and written, of a copy within device memory."""
+    source = torch.ones(stage.numel, device=stage.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(stage, lambda: target.copy_(source))
+
+
+def work(stage: Stage, numel: int, *, kind: str) -> Work:
+    """One parameter: "fp32", "out" (with a bf16 copy), "remainder" (all 16 bit), "8-bit" (codes and remainder)."""
+    main = torch.randn(numel, device=stage.device)
+    if kind in ("fp32", "out"):
+        state = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
+        out = main.bfloat16() if kind == "out" else None
+        return Work(grad=torch.randn_like(main), main=main, state=state, out=out)
+    weight, remainder = main.bfloat16(), torch.empty_like(main, dtype=torch.int16)
+    split_(weight, remainder, main)
+    grad = torch.randn_like(main).bfloat16()
+    codecs = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8} if kind == "8-bit" else dict.fromkeys(
+        ("exp_avg", "exp_avg_sq"), torch.bfloat16
+    )  # fmt: skip
+    state = {name: torch.zeros_like(main, dtype=dtype) for name, dtype in codecs.items()}
+    if kind == "8-bit":
+        blocks = -(-numel // 128)
+        state |= {f"{name}_scale": torch.zeros(blocks, device=stage.device) for name in codecs}
+    return Work(grad=grad, main=None, out=weight, remainder=remainder, state=state)
+
+
+BYTES = {"fp32": 28, "out": 30, "remainder": 18, "8-bit": 14.125}
+
+
+def adam_step(works: list[Work], *, kind: str) -> Callable[[], None]:
+    """One Adam sweep over `works`."""
+    m, v = {
+        "remainder": (Plain(dtype=torch.bfloat16),) * 2,
+        "8-bit": (codec_for("m", torch.int8, signed=True), codec_for("v", torch.uint8, signed=False)),
+    }.get(kind, (Plain(), Plain()))
+    batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, step=3), works)]
+    return lambda: adam_(batches, decoupled=True, order="torch", exp_avg_codec=m, exp_avg_sq_codec=v)
+
+
+def flat_sweeps(stage: Stage) -> Iterator[Measure]:
+    """Facts 6.1 and 6.2: one flat parameter in each storage, against a copy; and torch's fused op."""
+    bandwidth = copy_bandwidth(stage)
+    yield Measure(name="copy", value=bandwidth / 1e9, unit="GB/s")
+    for kind, size in BYTES.items():
+        took = seconds(stage, adam_step([work(stage, stage.numel, kind=kind)], kind=kind))
+        share = size * stage.numel / took / bandwidth
+        yield Measure(name=f"adam {kind}, share of copy bandwidth", value=share, unit="1", goal=0.9)
+    grad = torch.randn(stage.numel, device=stage.device)
+    for dtype in (torch.float32, torch.bfloat16):
+        narrow = grad.to(dtype)
+        took = seconds(stage, lambda narrow=narrow: grad_stats([narrow]))
+        share = narrow.nbytes / took / bandwidth
+        yield Measure(name=f"grad_stats {dtype}, share of copy bandwidth", value=share, unit="1", goal=0.9)
+    del grad
+    flat = work(stage, stage.numel, kind="fp32")
+    ours = seconds(stage, adam_step([flat], kind="fp32"))
+    yield Measure(
+        name="torch fused / ours, fp32 flat", value=seconds(stage, torch_fused([flat])) / ours, unit="1", goal=1.0
+    )
+
+
+def torch_fused(works: list[Work]) -> Callable[[], None]:
+    """torch's own fused AdamW over the same tensors."""
+    mains = [w.main for w in works if w.main is not None]
+    steps = [torch.ones((), device=mains[0].device) for _ in mains]
+    grads, m, v = ([f(w) for w in works] for f in (
+        lambda w: w.grad, lambda w: w.state["exp_avg"], lambda w: w.state["exp_avg_sq"]
+    ))  # fmt: skip
+    return lambda: torch._fused_adamw_(
+        mains, grads, m, v, [], steps,
+        lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+
+
+SHAPES = [(512, 4, True), (1024, 4, True), (1024, 4, False), (1024, 8, True), (2048, 8, True)]  # tile, warps, IEEE
+
+
+def launch_shapes(stage: Stage) -> Iterator[Measure]:
+    """Facts 2.4: tile and warps of the fp32 and the 16-bit sweep, to see whether the fixed choice is the best."""
+    for kind, dtype in (("fp32", torch.float32), ("remainder", torch.bfloat16)):
+        one = work(stage, stage.numel, kind=kind)
+        for tile, warps, ieee in SHAPES:
+            took = seconds(stage, adam_launch(one, dtype, {"BLOCK": tile, "num_warps": warps, "IEEE": ieee}))
+            label = f"adam {kind}, tile {tile}, {warps} warps, {'IEEE' if ieee else 'approximate'} division"
+            yield Measure(name=label, value=BYTES[kind] * stage.numel / took / 1e9, unit="GB/s")
+
+
+def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Callable[[], None]:
+    """The bare Adam kernel with moments of `dtype`, some launch options changed."""
+    codec, state = Plain(dtype=dtype), triton_dtype(dtype)
+    batches = [Batch(Hyper(lr=1e-4, step=3), [one])]
+    [(formats, table, _)] = sweeps(batches, [("exp_avg", codec), ("exp_avg_sq", codec)])
+    block = scalars.scalar_block([batches[0].hyper], grad_scale=1.0, skip=None, device=one.grad.device)
+    options = launch_options(formats, table) | changed
+    return lambda: adam_sweep[(table.num_chunks,)](
+        table.records, table.grads, block, EXP_AVG=state, EXP_AVG_SQ=state, SCHEME="plain", SCHEME_SQ="plain",
+        BY_CHANCE=False, DECOUPLED=True, TE=False, **options,
+    )  # fmt: skip
+
+
+def llama(stage: Stage) -> list[int]:
+    """Sizes of a Llama-shaped list: 9 tensors a layer and two more; 290 of them in 32 layers."""
+    wide = 1024 if not stage.rehearsal else 32
+    layer = [wide * wide] * 2 + [wide * wide // 4] * 2 + [wide * wide * 7 // 2] * 3 + [wide] * 2
+    return layer * stage.layers + [wide * wide * 31, wide]
+
+
+def host_times(stage: Stage) -> Iterator[Measure]:
+    """Facts 6.3: how long the host is busy with a step over many tensors."""
+    for label, sizes in {
+        "llama list": llama(stage),
+        "2000 small tensors": [4096] * (2000 if not stage.rehearsal else 5),
+    }.items():
+        works = [work(stage, size, kind="fp32") for size in sizes]
+        step = adam_step(works, kind="fp32")
+        seconds(stage, step)
+        ours = host_seconds(stage, step)
+        goal = 150.0 if label == "llama list" else None
+        yield Measure(name=f"host time of a step, {label}", value=ours * 1e6, unit="us", goal=goal, at_most=True)
+        yield Measure(
+            name=f"torch fused / ours, host, {label}", value=host_seconds(stage, torch_fused(works)) / ours, unit="1"
+        )
+        del works, step
+
+
+def graphs(stage: Stage) -> Iterator[Measure]:
+    """Facts 6.4: statistics, scalar block and update chained in a graph; and a shard that fits the L2 cache."""
+    if stage.rehearsal:
+        return
+    works = [work(stage, min(stage.numel, 10_000_000), kind="out")]
+    lr, step, decay = (torch.tensor(x, device=stage.device) for x in (1e-4, 3, 0.1))
+    batches = [Batch(Hyper(lr=lr, weight_decay=decay, step=step), works)]
+
+    def whole_step() -> None:
+        found = grad_stats([w.grad for w in works])
+        scale = (1.0 / (found.sum_of_squares.sqrt() + 1e-6)).clamp(max=1.0)
+        adam_(
+            batches, decoupled=True, order="torch", exp_avg_codec=Plain(), exp_avg_sq_codec=Plain(),
+            grad_scale=scale, skip=found.nonfinite,
+        )  # fmt: skip
+
+    whole_step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        whole_step()
+    eager = seconds(stage, whole_step)
+    yield Measure(name="eager / captured, whole step of 10M", value=eager / seconds(stage, graph.replay), unit="1")
+
+
+def symmetric_products(stage: Stage) -> Iterator[Measure]:
+    """Facts 6.5: the kernel against torch's product over sizes and batches; then five Newton-Schulz steps."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for side in stage.sides:
+            for batch in (1, 8) if side <= 2048 else (1,):
+                x = torch.randn(batch, side, side, device=stage.device).to(dtype) / side**0.5
+                ratio = seconds(stage, lambda x=x: torch.bmm(x, x.mT)) / seconds(
+                    stage, lambda x=x: halved_product(x, x.mT)
+                )
+                name = f"torch.bmm / syrk, {batch} x {side}, {dtype}"
+                yield Measure(name=name, value=ratio, unit="1", goal=1.5 if side == 4096 and batch == 1 else None)
+    for m, n in ((4096, 14336), (2048, 2048)) if not stage.rehearsal else ((64, 128),):
+        x = torch.randn(1, m, n, device=stage.device)
+
+        def ns(segments: list[list[Coefficients]], product: Callable[..., Tensor], x: Tensor = x) -> float:
+            return seconds(stage, lambda: newton_schulz(x, segments=segments, dtype=torch.float16, product=product))
+
+        plain = ns([[c] for c in QUINTIC], dense_product)
+        yield Measure(
+            name=f"NS5 plain / symmetric, {m}x{n}", value=plain / ns([[c] for c in QUINTIC], halved_product), unit="1"
+        )
+        gram = ns([QUINTIC[:2], QUINTIC[2:]], halved_product)
+        yield Measure(name=f"NS5 plain / Gram symmetric, {m}x{n}", value=plain / gram, unit="1")
+
+
+def orthonormal_bases(stage: Stage) -> Iterator[Measure]:
+    """Facts 6.6: CholeskyQR2 against Householder QR."""
+    for side in stage.sides[-3:]:
+        basis = torch.linalg.qr(torch.randn(1, side, side, device=stage.device))[0]
+        columns = basis * torch.logspace(0, -4, side, device=stage.device)
+        slow = seconds(stage, lambda c=columns: householder.orthonormalised(c))
+        fast = seconds(stage, lambda c=columns: cholesky.orthonormalised(c))
+        yield Measure(name=f"Householder / CholeskyQR2, {side}", value=slow / fast, unit="1")
+
+
+STEPS: dict[str, Callable[[Stage], Iterator[Measure]]] = {
+    "flat sweeps": flat_sweeps,
+    "launch shapes": launch_shapes,
+    "host times": host_times,
+    "graphs": graphs,
+    "symmetric products": symmetric_products,
+    "orthonormal bases": orthonormal_bases,
+}

@@ -1,0 +1,34 @@
+"""The GPU command where there is no GPU: its steps run on a CPU, and it says when it has nothing to measure."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+COMMAND = [sys.executable, str(Path(__file__).parents[1] / "gpu_all.py")]
+
+
+def played(*options: str) -> subprocess.CompletedProcess[str]:
+    # One thread: the interpreter's programs run one after the other anyway.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_every_step_can_be_rehearsed_on_a_cpu() -> None:
+    finished = played("--rehearsal")
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
+    for figure in ("adam fp32, share of copy", "host time of a step", "torch.bmm / syrk", "Householder / CholeskyQR2"):
+        assert figure in finished.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    finished = played("--results", str(tmp_path))
+    assert finished.returncode == 0
+    assert "no GPU" in finished.stdout
+    assert not list(tmp_path.iterdir())
