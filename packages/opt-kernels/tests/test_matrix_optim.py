@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from opt_kernels.optim import SOAP, Adam, AdaptiveMuon, Lion, Muon, RuleOptimizer
 from opt_kernels.rules.matrices import MatrixError
-from torch import Tensor, nn
 
 
 def model(seed: int = 0) -> nn.Sequential:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from opt_kernels.ops.orthogonal_basis import reference, torch_native
 from torch import Tensor
+
+from opt_kernels.ops.orthogonal_basis import reference, torch_native
 
 SIZES = [1, 2, 17, 64, 200]
 

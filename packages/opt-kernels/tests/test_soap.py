@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from opt_kernels.ops.remainder.reference import join, split_
 from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, Work
 from opt_kernels.rules.matrices import MatrixError
 from opt_kernels.rules.soap import SOAP, Orthonormalization
-from torch import Tensor
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 PLAIN, KL = SOAP(use_kl_shampoo=False), SOAP()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from opt_kernels.ops.syrk import reference, torch_native
 
 # Sizes on both sides of where halving begins on a CPU, and one that four rows of blocks do not divide.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, TensorParallel, Work
@@ -14,7 +16,6 @@ from opt_kernels.rules.matrices import MatrixError
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.rules.soap import SOAP
-from torch import Tensor
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95))
 TIMEOUT_S = 30.0  # of a rank that waits for one that failed
