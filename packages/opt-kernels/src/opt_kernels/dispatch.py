@@ -74,7 +74,8 @@ def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
 def _available(op: str, backend: Backend) -> bool:
     if backend is Backend.TRITON and find_spec("triton") is None:
         return False
-    return find_spec(f"opt_kernels.ops.{op}.{_MODULES[backend]}") is not None
+    package = f"opt_kernels.ops.{op}"
+    return find_spec(package) is not None and find_spec(f"{package}.{_MODULES[backend]}") is not None
 
 
 @cache  # so that the log says once which version runs

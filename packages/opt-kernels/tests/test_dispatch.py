@@ -1,0 +1,63 @@
+"""Which version of an operation runs."""
+
+import ast
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import opt_kernels
+from opt_kernels import dispatch
+from opt_kernels.dispatch import BackendError, version
+
+CPU = [torch.ones(2)]
+
+
+def test_the_device_decides_and_an_explicit_choice_wins() -> None:
+    assert version("adam", "adam_", backend=None, tensors=CPU).__module__ == "opt_kernels.ops.adam.torch_native"
+    assert version("adam", "adam_", backend="torch", tensors=CPU).__module__ == "opt_kernels.ops.adam.torch_native"
+    assert version("adam", "adam_", backend="reference", tensors=CPU).__module__ == "opt_kernels.ops.adam.reference"
+    assert version("adam", "adam_", backend=None, tensors=[]).__module__ == "opt_kernels.ops.adam.torch_native"
+
+
+def test_a_version_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(BackendError, match="not available for 'nothing'"):
+        version("nothing", "nothing_", backend="torch", tensors=CPU)
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    dispatch._available.cache_clear()
+    with pytest.raises(BackendError, match="install triton"):
+        version("adam", "adam_", backend="triton", tensors=CPU)
+    dispatch._available.cache_clear()
+
+
+def test_the_log_says_once_which_version_runs(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._function.cache_clear()
+    with caplog.at_level(logging.INFO, logger="opt_kernels.dispatch"):
+        for _ in range(3):
+            version("lion", "lion_", backend=None, tensors=CPU)
+    assert caplog.messages == ["lion runs as torch_native.lion_"]
+
+
+def test_torch_distributed_is_imported_nowhere() -> None:
+    root = Path(opt_kernels.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in _run_imports(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names]
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            assert not any(f"{module}.{name}".strip(".").startswith("torch.distributed") for name in names), path
+
+
+def _run_imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+    """The imports that run: those for the type checker alone do not."""
+    checked = [
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    ]
+    return [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and n not in checked]
