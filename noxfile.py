@@ -99,14 +99,18 @@ def requirements(package: str) -> list[str]:
     return [name for name in PACKAGES if name == package or name in below]
 
 
-def install_packages(session: nox.Session, *names: str, options: tuple[str, ...] = (), groups: tuple[str, ...] = ("test",)) -> None:
+def install_packages(
+    session: nox.Session, *names: str, options: tuple[str, ...] = (), groups: tuple[str, ...] = ("test",)
+) -> None:
     """Each by its own -e: a sibling that only a requirement names would come as a frozen copy."""
     editable = [part for name in names for part in ("-e", f"packages/{name}")]
     session.install(*options, *(line for group in groups for line in GROUPS[group]), *editable)
 
 
 def report(session: nox.Session) -> None:
-    session.run("python", "-c", "import torch, sys; print('torch', torch.__version__, 'python', sys.version.split()[0])")
+    session.run(
+        "python", "-c", "import torch, sys; print('torch', torch.__version__, 'python', sys.version.split()[0])"
+    )
 
 
 # --- what everybody runs ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ NEAR = 0.02  # nats: losses of bf16 runs that differ in the order of summation
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
     half = args.steps // 2

@@ -1,0 +1,64 @@
+"""What each wheel must and must not contain; run by `nox -s wheels`, which builds them first."""
+
+import os
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+PACKAGES = [
+    "opt-config",
+    "opt-scheduler",
+    "opt-paramgroups",
+    "opt-kernels",
+    "opt-checkpoint",
+    "opt-distributed",
+    "opt-stack",
+]
+
+
+@pytest.fixture(params=PACKAGES)
+def wheel(request: pytest.FixtureRequest) -> zipfile.ZipFile:
+    name = request.param.replace("-", "_")
+    (path,) = Path(os.environ["OPT_STACK_DIST"]).glob(f"{name}-*.whl")
+    return zipfile.ZipFile(path)
+
+
+def import_name(wheel: zipfile.ZipFile) -> str:
+    return Path(str(wheel.filename)).name.split("-")[0]
+
+
+def metadata(wheel: zipfile.ZipFile) -> dict[str, list[str]]:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    message = Parser().parsestr(wheel.read(name).decode())
+    return {key: message.get_all(key, []) for key in set(message.keys())}
+
+
+def test_a_wheel_holds_its_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    name = import_name(wheel)
+    tops = {entry.split("/")[0] for entry in wheel.namelist()}
+    assert tops == {name, *(top for top in tops if top.endswith(".dist-info"))}
+    assert {f"{name}/__init__.py", f"{name}/py.typed"} <= set(wheel.namelist())
+    assert not [entry for entry in wheel.namelist() if "/tests/" in entry or entry.endswith((".so", ".pyc", ".pt"))]
+
+
+def test_its_metadata_is_of_a_version_every_index_takes(wheel: zipfile.ZipFile) -> None:
+    found = metadata(wheel)
+    assert found["Metadata-Version"] == ["2.4"]
+    assert found["License-Expression"] == ["Apache-2.0"]
+    assert found["Requires-Python"] == [">=3.11"]
+
+
+def test_it_asks_for_no_torch_of_an_index_of_its_own(wheel: zipfile.ZipFile) -> None:
+    lines = metadata(wheel).get("Requires-Dist", [])
+    torch = [line for line in lines if line.startswith("torch") and "extra ==" not in line]
+    assert torch == ([] if import_name(wheel) == "opt_scheduler" else ["torch>=2.6"])
+    assert not [line for line in lines if "@" in line or "file:" in line]
+
+
+def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
+    (path,) = Path(os.environ["OPT_STACK_DIST"]).glob("opt_kernels-*.whl")
+    names = zipfile.ZipFile(path).namelist()
+    assert "opt_kernels/ops/adam/triton.py" in names
+    assert "opt_kernels/ops/adam/reference.py" in names
