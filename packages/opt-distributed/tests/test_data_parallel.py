@@ -423,3 +423,14 @@ def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
         config, nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6)), groups=over(Alone())
     )
     assert [bucket.params_numel for bucket in ddp.synced_buffers[0].plan.layout.buckets] == [384, 384]
+
+
+def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
+    def rank_main(comm: ThreadComm) -> list[int]:
+        model = nn.ModuleList(nn.Linear(100, 7) for _ in range(3))
+        ddp = DistributedDataParallel(SHARDED, model, groups=over(comm), shard_multiple=256)
+        return [piece.of_param.start for piece in ddp.synced_buffers[0].owned()]
+
+    starts = run_threads(3, rank_main)
+    assert {start % 256 for of_rank in starts for start in of_rank} == {0}
+    assert any(start > 0 for of_rank in starts for start in of_rank)

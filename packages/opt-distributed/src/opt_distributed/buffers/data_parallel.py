@@ -1,6 +1,6 @@
 """`DistributedDataParallel`: a model chunk over contiguous buffers that travel beside compute."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -24,6 +24,7 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
 from opt_distributed.layout import LayoutError, Piece
+from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta, describe
 from opt_paramgroups.names import parameters_by_id
 
@@ -58,9 +59,14 @@ class SyncedBuffer:
     def settle_(self, flags: Tensor) -> None:
         """Nothing is in doubt."""
 
-    def used(self, id: ParamId) -> bool:
-        """True: zeros are a gradient too."""
-        return True
+    def unused(self) -> Collection[ParamId]:
+        """None: zeros are a gradient too."""
+        return ()
+
+    def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
+        """Reads what `grad` gives, at every step anew: the same view."""
+        view = self.grad(id, of_param)
+        return lambda: view
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
         """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
@@ -107,6 +113,8 @@ class DistributedDataParallel(nn.Module):
         is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
         calculate_per_token_loss: losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
+        shard_multiple: elements that every cut of a parameter is a multiple of; the block size, where a codec keeps
+            optimizer state in blocks.
 
     Raises:
         LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out, or ranks' layouts or
@@ -122,6 +130,7 @@ class DistributedDataParallel(nn.Module):
         is_whole: IsWhole = nothing_whole,
         calculate_per_token_loss: bool = False,
         chunk: int = 0,
+        shard_multiple: int = SHARD_MULTIPLE,
     ):
         super().__init__()
         self.config = config
@@ -130,8 +139,8 @@ class DistributedDataParallel(nn.Module):
         self.roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
-        plans, memories = self._agreed_buffers(is_whole, per_token=calculate_per_token_loss)
-        travels = [self._travel(plan, per_token=calculate_per_token_loss) for plan in plans]
+        plans, memories = self._agreed_buffers(is_whole, shard_multiple)
+        travels = [self._travel(plan) for plan in plans]
         buckets = [(number, index) for number, plan in enumerate(plans) for index in range(len(plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
         self._grad_sync = GradSync(
@@ -292,12 +301,12 @@ class DistributedDataParallel(nn.Module):
     def _axes(self, plan: BufferPlan) -> Axes:
         return self.roles.expert if plan.key.is_expert else self.roles.dense
 
-    def _agreed_buffers(self, is_whole: IsWhole, *, per_token: bool) -> _Buffers:
+    def _agreed_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
         """Plans and memory; an error of one rank, or a difference between ranks, is every rank's error."""
         buffers, error = _Buffers((), ()), None
         try:
-            check_config(self.config, self.roles, per_token=per_token)
-            buffers = self._make_buffers(is_whole)
+            check_config(self.config, self.roles, per_token=self.calculate_per_token_loss)
+            buffers = self._make_buffers(is_whole, shard_multiple)
         except ValueError as caught:
             error = caught
         for axes, is_expert in ((self.roles.dense, False), (self.roles.expert, True)):
@@ -307,10 +316,16 @@ class DistributedDataParallel(nn.Module):
             agree_on(axes, print_, error)
         return buffers
 
-    def _make_buffers(self, is_whole: IsWhole) -> _Buffers:
+    def _make_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
         shards = NumShards(dense=self.roles.dense.dp.size, expert=self.roles.expert.dp.size)
-        ranks = self.roles.dense.num_replicas
-        plans = plan_buffers(self.metas, self.config, num_shards=shards, num_ranks=ranks, is_whole=is_whole)
+        plans = plan_buffers(
+            self.metas,
+            self.config,
+            num_shards=shards,
+            num_ranks=self.roles.dense.num_replicas,
+            is_whole=is_whole,
+            shard_multiple=shard_multiple,
+        )
         return _Buffers(plans, tuple(self._allocate(plan) for plan in plans))
 
     def _allocate(self, plan: BufferPlan) -> ParamAndGradBuffer:
@@ -324,9 +339,9 @@ class DistributedDataParallel(nn.Module):
             sharded=self.config.use_distributed_optimizer,
         )
 
-    def _travel(self, plan: BufferPlan, *, per_token: bool) -> Travel:
+    def _travel(self, plan: BufferPlan) -> Travel:
         axes = self._axes(plan)
-        mean = 1.0 if per_token else 1.0 / self.roles.dense.num_replicas
+        mean = 1.0 if self.calculate_per_token_loss else 1.0 / self.roles.dense.num_replicas
         return Travel(
             name=f"{plan.key}",
             wire=self._wire(plan, axes),

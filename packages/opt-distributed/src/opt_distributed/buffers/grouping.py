@@ -8,6 +8,7 @@ import torch
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta
 
 IsWhole = Callable[[ParamMeta], bool]
@@ -66,13 +67,14 @@ def plan_buffers(
     num_shards: NumShards,
     num_ranks: int,  # dense replicas, over all instances
     is_whole: IsWhole = nothing_whole,
+    shard_multiple: int = SHARD_MULTIPLE,
 ) -> tuple[BufferPlan, ...]:
     """The buffers of a model chunk, in order of first appearance.
 
     Without any overlap there is nothing to cut a buffer into buckets for, and each has one.
 
     Raises:
-        LayoutError: a parameter is a DTensor, which is laid out already.
+        LayoutError: a parameter is a DTensor, which is laid out already; ``shard_multiple`` below 1.
     """
     by_key: dict[BufferKey, list[ParamShape]] = {}
     for meta in metas.values():
@@ -89,7 +91,7 @@ def plan_buffers(
         BufferPlan(
             key=key,
             params=tuple(params),
-            layout=_layout(key, params, config, num_shards=num_shards, size=bucket_size),
+            layout=_layout(key, params, config, num_shards=num_shards, size=bucket_size, multiple=shard_multiple),
         )
         for key, params in by_key.items()
     )
@@ -119,10 +121,16 @@ def _layout(
     *,
     num_shards: NumShards,
     size: int | None,
+    multiple: int,
 ) -> Layout:
     if not config.use_distributed_optimizer:
         return replicated_layout(params, bucket_size=size)
     planner = whole_layout if key.is_whole else flat_layout
-    pad = config.pad_buckets_for_high_nccl_busbw
     shards = num_shards.expert if key.is_expert else num_shards.dense
-    return planner(params, num_shards=shards, bucket_size=size, pad_for_high_busbw=pad)
+    return planner(
+        params,
+        num_shards=shards,
+        bucket_size=size,
+        shard_multiple=multiple,
+        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+    )
