@@ -111,7 +111,7 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     for row, (_, work) in zip(out, tasks):
         row.copy_(work.grad)
     # Scaled after it was widened: a narrow gradient times a small clip coefficient would lose bits.
-    return out.mul_(grad_scale)
+    return out if isinstance(grad_scale, float) and grad_scale == 1.0 else out.mul_(grad_scale)
 
 
 def compute_dtype(work: Work) -> torch.dtype:
@@ -171,4 +171,5 @@ def _run(tensor: Tensor, codec: StateCodec) -> Tensor:
 def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
     """Copies each value to its target, or with a non-zero `skip` the target to itself: the host need not know."""
     for target, value in zip(targets, values):
-        target.copy_(value if skip is None else torch.where(skip != 0, target, value))
+        if value is not target:
+            target.copy_(value if skip is None else torch.where(skip != 0, target, value))

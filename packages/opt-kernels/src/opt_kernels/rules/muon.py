@@ -124,9 +124,12 @@ def accumulate_(
     hyper, work = task
     if not rule.decoupled:
         grad.add_(read_main(work) * hyper.weight_decay)
-    codec = rule.codecs[MOMENTUM]
-    momentum = read_state(work, MOMENTUM, codec).lerp_(grad, 1.0 - hyper.momentum)
-    write_state_(work, MOMENTUM, codec, momentum, skip)
+    codec, stored = rule.codecs[MOMENTUM], work.state[MOMENTUM]
+    in_place = skip is None and stored.dtype is grad.dtype
+    momentum = stored if in_place else read_state(work, MOMENTUM, codec)
+    momentum.lerp_(grad, 1.0 - hyper.momentum)
+    if not in_place:
+        write_state_(work, MOMENTUM, codec, momentum, skip)
     if rule.nesterov:
         grad.lerp_(momentum, hyper.momentum)
     else:
@@ -149,7 +152,7 @@ def scale_(rule: Muon, work: Work, updates: Tensor) -> None:
 def descend_(rule: Muon, task: Task, update: Tensor, skip: Tensor | None) -> None:
     """p <- p - lr wd p - lr update, where p is not skipped; `update` is overwritten."""
     hyper, work = task
-    main = read_main(work)
+    main = read_main(work) if skip is None else read_main(work).clone()
     if rule.decoupled:
-        main = main * (1.0 - hyper.lr * hyper.weight_decay)
-    write_main_(work, main - update.mul_(hyper.lr), skip)
+        main.mul_(1.0 - hyper.lr * hyper.weight_decay)
+    write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
