@@ -1,0 +1,39 @@
+"""The README's examples run."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from opt_kernels.optim import AdamW
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[1] for block in BLOCKS])
+def test_an_example_runs(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_states_have_the_bytes_that_the_table_says() -> None:
+    def bytes_of(**options: object) -> float:
+        param = torch.nn.Parameter(torch.zeros(128, 100, dtype=torch.bfloat16))
+        param.grad = torch.zeros_like(param)
+        optimizer = AdamW([param], **options)  # type: ignore[arg-type]
+        optimizer.step()
+        state = optimizer.state[param]
+        num_bytes: int = sum(t.numel() * t.itemsize for name, t in state.items() if name != "step")
+        return num_bytes / param.numel()
+
+    narrow = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    half = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    sizes = [
+        bytes_of(mains="float32"),
+        bytes_of(mains="remainder", **half),
+        bytes_of(mains="remainder", **narrow),
+        bytes_of(stochastic_rounding=True, **narrow),
+    ]
+    rows = [line for line in README.splitlines() if line.startswith(("| `mains=", "| no main"))]
+    assert [f"{float(row.split('|')[2]):.2f}" for row in rows] == [f"{size:.2f}" for size in sizes]
