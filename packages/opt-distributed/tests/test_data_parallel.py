@@ -427,7 +427,7 @@ def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
 
 def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
-        model = nn.ModuleList(nn.Linear(100, 7) for _ in range(3))
+        model = nn.ModuleList(nn.Linear(100, 7) for _ in range(4))
         ddp = DistributedDataParallel(SHARDED, model, groups=over(comm), shard_multiple=256)
         return [piece.of_param.start for piece in ddp.synced_buffers[0].owned()]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.agreement import agree_on, check_config
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, take_grad_
 from opt_distributed.buffers.bucket import GradBucket, Travel
-from opt_distributed.buffers.grad_sync import GradSync, Reduces, from_all_replicas
+from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import (
     BufferPlan,
     IsWhole,
@@ -23,7 +24,7 @@ from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
-from opt_distributed.layout import LayoutError, Piece
+from opt_distributed.layout import Piece
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta, describe
 from opt_paramgroups.names import parameters_by_id
@@ -368,41 +369,3 @@ class DistributedDataParallel(nn.Module):
         self._grad_sync.check_accumulating(id)
         take_grad_(param)
         self._grad_sync.note(id)
-
-
-def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
-    """What only the groups and the loss decide about a configuration.
-
-    Raises:
-        ValueError: a field that does not go with the groups or with the loss.
-    """
-    instances = roles.dense.inter.size
-    if config.num_distributed_optimizer_instances != instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make "
-            f"{instances}; give the inter_dist_opt group of that size"
-        )
-    if config.reduce_scatter_with_fp32_accumulation and not config.use_distributed_optimizer:
-        raise ValueError("reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True")
-    if config.average_in_collective and per_token:
-        raise ValueError("average_in_collective=True takes means, calculate_per_token_loss sums; choose one")
-
-
-def agree_on(axes: Axes, fingerprint: str, error: ValueError | None) -> None:
-    """Raises on every replica if one brings an error, or if their fingerprints differ.
-
-    Raises:
-        LayoutError: another rank's error, or the ranks that differ from the first. This rank's own error as it is.
-    """
-    told = from_all_replicas(axes, (None if error is None else str(error), fingerprint))
-    if error is not None:
-        raise error
-    for rank, (text, _) in enumerate(told):
-        if text is not None:
-            raise LayoutError(f"data-parallel rank {rank} refused: {text}")
-    odd = [rank for rank, (_, print_) in enumerate(told) if print_ != told[0][1]]
-    if odd:
-        raise LayoutError(
-            f"data-parallel ranks {odd} laid their buffers out differently from rank 0; model and configuration must "
-            "be equal on all ranks that share parameters"
-        )

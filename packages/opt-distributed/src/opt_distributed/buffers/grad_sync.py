@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from opt_distributed.buffers.agreement import from_all_replicas
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
@@ -22,11 +23,6 @@ class _Told(NamedTuple):
 
     order: tuple[int, ...]  # buckets, as they became complete
     doubtful: frozenset[int]  # buckets with a parameter that had no gradient
-
-
-def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
-    """Every replica's value, in the same order on every rank, instance by instance."""
-    return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
 
 
 class GradSync:
