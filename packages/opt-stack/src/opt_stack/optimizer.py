@@ -16,6 +16,8 @@ from opt_stack.sharded_state import Described, Held, describe_params, load_shard
 VERSION = 1  # of `state_dict`
 _HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
 
+_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
+
 
 class Optimizer(torch.optim.Optimizer):
     """One step over any layout, behind torch's interface.
@@ -42,7 +44,8 @@ class Optimizer(torch.optim.Optimizer):
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
         super().__init__(
-            [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}], defaults={}
+            [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}],
+            defaults=_shared_hyper(groups),
         )
         self._built = True
         sharded = {shape.id for b in plan.buffers if b.layout.num_shards > 1 for shape in b.params}
@@ -93,8 +96,8 @@ class Optimizer(torch.optim.Optimizer):
         return not self._ids
 
     def get_parameters(self) -> list[Tensor]:
-        """What this rank's rules write: parameters themselves, or the main values beside them."""
-        return [piece.main.value() for _, piece, _ in self._held.values()]
+        """What this rank's rules write, in the groups' order: parameters themselves, or the main values beside them."""
+        return [self._held[id].piece.main.value() for id in self._ids if id in self._held]
 
     def init_state(self) -> None:
         """Nothing: state exists from construction, for every rule, and no parameter moves for it."""
@@ -105,12 +108,14 @@ class Optimizer(torch.optim.Optimizer):
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values come from there,
         in its precision. Raises ValueError for a parameter it does not hold.
         """
-        for _, piece, _ in self._held.values():
-            if state_dict is None:
+        pieces = [held.piece for held in self._held.values()]
+        if state_dict is None:
+            for piece in pieces:
                 piece.main.reload_()
-            else:
-                value = _find(state_dict, piece.id).flatten()[piece.of_param]
-                piece.main.set_(value.view(piece.main.target.shape))
+            return
+        found = [_find(state_dict, piece.id).flatten()[piece.of_param] for piece in pieces]  # all, before any is set
+        for piece, value in zip(pieces, found, strict=True):
+            piece.main.set_(value.view(piece.main.target.shape))
 
     def offload_to_cpu(self) -> None:
         """Moves main values and state to host memory; parameters stay. `restore_from_cpu` before the next step."""
@@ -255,6 +260,11 @@ MegatronOptimizer = Optimizer  # the reference's name
 def _name(id: ParamId) -> str:
     """A parameter's name in a state dict; the first chunk's are the module's own."""
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
+
+
+def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The hyper-parameters that every group has, as the first has them: torch's OneCycleLR looks for betas there."""
+    return {key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)}
 
 
 def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

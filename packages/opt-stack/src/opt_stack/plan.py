@@ -70,6 +70,7 @@ class GroupPlan:
     numel: int
     lr: float | None
     weight_decay: float
+    clips: bool = True  # False: gradients are not clipped, and make a norm of their own instead of part of the model's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +88,13 @@ class Plan:
 
     def fingerprint(self) -> str:
         """Equal on ranks that planned the same layouts and numbers for the same parameters."""
-        text = [f"{b.name}:{b.layout.fingerprint()}" for b in self.buffers]
+        text = [f"{b.name}:{b.layout.fingerprint()}" for b in self.buffers if b.spread is not Spread.LAID_OUT]
         text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in self.units]
         return sha256("|".join(text).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
         """Equal where a rank-local `state_dict` may be loaded: the same pieces of the same parameters."""
-        shards = [b for b in self.buffers if b.layout.num_shards > 1]
+        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.spread is Spread.LAID_OUT]
         if not shards:
             return "replicated"
         layouts = "|".join(sorted(b.layout.fingerprint() for b in shards))

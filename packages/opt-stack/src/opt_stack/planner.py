@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.step.mains import Numbers
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.base import Needs, Rule, StateKind
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
@@ -31,6 +31,7 @@ def make_plan(
     sizes: WorldSizes,
     bucket_size: int | None = None,
     ready_buffers: Sequence[BufferPlan] = (),  # of chunks that come with buffers of their own
+    gathering: Mapping[str, Rule] | None = None,  # for matrices that come cut over ranks; None: `rules`
 ) -> Plan:
     """Plans the step for these parameters.
 
@@ -43,9 +44,10 @@ def make_plan(
     ours = {id: name for id, name in rule_of.items() if id not in in_buffers}
     planned = _plan_buffers(config, metas, ours, rules, sizes=sizes, bucket_size=bucket_size)
     buffers = (*ready_buffers, *planned)
-    units = _plan_units(config, metas, rule_of, rules)
+    units = _plan_units(config, metas, rule_of, rules, rules if gathering is None else gathering)
     for unit in units:
         _check_unit(unit, buffers, config.sharding)
+        _check_factors(unit, metas)
     return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
 
 
@@ -73,7 +75,8 @@ def _plan_buffers(
         if id not in rule_of:
             continue
         spread = Spread.LAID_OUT if meta.is_dtensor else _spread(config.sharding, rules[rule_of[id]])
-        shape = ParamShape(id=id, shape=tuple(meta.shape), shared_embedding=meta.shared_embedding)
+        stored = meta.local_shape if meta.is_dtensor else meta.shape
+        shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.shared_embedding)
         found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
     buffers = []
     for (dtype, is_expert, spread), params in found.items():
@@ -106,26 +109,45 @@ def _layout(spread: Spread, params: Sequence[ParamShape], *, num_shards: int, bu
             return replicated_layout(params, bucket_size=bucket_size)
 
 
+class _UnitKey(NamedTuple):
+    """What parameters of one unit have in common; units are stepped in this order."""
+
+    is_later: bool  # not of the first model chunk, where that is stepped and published before the others
+    is_expert: bool
+    is_cut: bool  # a matrix that comes cut over ranks
+    rule: str
+
+    @property
+    def name(self) -> str:
+        """`muon/experts`, ..."""
+        told = {"later chunks": self.is_later, "experts": self.is_expert, "cut": self.is_cut}
+        return "/".join([self.rule, *(name for name, said in told.items() if said)])
+
+
 def _plan_units(
     config: OptimizerConfig,
     metas: Mapping[ParamId, ParamMeta],
     rule_of: Mapping[ParamId, str],
     rules: Mapping[str, Rule],
+    gathering: Mapping[str, Rule],
 ) -> tuple[UnitPlan, ...]:
     """One unit for each (rule, family), in order of first appearance; experts last, as their groups are others."""
-    found: dict[tuple[bool, str], list[ParamId]] = {}
+    first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
+    found: dict[_UnitKey, list[ParamId]] = {}
     for id, meta in metas.items():
         if id in rule_of:
-            found.setdefault((meta.is_expert, rule_of[id]), []).append(id)
+            is_cut = meta.is_dtensor and not meta.tensor_parallel and rules[rule_of[id]].needs is Needs.MATRICES
+            key = _UnitKey(first is not None and id.chunk != first, meta.is_expert, is_cut, rule_of[id])
+            found.setdefault(key, []).append(id)
     return tuple(
         UnitPlan(
-            name=f"{name}/experts" if is_expert else name,
-            rule=rules[name],
-            is_expert=is_expert,
+            name=key.name,
+            rule=gathering[key.rule] if key.is_cut else rules[key.rule],
+            is_expert=key.is_expert,
             ids=frozenset(ids),
             numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].dtype for id in ids}},
         )
-        for (is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][0])
+        for key, ids in sorted(found.items(), key=lambda item: item[0][:3])
     )
 
 
@@ -154,7 +176,26 @@ def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replica
             )
 
 
+def _check_factors(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
+    """A rule that keeps a square factor of each side cannot be given a part of a matrix."""
+    if not any(spec.kind is StateKind.MATRIX for spec in unit.rule.state_specs):
+        return
+    cut = [id for id in sorted(unit.ids) if metas[id].is_dtensor and metas[id].local_shape != metas[id].shape]
+    if cut:
+        raise ConfigError(
+            f"optimizer={unit.rule.name!r} keeps factors of whole matrices, but {cut[0]} is a DTensor of which this rank "
+            f"stores {metas[cut[0]].local_shape} of {metas[cut[0]].shape}; use optimizer='muon', or leave the model "
+            "unsharded and set use_layer_wise_distributed_optimizer=True"
+        )
+
+
 def _group_plan(group: Mapping[str, Any]) -> GroupPlan:
+    clips = group.get("clip_grad", True)
+    if not isinstance(clips, bool):
+        raise ConfigError(
+            f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; True (to OptimizerConfig.clip_grad) and "
+            "False (never, with a norm of its own) are allowed"
+        )
     return GroupPlan(
         name=group["name"],
         optimizer=group["optimizer"],
@@ -162,4 +203,5 @@ def _group_plan(group: Mapping[str, Any]) -> GroupPlan:
         numel=sum(param.numel() for param in group["params"]),
         lr=group["lr"],
         weight_decay=group["weight_decay"],
+        clips=clips,
     )

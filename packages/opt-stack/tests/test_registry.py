@@ -1,0 +1,133 @@
+"""Rules by name: ours, the caller's, and those of installed packages."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack_models import assert_equal, make_model, train, weights
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.rules.sgd import SGD
+from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
+
+OURS = ["adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
+
+
+def test_all_our_rules_are_listed_and_described() -> None:
+    assert list_optimizers() == OURS
+    assert describe_optimizer("sgd") == "sgd: gradient descent with momentum. State: momentum_buffer. Needs elements."
+    for name in OURS:
+        assert describe_optimizer(name).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_rule_of_ours_trains(name: str) -> None:
+    model = make_model()
+    before = weights(model)
+    train(model, get_optimizer(OptimizerConfig(optimizer=name, lr=1e-2), [model]), range(3))
+    assert all((weight != before[key]).any() for key, weight in weights(model).items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backwards(SGD):
+    """SGD that climbs: a rule that only this test can have made."""
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        SGD.update_(self, batches, grad_scale=-grad_scale, skip=skip)
+
+
+BACKWARDS = RuleEntry(
+    name="backwards",
+    summary="gradient ascent",
+    make=lambda config: Backwards(momentum_buffer=False),
+    hyper=lambda config: {"momentum": 0.0},
+)
+
+
+def test_a_rule_of_ones_own_is_a_value_in_a_registry_of_ones_own() -> None:
+    plain = Registry()
+    mine = plain.with_rule(BACKWARDS)
+    assert list_optimizers(mine) == [*OURS, "backwards"]
+    assert list_optimizers(plain) == OURS
+    down, up = make_model(), make_model()
+    start = weights(down)
+    settings = {"lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0}
+    train(down, get_optimizer(OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, **settings), [down]), range(1))
+    train(up, get_optimizer(OptimizerConfig(optimizer="backwards", **settings), [up], rules=mine), range(1))
+    for name, weight in weights(up).items():
+        assert ((weight - start[name]) * (weights(down)[name] - start[name]) <= 0).all()
+    assert (weights(up)["0.weight"] != start["0.weight"]).any()
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Registry().with_rule(RuleEntry(name="adam", summary="", make=BACKWARDS.make, hyper=BACKWARDS.hyper))
+    assert str(caught.value) == "optimizer 'adam' is already registered; give the new rule another name"
+
+
+# --- installed packages -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a package on the path that brings `source` as the module `their_rules`, and an entry point into it."""
+
+    def put(source: str, target: str = "their_rules:RULE") -> None:
+        (tmp_path / "their_rules.py").write_text(source)
+        record = tmp_path / "their_rules-1.0.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: their-rules\nVersion: 1.0\n")
+        (record / "entry_points.txt").write_text(f"[opt_stack.rules]\ntheirs = {target}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "their_rules", raising=False)
+
+    return put
+
+
+THEIRS = """
+import torch
+from opt_stack import torch_rule
+RULE = torch_rule("theirs", torch.optim.Adamax)
+"""
+
+
+def test_an_installed_package_brings_its_rule(install: Any) -> None:
+    install(THEIRS)
+    assert list_optimizers() == [*OURS, "theirs"]
+    model, again = make_model(), make_model()
+    for each in (model, again):
+        train(each, get_optimizer(OptimizerConfig(optimizer="theirs", lr=1e-2), [each]), range(2))
+    assert_equal(weights(model), weights(again))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        pytest.param(
+            "RULE = 3",
+            "their_rules:RULE",
+            "entry point theirs = 'their_rules:RULE' of opt_stack.rules names a int; it must be an opt_stack.RuleEntry",
+            id="no-rule",
+        ),
+        pytest.param(
+            "raise OSError('no licence')",
+            "their_rules:RULE",
+            "entry point theirs = 'their_rules:RULE' of opt_stack.rules cannot be loaded: OSError('no licence'); mend or "
+            "uninstall the package",
+            id="broken",
+        ),
+        pytest.param(
+            "from opt_stack.built_in import ADAM as RULE",
+            "their_rules:RULE",
+            "optimizer 'adam' is already registered; give the new rule another name",
+            id="taken",
+        ),
+    ],
+)
+def test_a_package_that_brings_none_is_told(install: Any, source: str, target: str, message: str) -> None:
+    install(source, target)
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
+    assert str(caught.value) == message

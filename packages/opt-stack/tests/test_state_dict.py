@@ -1,0 +1,157 @@
+"""Saving and loading in torch's form: loading sets, twice equals once, precision stays, groups find their own."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from stack_models import assert_equal, make_model, train, weights
+from torch import nn
+
+from opt_config import OptimizerConfig
+from opt_stack import Optimizer, get_optimizer
+
+ADAMW = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
+CONFIGS = [
+    pytest.param(ADAMW, torch.float32, id="adamw"),
+    pytest.param(OptimizerConfig(lr=1e-2, bf16=True), torch.bfloat16, id="bf16"),
+    pytest.param(OptimizerConfig(lr=1e-2, optimizer="sgd"), torch.float32, id="sgd"),
+    pytest.param(OptimizerConfig(lr=1e-2, optimizer="lion"), torch.float32, id="lion"),
+    pytest.param(OptimizerConfig(lr=1e-2, optimizer="muon"), torch.float32, id="muon"),
+    pytest.param(OptimizerConfig(lr=1e-2, optimizer="soap"), torch.float32, id="soap"),
+    pytest.param(
+        OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16),
+        torch.bfloat16,
+        id="precision-aware",
+    ),
+]
+
+
+def trained(config: OptimizerConfig, dtype: torch.dtype, steps: int) -> tuple[nn.Module, Optimizer]:
+    model = make_model(dtype)
+    optimizer = get_optimizer(config, [model])
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def values(optimizer: Optimizer) -> Any:
+    """The state dict with copies of its tensors."""
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("config", "dtype"), CONFIGS)
+def test_a_run_resumed_from_a_file_is_the_run_never_stopped(config: OptimizerConfig, dtype: torch.dtype) -> None:
+    unbroken, _ = trained(config, dtype, 8)
+    model, first = trained(config, dtype, 4)
+    resumed = get_optimizer(config, [model])
+    resumed.load_state_dict(through_a_file(first.state_dict()))
+    train(model, resumed, range(4, 8))
+    assert_equal(weights(model), weights(unbroken))
+
+
+@pytest.mark.parametrize(("config", "dtype"), CONFIGS)
+def test_loading_sets_and_twice_equals_once(config: OptimizerConfig, dtype: torch.dtype) -> None:
+    saved = values(trained(config, dtype, 3)[1])
+    _, other = trained(config, dtype, 5)
+    other.load_state_dict(saved)
+    assert_equal(values(other)["state"], saved["state"])
+    other.load_state_dict(saved)
+    assert_equal(values(other), saved)
+
+
+def test_the_state_of_16_bit_parameters_stays_fp32() -> None:
+    config = OptimizerConfig(lr=1e-2, bf16=True)
+    _, optimizer = trained(config, torch.bfloat16, 2)
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    for state in optimizer.state_dict()["state"].values():
+        assert {name: value.dtype for name, value in state.items() if name != "step"} == dict.fromkeys(
+            ("exp_avg", "exp_avg_sq", "fp32_param"), torch.float32
+        )
+
+
+def test_the_state_of_torchs_own_adamw_loads() -> None:
+    theirs, ours = make_model(), make_model()
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    train(theirs, adamw, range(4))
+    train(ours, torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1), range(4))
+    optimizer = get_optimizer(ADAMW, [ours], {})
+    optimizer.load_state_dict(adamw.state_dict())
+    train(ours, optimizer, range(4, 8))
+    train(theirs, adamw, range(4, 8))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)  # one rounding a step
+
+
+def test_what_was_not_saved_is_as_before_the_first_step() -> None:
+    _, optimizer = trained(ADAMW, torch.float32, 3)
+    saved = values(optimizer)
+    saved["state"] = {}
+    optimizer.load_state_dict(saved)
+    for state in optimizer.state_dict()["state"].values():
+        assert float(state["step"]) == 0.0
+        assert not state["exp_avg"].any()
+
+
+def test_groups_are_found_by_name_and_parameters_within_them_too() -> None:
+    model, optimizer = trained(ADAMW, torch.float32, 3)
+    saved = values(optimizer)
+    assert len(saved["param_groups"]) == 2
+    saved["param_groups"].reverse()
+    for group in saved["param_groups"]:
+        group["params"].reverse()
+        group["param_names"].reverse()
+    other = get_optimizer(ADAMW, [model])
+    other.load_state_dict(saved)
+    assert_equal(values(other), values(optimizer))
+
+
+def test_hyper_parameters_are_restored_and_an_other_configuration_does_not_hinder() -> None:
+    _, optimizer = trained(ADAMW, torch.float32, 1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    other = get_optimizer(OptimizerConfig(lr=7e-2, weight_decay=0.3), [make_model()])
+    held = other.param_groups
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.5
+    assert other.param_groups is held  # schedulers hold on to the list and its dicts
+
+
+def test_the_loss_scale_is_part_of_it() -> None:
+    config = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=64.0)
+    first = get_optimizer(config, [make_model(torch.float16)])
+    first.stepper.scaler.update(True)
+    first.stepper.scaler.update(True)
+    other = get_optimizer(config, [make_model(torch.float16)])
+    other.load_state_dict(through_a_file(first.state_dict()))
+    assert other.get_loss_scale().tolist() == [32.0]
+    assert other.scale_loss(torch.tensor(2.0)).item() == 64.0
+
+
+def _without(state: dict[str, Any], name: str) -> None:
+    for of_param in state["state"].values():
+        del of_param[name]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(lambda s: s["param_groups"].pop(), "has 1 parameter groups, this optimizer 2", id="groups"),
+        pytest.param(lambda s: s["param_groups"][0].update(name="x"), "state_dict has no group 'default'", id="name"),
+        pytest.param(lambda s: s.update(layout="rank 0 of ab"), "saved on layout rank 0 of ab", id="layout"),
+        pytest.param(lambda s: _without(s, "exp_avg_sq"), "lacks exp_avg_sq", id="other-rule"),
+        pytest.param(lambda s: s["state"][0].update(exp_avg=torch.zeros(2)), "has shape \\(2,\\)", id="shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(spoil: Any, message: str) -> None:
+    _, optimizer = trained(ADAMW, torch.float32, 2)
+    saved, before = values(optimizer), values(optimizer)
+    spoil(saved)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert_equal(values(optimizer), before)

@@ -1,0 +1,207 @@
+"""Any torch.optim class as a rule: its own numbers, its state saved like ours, and clear refusals."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from stack_models import assert_equal, backward, make_model, train, weights
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_stack import Registry, get_optimizer, torch_rule
+
+CLASSES = [
+    pytest.param(torch.optim.AdamW, {"betas": (0.8, 0.95)}, id="AdamW"),
+    pytest.param(torch.optim.Adam, {"amsgrad": True, "eps": 1e-6}, id="Adam-amsgrad"),
+    pytest.param(torch.optim.NAdam, {}, id="NAdam"),  # keeps a number of its own
+    pytest.param(torch.optim.ASGD, {}, id="ASGD"),  # its first state is not zero
+    pytest.param(torch.optim.Adagrad, {"initial_accumulator_value": 0.1}, id="Adagrad"),  # makes state when built
+    pytest.param(torch.optim.RMSprop, {"momentum": 0.9, "centered": True}, id="RMSprop"),
+    pytest.param(torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}, id="SGD"),  # its first step differs
+    pytest.param(torch.optim.Adadelta, {}, id="Adadelta"),
+]
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"optimizer": "theirs", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, **changes})
+
+
+def registry(cls: type[torch.optim.Optimizer], **options: Any) -> Registry:
+    return Registry().with_rule(torch_rule("theirs", cls, **options))
+
+
+@pytest.mark.parametrize(("cls", "options"), CLASSES)
+def test_it_trains_bit_for_bit_as_the_class_itself(cls: Any, options: dict[str, Any]) -> None:
+    ours, theirs = make_model(), make_model()
+    train(ours, get_optimizer(config(), [ours], {}, rules=registry(cls, **options)), range(6))
+    train(theirs, cls(theirs.parameters(), lr=1e-2, weight_decay=0.1, **options), range(6))
+    assert_equal(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize(("cls", "options"), CLASSES)
+def test_its_state_is_saved_and_goes_on(cls: Any, options: dict[str, Any]) -> None:
+    rules = registry(cls, **options)
+    unbroken, model = make_model(), make_model()
+    train(unbroken, get_optimizer(config(), [unbroken], rules=rules), range(6))
+    first = get_optimizer(config(), [model], rules=rules)
+    train(model, first, range(3))
+    resumed = get_optimizer(config(), [model], rules=rules)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(model, resumed, range(3, 6))
+    assert_equal(weights(model), weights(unbroken))
+
+
+def test_16_bit_parameters_get_fp32_mains() -> None:
+    model, mains = make_model(torch.bfloat16), make_model(torch.bfloat16).float()
+    optimizer = get_optimizer(config(bf16=True), [model], {}, rules=registry(torch.optim.Adamax))
+    theirs = torch.optim.Adamax(mains.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        model.zero_grad()
+        backward(model, step)
+        for main, param in zip(mains.parameters(), model.parameters(), strict=True):
+            main.grad = param.grad.float()
+        optimizer.step()
+        theirs.step()
+        assert_equal(weights(model), {name: w.bfloat16() for name, w in weights(mains).items()})
+
+
+def test_the_remainder_of_a_16_bit_parameter_is_kept() -> None:
+    changes = {"bf16": True, "use_precision_aware_optimizer": True}
+    model, other = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    split = config(**changes, store_param_remainders=True)
+    whole = config(**changes, store_param_remainders=False)
+    rules = registry(torch.optim.Adamax)
+    for each, numbers in ((model, split), (other, whole)):
+        train(each, get_optimizer(numbers, [each], {}, rules=rules), range(5))
+    # The halves round to nearest with ties away from zero, a copy with ties to even: alike but for exact ties.
+    assert_equal(weights(model), weights(other))
+
+
+def test_a_groups_numbers_reach_the_class_at_every_step() -> None:
+    ours, theirs = make_model(), make_model()
+    optimizer = get_optimizer(config(), [ours], {}, rules=registry(torch.optim.Adamax))
+    other = torch.optim.Adamax(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    for step, edit in enumerate([{}, {"lr": 1e-3}, {"betas": (0.5, 0.9)}, {"eps": 1e-4}, {"weight_decay": 0.0}]):
+        optimizer.param_groups[0].update(edit)
+        other.param_groups[0].update(edit)
+        train(ours, optimizer, range(step, step + 1))
+        train(theirs, other, range(step, step + 1))
+    assert_equal(weights(ours), weights(theirs))
+
+
+def test_gradients_are_read_only() -> None:
+    model = make_model()
+    optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD, momentum=0.9))
+    backward(model, 0)
+    before = [param.grad.clone() for param in model.parameters()]
+    optimizer.step()
+    assert_equal([param.grad for param in model.parameters()], before)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------------
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    """Keeps a count that decides its steps where no state by parameter is."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+
+class CountsInAnAttribute(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        pytest.param(torch.optim.LBFGS, {}, "LBFGS({}) cannot be stepped: ", id="closure"),
+        pytest.param(torch.optim.SparseAdam, {}, "SparseAdam({}) cannot be stepped: ", id="sparse"),
+        pytest.param(
+            torch.optim.Adafactor,
+            {},
+            "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); what can be saved is "
+            "a tensor of the parameter's shape, or one number as a tensor",
+            id="reduced-state",
+        ),
+        pytest.param(
+            CountsInItsGroup,
+            {},
+            "CountsInItsGroup keeps param_groups[0]['k'] outside of its state by parameter, where nothing would be saved; "
+            "write it as a rule of ours",
+            id="group-state",
+        ),
+        pytest.param(CountsInAnAttribute, {}, "CountsInAnAttribute keeps calls outside of its state", id="attribute"),
+        pytest.param(torch.optim.SGD, {"lr": 0.1}, "lr=0.1 is set in the OptimizerConfig instead", id="lr"),
+        pytest.param(
+            torch.optim.SGD, {"momentum": -1.0}, "cannot be stepped: Invalid momentum value: -1.0", id="value"
+        ),
+        pytest.param(torch.optim.SGD, {"momentun": 0.9}, "unexpected keyword argument 'momentun'", id="option"),
+    ],
+)
+def test_a_class_that_cannot_be_a_rule_is_refused_at_once(cls: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        torch_rule("theirs", cls, **options)
+    assert str(caught.value).startswith("torch_rule('theirs'): ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes", "message"),
+    [
+        pytest.param(
+            torch.optim.NAdam,
+            {"use_distributed_optimizer": True},
+            "use_distributed_optimizer=True: optimizer='theirs' is torch's NAdam behind an adapter, which works where "
+            "every rank keeps the whole state; set it to False, or use one of our own rules",
+            id="flat-shards",
+        ),
+        pytest.param(
+            torch.optim.NAdam,
+            {"use_layer_wise_distributed_optimizer": True},
+            "use_layer_wise_distributed_optimizer=True: optimizer='theirs' is torch's NAdam behind an adapter, which "
+            "works where every rank keeps the whole state; set it to False, or use one of our own rules",
+            id="layer-wise",
+        ),
+        pytest.param(
+            torch.optim.Rprop,
+            {},
+            "weight_decay=0.1: optimizer='theirs' is Rprop, which knows none; set 0.0",
+            id="weight-decay",
+        ),
+        pytest.param(
+            torch.optim.NAdam,
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
+            "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its state in torch.float32; "
+            "leave it at that",
+            id="narrow-moments",
+        ),
+    ],
+)
+def test_a_configuration_it_cannot_serve_is_refused(cls: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer(config(**changes), [make_model()], rules=registry(cls))
+    assert str(caught.value) == message
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_a_parameter_that_the_class_refuses_is_named() -> None:
+    rules = registry(torch.optim.Muon)
+    with pytest.raises(ConfigError, match=r"optimizer='theirs' refuses a parameter of shape \(3,\): "):
+        get_optimizer(config(), [make_model()], rules=rules)
+    get_optimizer(config(), [nn.Linear(3, 4, bias=False)], rules=rules)
+
+
+def test_state_that_appears_only_with_later_numbers_is_not_lost_in_silence() -> None:
+    model = make_model()
+    optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    backward(model, 0)
+    with pytest.raises(ConfigError, match=r"keeps momentum_buffer with a group's present numbers, but not with those"):
+        optimizer.step()
