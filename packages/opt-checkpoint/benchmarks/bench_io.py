@@ -1,8 +1,10 @@
 """Speed and memory of saving and loading, as ratios to raw writes, plain copies and stock DCP in the same run.
 
-    python packages/opt-checkpoint/benchmarks/bench_io.py [--chunk-mb 64] [--chunks 8] [--rounds 5] [--folder DIR] [--json FILE]
+    python packages/opt-checkpoint/benchmarks/bench_io.py [--chunk-mb 64] [--chunks 8] [--rounds 5] [--folder DIR]
+    [--json FILE]
 
-One process. A spare core matters: checksums are computed by a second thread. The folder should be on the disk that checkpoints go to.
+One process. A spare core matters: checksums are computed by a second thread. The folder should be on the disk that
+checkpoints go to.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from measure import PeakMemory, drop_cache, interleaved, timed
-from opt_checkpoint import AsyncSaver, ShardedTensor, load, save, sharded_like, verify_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
+
+from opt_checkpoint import AsyncSaver, ShardedTensor, load, save, sharded_like, verify_checkpoint
 
 MB = 1 << 20
 
@@ -139,11 +143,11 @@ def flat_parts(key: str, tensor: Tensor, count: int) -> list[ShardedTensor]:
     numel = tensor.numel()
     cuts = [numel * i // count for i in range(count + 1)]
     whole = sharded_like(key, tensor)
-    return [whole.flat(tensor.view(-1)[a:b], a, b) for a, b in zip(cuts, cuts[1:])]
+    return [whole.flat(tensor.view(-1)[a:b], a, b) for a, b in pairwise(cuts)]
 
 
 def bench_background(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
-    """How long a background save stands in the way, against a plain copy of the bytes into memory that is there already."""
+    """How long a background save stands in the way, against a plain copy of the bytes into memory at hand."""
     saver, paths = AsyncSaver(), fresh_paths(folder)
     copy = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
 
@@ -196,7 +200,9 @@ def bench_small_items(folder: Path, rounds: int, count: int = 5000) -> dict[str,
         {
             "save": save_ours,
             "load": lambda: timed(lambda: load(sharded(target), held[0])),
-            "stock": lambda: (lambda path: timed(lambda: dcp_save(dict(values), checkpoint_id=path)))(next(stock_paths)),
+            "stock": lambda: (lambda path: timed(lambda: dcp_save(dict(values), checkpoint_id=path)))(
+                next(stock_paths)
+            ),
         },
         rounds,
     )

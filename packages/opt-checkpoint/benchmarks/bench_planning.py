@@ -1,6 +1,7 @@
 """Planning for thousands of ranks, simulated in one process: time, size of the plans, balance; and how they grow.
 
-    python packages/opt-checkpoint/benchmarks/bench_planning.py [--params 20000] [--ranks 512 1024 2048 4096] [--json FILE]
+    python packages/opt-checkpoint/benchmarks/bench_planning.py [--params 20000] [--ranks 512 1024 2048 4096] [--json
+    FILE]
 
 Every rank holds a flat shard of one large bucket of matrices and vectors (ZeRO-1), with one moment each.
 """
@@ -18,12 +19,13 @@ from pathlib import Path
 
 import torch
 from measure import resident_bytes
+from torch.distributed.checkpoint.planner import SavePlan
+
 from opt_checkpoint.balance import assign_parts
 from opt_checkpoint.boxes import cut_flat_range
 from opt_checkpoint.offers import Offers, TensorOffer
 from opt_checkpoint.planner import ShardedSavePlanner
 from opt_checkpoint.validation import validate_sharding_integrity
-from torch.distributed.checkpoint.planner import SavePlan
 
 
 def shapes(count: int) -> list[tuple[int, ...]]:

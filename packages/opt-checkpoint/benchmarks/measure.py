@@ -42,7 +42,7 @@ def resident_bytes() -> int:
 
 
 class PeakMemory:
-    """Watches `resident_bytes` in a thread, for the time of a block; `extra` is the highest rise above its beginning."""
+    """Watches `resident_bytes` for the time of a block; `extra` is the highest rise above its beginning."""
 
     def __enter__(self) -> PeakMemory:
         self._start, self.extra, self._stop = resident_bytes(), 0, threading.Event()

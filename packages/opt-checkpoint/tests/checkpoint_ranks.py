@@ -40,9 +40,7 @@ def free_port() -> int:
 def join_world(rank: int, size: int, port: int, timeout: timedelta = TIMEOUT) -> None:
     """Make this process a rank of a gloo world."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
 
 
 def function_at(file: str, name: str) -> Callable[..., Any]:
@@ -117,7 +115,9 @@ def save_as_ranks(states: Sequence[Any], path: Path, *, files: Files | None = No
     writers[0].finish(metadata, results)
 
 
-def load_as_ranks(states: Sequence[Any], path: Path, *, strict: str = "raise_unexpected", dtype: str = "exact") -> list[Any]:
+def load_as_ranks(
+    states: Sequence[Any], path: Path, *, strict: str = "raise_unexpected", dtype: str = "exact"
+) -> list[Any]:
     """Carry out a load of as many ranks as there are states, in this process; what was assembled, by rank."""
     opened = open_checkpoint(path)
     options = {"strict": StrictHandling.parse(strict), "dtype": DtypeRule(dtype), "aliases": {}}

@@ -35,6 +35,10 @@ class CountingFiles(LocalFiles):
         self._before("write")
         return super().write(fd, data)
 
+    def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+        self._before("write_at")
+        return super().write_at(fd, data, position)
+
     def fsync(self, fd: int) -> None:
         self._before("fsync")
         super().fsync(fd)
@@ -82,7 +86,10 @@ class ShortWrites(LocalFiles):
         self._count += 1
         if self._count % 5 == 0:
             raise InterruptedError(errno.EINTR, "interrupted")
-        return super().write(fd, memoryview(data)[:max(7, len(data) // 2)])
+        return super().write(fd, memoryview(data)[: max(7, len(data) // 2)])
+
+    def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+        return super().write_at(fd, memoryview(data)[:7], position)
 
 
 class PowerLoss(BaseException):
@@ -119,6 +126,14 @@ class LossyFiles(CountingFiles):
         self._unsynced_names.add(path)
         return fd
 
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        self._unsynced_content.add(self._paths[fd])
+        return super().write(fd, data)
+
+    def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+        self._unsynced_content.add(self._paths[fd])
+        return super().write_at(fd, data, position)
+
     def fsync(self, fd: int) -> None:
         super().fsync(fd)
         self._unsynced_content.discard(self._paths[fd])
@@ -131,7 +146,11 @@ class LossyFiles(CountingFiles):
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
         self._renames.append((source, target))
-        moved = {p: target / p.relative_to(source) for p in self._unsynced_content | self._unsynced_names if source in p.parents}
+        moved = {
+            p: target / p.relative_to(source)
+            for p in self._unsynced_content | self._unsynced_names
+            if source in p.parents
+        }
         self._unsynced_content = {moved.get(p, p) for p in self._unsynced_content}
         self._unsynced_names = {moved.get(p, p) for p in self._unsynced_names} - {source}
 

@@ -36,7 +36,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """A world: `pp` stages (which also deal out stacks), `tp` cuts, `dp` flat shards of buckets of `bucket` elements."""
+    """A world: `pp` stages (which also deal out stacks), `tp` cuts, `dp` flat shards of buckets."""
 
     pp: int
     tp: int
@@ -58,15 +58,15 @@ def random_params(rng: random.Random) -> list[Param]:
         axes = [a for a, n in enumerate(shape) if n % 12 == 0]
         cut = rng.choice(axes) if axes and rng.random() < 0.7 else None
         stack = rng.choice([0, 0, 4])
-        params.append(
-            Param(key=f"p{number}", shape=shape, cut_axis=cut, stack=stack, dtype=rng.choice(DTYPES))
-        )
+        params.append(Param(key=f"p{number}", shape=shape, cut_axis=cut, stack=stack, dtype=rng.choice(DTYPES)))
     return params
 
 
 def random_grid(rng: random.Random) -> Grid:
     """At most 12 ranks; 12 is divisible by every tp."""
-    return Grid(pp=rng.choice([1, 2, 4]), tp=rng.choice([1, 2, 3]), dp=rng.choice([1, 2, 3]), bucket=rng.choice([7, 64, 999]))
+    return Grid(
+        pp=rng.choice([1, 2, 4]), tp=rng.choice([1, 2, 3]), dp=rng.choice([1, 2, 3]), bucket=rng.choice([7, 64, 999])
+    )
 
 
 def whole_values(params: list[Param], rng: random.Random) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def rank_pieces(params: list[Param], values: dict[str, Tensor], grid: Grid, rank
 
 
 def _blocks(param: Param, number: int, values: dict[str, Tensor], grid: Grid, pp: int, tp: int) -> list[Any]:
-    """Blocks of a parameter on one (pp, tp): stage `number % pp` has an unstacked one; a stack is dealt out over stages."""
+    """Blocks of a parameter on one (pp, tp): one stage has an unstacked one; a stack is dealt out over stages."""
     layers = range(pp * param.stack // grid.pp, (pp + 1) * param.stack // grid.pp) if param.stack else (None,)
     if not param.stack and number % grid.pp != pp:
         return []

@@ -7,14 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint import ShardedObject, ShardedTensor
+from opt_checkpoint import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
-ROWS, COLUMNS = 12, 40
+ROWS, COLUMNS, LARGE_NUMEL = 12, 40, 70_001
 
 
 def whole_at(step: int) -> Tensor:
     """The global tensor `w` at a step."""
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + 1000 * step
+
+
+def large_at(step: int) -> Tensor:
+    """The tensor `large` at a step: more than what is gathered before it is written, held by rank 0 alone."""
+    return torch.full((LARGE_NUMEL,), float(step))
 
 
 def state_at(step: int, rank: int, size: int, *, filled: bool = True) -> dict[str, Any]:
@@ -26,7 +31,9 @@ def state_at(step: int, rank: int, size: int, *, filled: bool = True) -> dict[st
     if not filled:
         data, bias = torch.full_like(data, -1), torch.full_like(bias, -1)
     shape = (ROWS, COLUMNS)
+    large = large_at(step) if filled else torch.full((LARGE_NUMEL,), -1.0)
     return {
+        "large": ShardedTensor.from_rank_offsets("large", large) if rank == 0 else LocalNonpersistentObject(None),
         "w": ShardedTensor("w", data, torch.float32, shape, shape, (0, 0), None, flattened_range=slice(start, stop)),
         "b": ShardedTensor("b", bias, torch.float32, (5,), (5,), (0,), None, replica_id=rank),
         "rng": ShardedObject("rng", {"seed": step * 10} if filled else None, (1,), (0,), replica_id=rank),
@@ -40,6 +47,7 @@ def assert_is_step(loaded: dict[str, Any], step: int, rank: int, size: int) -> N
     expected = state_at(step, rank, size)
     assert torch.equal(loaded["w"], expected["w"].data)
     assert torch.equal(loaded["b"], expected["b"].data)
+    assert rank or torch.equal(loaded["large"], large_at(step))
     assert loaded["rng"] == {"seed": step * 10}
     assert loaded["step"] == step
     assert loaded["groups"] == expected["groups"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
     tiles = []
     for _ in range(2):
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=6))})
-        tiles.append([box for a, b in zip(cuts, cuts[1:]) for box in cut_flat_range(shape, a, b)])
+        tiles.append([box for a, b in pairwise(cuts) for box in cut_flat_range(shape, a, b)])
     return shape, tiles[0], tiles[1]
 
 

@@ -43,7 +43,9 @@ def trained() -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def stepped(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(model.named_parameters() if options.pop("named", False) else model.parameters(), **options)
+    optimizer = torch.optim.AdamW(
+        model.named_parameters() if options.pop("named", False) else model.parameters(), **options
+    )
     sum(p.square().sum() for p in model.parameters()).backward()
     optimizer.step()
     return optimizer
@@ -105,7 +107,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         body = np.frombuffer(raw[8 + length + start : 8 + length + stop], dtype=np.uint8).copy()
         values = torch.from_numpy(body) if len(body) else torch.empty(0, dtype=torch.uint8)
         dtype = kinds[entry["dtype"]]
-        tensors[name] = values.view(dtype).view(entry["shape"]) if len(body) else torch.empty(entry["shape"], dtype=dtype)
+        tensors[name] = (
+            values.view(dtype).view(entry["shape"]) if len(body) else torch.empty(entry["shape"], dtype=dtype)
+        )
     assert len(raw) == 8 + length + end
     return tensors
 

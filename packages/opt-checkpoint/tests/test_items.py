@@ -90,7 +90,9 @@ def test_values_in_an_archive_of_torchs_are_found_without_loading_it(dtype: torc
     assert raw[place.start : place.start + place.nbytes] == bytes(bytes_view(tensor))
 
 
-@pytest.mark.parametrize("view", [lambda t: t.t(), lambda t: t[1:], lambda t: t[:, :2]], ids=["turned", "later", "narrow"])
+@pytest.mark.parametrize(
+    "view", [lambda t: t.t(), lambda t: t[1:], lambda t: t[:, :2]], ids=["turned", "later", "narrow"]
+)
 def test_a_view_that_is_no_single_run_is_not_taken_for_one(view: object) -> None:
     tensor = view(torch.arange(15.0).view(5, 3))  # type: ignore[operator]
     assert found(archived(tensor), torch.float32, tuple(tensor.shape)) is None

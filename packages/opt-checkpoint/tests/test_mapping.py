@@ -19,7 +19,7 @@ def sharded(**changes: Any) -> ShardedTensor:
 
 
 def test_positions_of_the_fields_are_the_references() -> None:
-    names = [f for f in ShardedTensor.__dataclass_fields__]
+    names = list(ShardedTensor.__dataclass_fields__)
     assert names == [
         "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
         "prepend_axis_num", "allow_shape_mismatch", "flattened_range",
@@ -29,7 +29,10 @@ def test_positions_of_the_fields_are_the_references() -> None:
 CONTRADICTIONS = {
     "dtype": ({"dtype": torch.float16, "local_shape": (1,)}, "Data dtype should match"),
     "data shape": ({"local_shape": (4, 4), "global_shape": (8,)}, "does not match local_shape"),
-    "ranks of global shape and offset": ({"global_shape": (8, 3, 1), "prepend_axis_num": 2}, "as many axes as each other"),
+    "ranks of global shape and offset": (
+        {"global_shape": (8, 3, 1), "prepend_axis_num": 2},
+        "as many axes as each other",
+    ),
     "prepended axes": ({"prepend_axis_num": 1}, "plus 1 prepended axes"),
     "offset off the grid": ({"global_offset": (3, 0)}, r"Global offset \(3\) must be divisible by local shape \(4\)"),
     "outside": ({"global_offset": (8, 0)}, "outside the global shape"),
@@ -128,7 +131,9 @@ def test_replicas_have_one_identity_and_flat_ranges_their_own() -> None:
     assert sharded().flat(torch.zeros(3), 0, 3).identity != sharded().identity
 
 
-@pytest.mark.parametrize(("replica", "main"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)])
+@pytest.mark.parametrize(
+    ("replica", "main"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)]
+)
 def test_the_main_replica_is_all_zeros(replica: Any, main: bool) -> None:
     assert is_main_replica(replica) is main
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,13 @@ def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed() -> None:
 
 def test_state_takes_over_all_but_key_data_and_dtype() -> None:
     param = ShardedTensor.from_rank_offsets(
-        "w", torch.zeros(4, 3), (0, 1, 2), (1, 1, 2), prepend_axis_num=1, replica_id=(0, 1, 2), allow_shape_mismatch=True
+        "w",
+        torch.zeros(4, 3),
+        (0, 1, 2),
+        (1, 1, 2),
+        prepend_axis_num=1,
+        replica_id=(0, 1, 2),
+        allow_shape_mismatch=True,
     )
     values = torch.ones(4, 3, dtype=torch.float64)
     state = make_sharded_optimizer_tensor(param, values, "optimizer.state.exp_avg")
@@ -192,8 +199,8 @@ def test_reduced_statistics_are_resharded(tmp_path: Path, axis: int, dims: tuple
 def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
     def states(size: int, filled: bool) -> list[Any]:
         return [
-            {str(layer): make_sharded_state(block(r, size, 0, layer=layer), torch.eye(3) * layer * filled, "basis", PerParam())
-             for layer in range(3)}
+            {str(n): make_sharded_state(block(r, size, 0, layer=n), torch.eye(3) * n * filled, "basis", PerParam())
+             for n in range(3)}
             for r in range(size)
         ]  # fmt: skip
 
@@ -209,7 +216,7 @@ def test_block_scales_follow_their_codes_through_flat_ranges(tmp_path: Path, sha
     cut = [96 * k // shards // 4 * 4 for k in range(shards + 1)]
     saved = [
         make_sharded_state(param.flat(torch.zeros(b - a), a, b), scales[a // 4 : b // 4], "scale", spec)
-        for a, b in zip(cut, cut[1:])
+        for a, b in pairwise(cut)
     ]
     wanted = [make_sharded_state(block(r, 2, 1), torch.zeros(12, 1), "scale", spec) for r in range(2)]
     loaded = roundtrip(tmp_path, saved, wanted)
@@ -262,7 +269,7 @@ def test_a_fused_parameter_has_one_step(tmp_path: Path) -> None:
 
 
 MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
-    "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "may not be a flat"),
+    "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "not be a flat"),
     "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"without axes \(0,\) is \(8,\)"),
     "block size": (block(0, 1, 0), torch.zeros(12, 2), BlockScales(block=3), "choose a smaller block"),
     "block cut": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(1), BlockScales(block=4), "multiple of 4"),

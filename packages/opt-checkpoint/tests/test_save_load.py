@@ -60,7 +60,9 @@ def load_on(rank: int, size: int, path: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2), (4, 4)])
-def test_processes_save_and_other_numbers_of_processes_load(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+def test_processes_save_and_other_numbers_of_processes_load(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
     path = str(tmp_path / "x")
     ranks.run(before, save_on, path)
     assert verify_checkpoint(path) == []
@@ -124,12 +126,15 @@ def test_another_dtype_is_converted_only_when_asked(saved: Path) -> None:
     assert torch.equal(target, state_at(1, 0, 1)["w"].data.view(12, 40).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(8, [0, 1, 2, 3, 4, 5, 0, 0]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(8, [0, 1, 2, 3, 4, 5, 0, 0]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])]
+)
 def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, expected: list[int]) -> None:
     save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path / "x")
     targets = [torch.full((rows // 2,), 9.0) for _ in range(2)]
     states = [
-        {"w": ShardedTensor.from_rank_offsets("w", t, (0, r, 2), allow_shape_mismatch=True)} for r, t in enumerate(targets)
+        {"w": ShardedTensor.from_rank_offsets("w", t, (0, r, 2), allow_shape_mismatch=True)}
+        for r, t in enumerate(targets)
     ]
     load_as_ranks(states, tmp_path / "x")
     assert torch.cat(targets).tolist() == expected
@@ -168,7 +173,9 @@ def test_large_tensors_go_through_the_streaming_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [(1000, 2500), (0, 7), (123_456, 345_678)])
 def test_a_row_contiguous_reshard_reads_only_what_it_needs(tmp_path: Path, cut: tuple[int, int]) -> None:
     whole = torch.randn(1000, 500)
-    states = [{"w": sharded_like("w", whole).flat(whole.view(-1)[a:b], a, b)} for a, b in ((0, 199_999), (199_999, 500_000))]
+    states = [
+        {"w": sharded_like("w", whole).flat(whole.view(-1)[a:b], a, b)} for a, b in ((0, 199_999), (199_999, 500_000))
+    ]
     save_as_ranks(states, tmp_path / "x")
     target = torch.zeros(cut[1] - cut[0])
     report = load({"w": sharded_like("w", whole).flat(target, *cut)}, tmp_path / "x")
@@ -268,7 +275,7 @@ def test_a_dtensor_among_plain_values_is_refused(ranks: RankPool, tmp_path: Path
 
 def refuse_plain_dtensor(rank: int, size: int, path: str) -> None:
     tensor = distribute_tensor(whole_matrix(), init_device_mesh("cpu", (size,)), [Shard(0)])
-    with pytest.raises(ValueError, match="a.b is a DTensor; wrap it"):
+    with pytest.raises(ValueError, match=r"a\.b is a DTensor; wrap it"):
         save({"a": {"b": tensor}}, path)
 
 
@@ -282,11 +289,16 @@ def write_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
     mcore = type("MCoreMetadata", (dcp_metadata.Metadata,), {"__module__": module.__name__})
     module.MCoreMetadata = mcore
-    for name in ("megatron", "megatron.core", "megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.strategies"):
+    for name in (
+        "megatron",
+        "megatron.core",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.dist_checkpointing.strategies",
+    ):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     metadata = FileSystemReader(folder).read_metadata()
-    changed = mcore(**{**metadata.__dict__})
+    changed = mcore(**metadata.__dict__)
     changed.mcore_data = {"w": {"nd": (1, 2)}}
     (folder / ".metadata").write_bytes(pickle.dumps(changed))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

@@ -155,7 +155,7 @@ def test_prefixes_of_all_sharded_keys() -> None:
     assert [state["a"].key, state["l"][0].key] == ["m.x.a", "m.x.b"]
     replace_prefix_for_sharding(state, "m.x.", "n.")
     assert [state["a"].key, state["l"][0].key] == ["n.a", "n.b"]
-    with pytest.raises(ValueError, match="Expected 'n.b' to begin with prefix 'n.a'"):
+    with pytest.raises(ValueError, match=r"Expected 'n\.b' to begin with prefix 'n\.a'"):
         replace_prefix_for_sharding(state, "n.a", "q")
     assert state["a"].key == "n.a"
     apply_prefix_mapping(state, {"n.a": "first", "n.": "second."})

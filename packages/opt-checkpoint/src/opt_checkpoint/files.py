@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +27,9 @@ class Files(Protocol):
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """Write some of `data`; the number of bytes written."""
+
+    def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+        """Write some of `data` over what is at `position`; the number of bytes written."""
 
     def fsync(self, fd: int) -> None:
         """Make what was written survive a loss of power."""
@@ -59,6 +62,9 @@ class LocalFiles:
     def write(self, fd: int, data: bytes | memoryview) -> int:
         return os.write(fd, data)
 
+    def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+        return os.pwrite(fd, data, position)
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 
@@ -85,10 +91,20 @@ def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
     Raises:
         OSError: as the file system says; EIO where it accepts no more bytes without saying why.
     """
-    view, stalled = memoryview(data), 0
+    _write_through(memoryview(data), lambda rest: files.write(fd, rest))
+
+
+def write_all_at(files: Files, fd: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of `data` over what is at `position`; as `write_all`."""
+    end = position + len(data)
+    _write_through(memoryview(data), lambda rest: files.write_at(fd, rest, end - len(rest)))
+
+
+def _write_through(view: memoryview, write: Callable[[memoryview], int]) -> None:
+    stalled = 0
     while len(view):
         try:
-            written = files.write(fd, view)
+            written = write(view)
         except InterruptedError:  # a signal before anything was written; some mounted file systems let it through
             continue
         stalled = 0 if written else stalled + 1

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from concurrent.futures import Future as PoolFuture
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,16 +22,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from opt_checkpoint.boxes import Box
-from opt_checkpoint.checksums import HASH_PIECE_BYTES, bytes_view, crc32, crc32_combine, pieces
+from opt_checkpoint.checksums import HASH_PIECE_BYTES, bytes_view, crc32, crc32_combine
 from opt_checkpoint.data_file import file_header
 from opt_checkpoint.dcp_metadata import METADATA, REFERENCE_MARK, encode_dcp_metadata, encode_reference_mark
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
-from opt_checkpoint.files import Files, LocalFiles, discard, new_file, write_all, write_file
+from opt_checkpoint.files import Files, LocalFiles, discard, new_file, write_file
 from opt_checkpoint.index import CheckpointIndex, Kind, Place, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.items import frame_tensor
 from opt_checkpoint.manifest import MANIFEST, encode_manifest
+from opt_checkpoint.output import Output, Sum
 
-_BUFFER_BYTES = 4 << 20
 _SMALL_BYTES = 256 << 10
 _TEMPORARY = re.compile(r"(?P<name>.+)\.(?:tmp|deleting)-[0-9a-f]{32}")
 
@@ -64,51 +62,25 @@ class Written(NamedTuple):
     archive: Place
 
 
-@dataclass(slots=True)
-class _Output:
-    """A file being written in order, with its running checksum."""
+class _Placed(NamedTuple):
+    """One item in the file; its sum may still be on its way."""
 
-    files: Files
-    fd: int
-    name: str
-    hasher: ThreadPoolExecutor
-    position: int = 0
-    crc: int = 0
-    _pending: bytearray | None = None
+    item: WriteItem
+    archive_start: int
+    archive_end: int
+    values_start: int
+    values_nbytes: int
+    crc: Sum
 
-    def put(self, data: bytes | memoryview) -> None:
-        """Append a few bytes, gathered into larger writes."""
-        if self._pending is None:
-            self._pending = bytearray()
-        self._pending += data
-        self.position += len(data)
-        if len(self._pending) >= _BUFFER_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has been gathered."""
-        if self._pending:
-            gathered = memoryview(self._pending)
-            self.crc = crc32(gathered, self.crc)
-            write_all(self.files, self.fd, gathered)
-            self._pending = None
-
-    def put_large(self, view: memoryview) -> int:
-        """Append many bytes from where they are, hashed by another thread meanwhile; their CRC-32."""
-        self.flush()
-        crc: PoolFuture[int] | None = None
-        for piece in pieces(view):
-            crc = self.hasher.submit(_continue_crc, piece, crc)
-            write_all(self.files, self.fd, piece)
-        total = crc.result() if crc else 0
-        self.crc = crc32_combine(self.crc, total, len(view))
-        self.position += len(view)
-        return total
-
-
-def _continue_crc(piece: memoryview, before: PoolFuture[int] | None) -> int:
-    """One thread hashes in order, so what was before is done already."""
-    return crc32(piece, before.result() if before else 0)
+    def written(self, file: str) -> Written:
+        """Where the item is, with its sum."""
+        crc = self.crc if isinstance(self.crc, int) else self.crc.result()
+        bare = self.item.type is WriteItemType.BYTE_IO
+        nbytes = self.archive_end - self.archive_start
+        return Written(
+            Place(file=file, start=self.values_start, nbytes=self.values_nbytes, crc=crc, archive=bare),
+            Place(file=file, start=self.archive_start, nbytes=nbytes, archive=True),
+        )
 
 
 class CheckpointWriter(StorageWriter):
@@ -203,19 +175,18 @@ class CheckpointWriter(StorageWriter):
             OSError: the file system refuses.
         """
         target: WriteTo = plan.storage_data
-        results: list[WriteResult] = []
         with (
             ThreadPoolExecutor(1, thread_name_prefix="opt-checkpoint-crc") as hasher,
             new_file(self._files, target.directory / target.file) as fd,
         ):
-            output = _Output(self._files, fd, target.file, hasher)
+            output = Output(files=self._files, fd=fd, hasher=hasher)
             output.put(file_header(target.save_id))
-            for item in sorted(plan.items, key=lambda i: i.type is not WriteItemType.BYTE_IO):
-                written = _write_item(output, item, planner)
-                results.append(WriteResult(item.index, written.archive.nbytes, written))
-            output.flush()
-        whole = StoredFile(size=output.position, crc=output.crc)
-        results.append(WriteResult(MetadataIndex(""), output.position, (target.file, whole)))
+            items = sorted(plan.items, key=lambda i: i.type is not WriteItemType.BYTE_IO)
+            placed = [_put_item(output, item, planner) for item in items]
+            whole = output.finish()
+        written = [(p.item.index, p.written(target.file)) for p in placed]
+        results = [WriteResult(index, w.archive.nbytes, w) for index, w in written]
+        results.append(WriteResult(MetadataIndex(""), whole.size, (target.file, whole)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -272,42 +243,37 @@ def remove_leftover(files: Files, path: Path, token: str) -> None:
         return
 
 
-def _write_item(output: _Output, item: WriteItem, planner: SavePlanner) -> Written:
-    data = planner.resolve_data(item)
-    start = output.position
+def _put_item(output: Output, item: WriteItem, planner: SavePlanner) -> _Placed:
+    data, start = planner.resolve_data(item), output.position
     if not isinstance(data, Tensor):
         raw = data.getvalue()
         output.put(raw)
-        place = Place(file=output.name, start=start, nbytes=len(raw), crc=crc32(raw), archive=True)
-        return Written(place, place)
+        return _Placed(item, start, output.position, start, len(raw), crc32(raw))
     nbytes = data.numel() * data.element_size()
     framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
     output.put(framing.header)
     values_start = output.position
-    crc = _write_values(output, data, nbytes)
-    output.put(framing.trailer(crc))
-    return Written(
-        Place(file=output.name, start=values_start, nbytes=nbytes, crc=crc),
-        Place(file=output.name, start=start, nbytes=output.position - start, archive=True),
-    )
+    crc = _put_values(output, data, nbytes)
+    output.put_trailer(framing, crc)
+    return _Placed(item, start, output.position, values_start, nbytes, crc)
 
 
-def _write_values(output: _Output, data: Tensor, nbytes: int) -> int:
-    """Values in row-major order; straight from memory where they lie so there, else through a bounded copy."""
+def _put_values(output: Output, data: Tensor, nbytes: int) -> Sum:
+    """Values in row-major order; straight from memory where they lie so there, else through bounded copies."""
     if data.device.type == "cpu" and data.is_contiguous():
-        return _write_run(output, bytes_view(data), nbytes)
-    if nbytes <= HASH_PIECE_BYTES:
-        return _write_run(output, bytes_view(data.to("cpu").contiguous()), nbytes)
+        view = bytes_view(data)
+        return output.put_large(view) if nbytes > _SMALL_BYTES else _put_small(output, view)
+    if nbytes <= _SMALL_BYTES:
+        return _put_small(output, bytes_view(data.to("cpu").contiguous()))
     crc = 0
     for part in _bounded_parts(data):
         view = bytes_view(part.to("cpu").contiguous())
-        crc = crc32_combine(crc, _write_run(output, view, len(view)), len(view))
+        # Waiting for the sum here lets go of each copy before the next is made.
+        crc = crc32_combine(crc, output.put_large(view).result(), len(view))
     return crc
 
 
-def _write_run(output: _Output, view: memoryview, nbytes: int) -> int:
-    if nbytes > _SMALL_BYTES:
-        return output.put_large(view)
+def _put_small(output: Output, view: memoryview) -> int:
     output.put(view)
     return crc32(view)
 

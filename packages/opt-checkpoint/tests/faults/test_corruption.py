@@ -62,11 +62,8 @@ def check_corruption(good: Path, folder: Path, seed: int) -> None:
     path = corrupt(folder, seed)
     if path is None:
         return
-    try:
-        findings = verify_checkpoint(folder)
-        assert any(path.name in str(finding) for finding in findings), f"seed {seed}: {path} undetected: {findings}"
-    except CheckpointingException as error:  # without manifest and .metadata there is no checkpoint at all
-        assert path.name in str(error), f"seed {seed}: {error}"
+    findings = [str(finding) for finding in verify_checkpoint(folder)]
+    assert any(path.name in finding for finding in findings), f"seed {seed}: {path} undetected: {findings}"
     wanted = state_at(0, 0, 1, filled=False)
     try:
         report = load(wanted, folder, verify="chunks")
@@ -92,7 +89,7 @@ def test_damage_names_the_file_and_the_tensor(tmp_path: Path) -> None:
     file.write_bytes(raw)
     (finding,) = verify_checkpoint(tmp_path / "x")
     assert (finding.file, finding.keys) == ("__0_0.distcp", ("w",))
-    with pytest.raises(CheckpointCorruptError, match="__0_0.distcp is damaged: the values of w have changed"):
+    with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged: the values of w have changed"):
         load(state_at(0, 0, 1, filled=False), tmp_path / "x", verify="chunks")
 
 
@@ -103,5 +100,5 @@ def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_pat
     assert first.stat().st_size == second.stat().st_size
     shutil.copy(first, second)
     assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(tmp_path / "2"))
-    with pytest.raises(CheckpointCorruptError, match="__1_0.distcp belongs to another save"):
+    with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to another save"):
         load(state_at(0, 0, 1, filled=False), tmp_path / "2")

@@ -152,7 +152,11 @@ MISFITS = {
     "extra value": (extra_value, CheckpointKeyError, "more.deep"),
     "extra object": (extra_object, CheckpointKeyError, "more/shard_0_1"),
     "other dtype": (other_dtype, CheckpointMismatchError, "stored as torch.float32, asked for as torch.float64"),
-    "other shape": (other_shape, CheckpointMismatchError, r"stored with global shape \[12, 40\], asked for with \[3, 3\]"),
+    "other shape": (
+        other_shape,
+        CheckpointMismatchError,
+        r"stored with global shape \[12, 40\], asked for with \[3, 3\]",
+    ),
 }
 
 

@@ -44,7 +44,9 @@ def test_a_loader_that_skips_a_chunk_is_noticed(tmp_path: Path, key: str, monkey
     params = random_params(rng)
     values = whole_values(params, rng)
     grid = random_grid(rng)
-    save_as_ranks([states_of(rank_pieces(params, values, grid, r, filled=True)) for r in range(grid.size)], tmp_path / key)
+    save_as_ranks(
+        [states_of(rank_pieces(params, values, grid, r, filled=True)) for r in range(grid.size)], tmp_path / key
+    )
     copies_to = StoredBoxes.copies_to
     monkeypatch.setattr(StoredBoxes, "copies_to", lambda self, box: list(copies_to(self, box))[1:])
     wanted = [rank_pieces(params, values, grid, r, filled=False) for r in range(grid.size)]

@@ -109,7 +109,8 @@ def test_an_empty_directory_holds_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "keep_every", "left"), [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (9, None, [1, 2, 3, 4, 5, 6])]
+    ("keep", "keep_every", "left"),
+    [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (9, None, [1, 2, 3, 4, 5, 6])],
 )
 @pytest.mark.parametrize("background", [False, True])
 def test_the_newest_few_are_kept(

@@ -46,7 +46,9 @@ def calls_of_a_save(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("rename_lasts", [True, False])
-def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(tmp_path: Path, rename_lasts: bool) -> None:
+def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(
+    tmp_path: Path, rename_lasts: bool
+) -> None:
     for call in range(1, calls_of_a_save(tmp_path / "count") + 2):
         lose_power(tmp_path / str(call), call, rename_lasts)
 

@@ -1,7 +1,7 @@
 """F20: training goes on as if it had not been interrupted, on the same grid and on another.
 
-A small network trained by `torch.optim.AdamW` over flat shards, as ZeRO-1 does it: element-wise, so that the numbers do not depend on
-how the parameters are cut, and every comparison is of bits.
+A small network trained by `torch.optim.AdamW` over flat shards, as ZeRO-1 does it: element-wise, so that the numbers do
+not depend on how the parameters are cut, and every comparison is of bits.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class ShardedRun:
         state: dict[str, object] = {}
         for (key, a, b), main in zip(self.pieces[rank], self.mains[rank]):
             shape = SHAPES[key]
-            model = ShardedTensor(key, None, torch.float32, shape, shape, (0,) * len(shape), None, flattened_range=slice(a, b))
+            model = ShardedTensor(
+                key, None, torch.float32, shape, shape, (0,) * len(shape), None, flattened_range=slice(a, b)
+            )
             own = self.optimizers[rank].state[main]
             state[key] = {
                 "fp32_param": make_sharded_optimizer_tensor(model, main.detach(), "optimizer.state.fp32_param"),

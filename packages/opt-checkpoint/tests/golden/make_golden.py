@@ -1,0 +1,76 @@
+"""Writes the golden checkpoints of this folder. Run once per format version or torch version, never over an old one.
+
+    python packages/opt-checkpoint/tests/golden/make_golden.py NAME
+
+Makes `NAME-ours` (three ranks, every kind of content) and `NAME-stock` (stock DCP of the torch installed).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from checkpoint_ranks import save_as_ranks
+from torch import Tensor
+from torch.distributed.checkpoint import save as dcp_save
+
+from opt_checkpoint import BlockScales, PerParam, ShardedObject, ShardedTensor, make_sharded_state
+
+HERE = Path(__file__).parent
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+def golden_values() -> dict[str, Tensor]:
+    """Known values: bit patterns counted up."""
+    values = {}
+    for number, dtype in enumerate(DTYPES):
+        raw = (torch.arange(6 * 4 * dtype.itemsize) * 7 + number).to(torch.uint8)
+        values[f"t{number}"] = (raw % 2 if dtype == torch.bool else raw).view(dtype).view(6, 4)
+    return values
+
+
+def golden_state(rank: int, size: int, *, filled: bool = True) -> dict[str, Any]:
+    """Flat shards of all tensors; a step, scales, an object and common values."""
+    state: dict[str, Any] = {}
+    for key, value in golden_values().items():
+        cut = [24 * k // size for k in range(size + 1)]
+        start, stop = cut[rank], cut[rank + 1]
+        data = value.reshape(-1)[start:stop].clone()
+        shard = ShardedTensor(key, None, value.dtype, (6, 4), (6, 4), (0, 0), None).flat(
+            data if filled else torch.zeros_like(data), start, stop
+        )
+        state[key] = shard
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, rank, size))
+    scales = torch.arange(6.0 * size).view(3 * size, 2)[3 * rank : 3 * rank + 3] * filled
+    state["scale"] = make_sharded_state(param, scales.clone(), "scale", BlockScales(block=4))
+    state["step"] = make_sharded_state(param, 12.0 * filled, "step", PerParam())
+    state["rng"] = ShardedObject("rng", {"rank": rank} if filled else None, (size,), (rank,))
+    state["common"] = (
+        {"lr": 0.125, "betas": (0.9, 0.95), "names": ["a", "b"], 3: None} if filled else {"lr": 0, "betas": 0}
+    )
+    return state
+
+
+def main() -> None:
+    """Write both."""
+    name = sys.argv[1]
+    save_as_ranks([golden_state(rank, 3) for rank in range(3)], HERE / f"{name}-ours")
+    dcp_save({"nested": golden_values(), "number": 5}, checkpoint_id=HERE / f"{name}-stock")
+
+
+if __name__ == "__main__":
+    main()
