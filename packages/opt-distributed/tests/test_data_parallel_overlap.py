@@ -4,6 +4,7 @@ Time here is a number that layers and collectives advance, not a clock: the figu
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +65,9 @@ class DelayedComm:
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
         self.free_at = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DelayedComm":
+        raise TypeError("process groups cannot be copied")
 
     def _later(self, kind: str, write: Callable[[], object], async_op: bool) -> Pending:
         self.timeline.events.append(kind)
@@ -300,6 +304,15 @@ def test_a_state_dict_is_complete() -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
     assert all(bool((value == 0.5).all()) for value in ddp.state_dict().values())
+
+
+def test_a_copy_of_the_model_stands_on_its_own() -> None:
+    ddp = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    average = deepcopy(ddp.module)
+    publish(ddp, 0.5)
+    before = [param.detach().clone() for param in average.parameters()]
+    assert average(torch.ones(1, WIDTH)).isfinite().all()
+    assert all(torch.equal(one, other) for one, other in zip(before, average.parameters(), strict=True))
 
 
 def test_reduction_waits_for_parameters_that_no_forward_asked_for() -> None:

@@ -69,7 +69,7 @@ class SyncedBuffer:
         view = self.grad(id, of_param)
         return lambda: view
 
-    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
+    def grad(self, id: ParamId, of_param: slice) -> Tensor:
         """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
         return self.memory.grad_piece(id, of_param)
 

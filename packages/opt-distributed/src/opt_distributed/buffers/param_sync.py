@@ -61,6 +61,10 @@ class ParamSync:
         self._published: set[int] = set()  # buffers, by identity of their memory
         self._bucket_of = {id: bucket for bucket in self.buckets for id in bucket.ids}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParamSync":
+        """Waits for nothing: a copy of the model, such as a moving average, has parameters in memory of their own."""
+        return ParamSync((), gathers=Gathers.IN_STEP)
+
     def publish(self, memory: ParamAndGradBuffer) -> None:
         """This rank's shards of a buffer have been written; with the last buffer's, gathers start."""
         self._published.add(id(memory))
