@@ -5,7 +5,8 @@
 """Every check of the repository, one session each: `nox -l` lists them, `nox -s NAME` runs one.
 
 Where torch comes from is decided here and nowhere else. TORCH_SOURCE says which way: `local` (a wheel in a folder of
-UV_FIND_LINKS or PIP_FIND_LINKS), `cpu` (PyTorch's CPU index), `pypi`, or `auto`, the default: local if there is one, else cpu.
+UV_FIND_LINKS or PIP_FIND_LINKS), `cpu` (PyTorch's CPU index), `pypi`, or `auto`, the default: local where there is one,
+else cpu.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the examples train: a character-level GPT, and real text that every machine has (Python's own standard library)."""
+"""What the examples train: a character-level GPT, on text that every machine has (Python's standard library)."""
 
 import math
 import sysconfig

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
 
-The plan and the parameter groups; bf16 with fp32 mains, sharded over the ranks (ZeRO-1), gradients reduced during backward
-and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the background; and resuming
-on any number of ranks that divides the batch.
+The plan and the parameter groups; bf16 with fp32 mains, sharded over the ranks (ZeRO-1), gradients reduced during
+backward and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the background;
+and resuming on any number of ranks that divides the batch.
 """
 
 import argparse
@@ -79,9 +79,7 @@ def main() -> None:
     checkpoints.close()
     if rank == 0:
         (args.dir / f"{args.name}.json").write_text(json.dumps(found))
-        print(
-            f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after; a bigram: {found['bigram_bits']:.3f}"
-        )
+        print(f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after")
     dist.destroy_process_group()
 
 

@@ -50,12 +50,9 @@ def test_every_way_to_reach_torch_distributed_is_noticed(source: str) -> None:
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """The contracts of `folder`'s pyproject.toml, checked against the packages of `folder`."""
     paths = [str(path) for path in folder.glob("packages/*/src")]
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path[:0] = {paths!r}; from importlinter.cli import lint_imports_command as c; c(['--no-cache'])",
-    ]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    check = "from importlinter.cli import lint_imports_command as check; check(['--no-cache'])"
+    code = f"import sys; sys.path[:0] = {paths!r}; {check}"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
 
 
 @pytest.fixture

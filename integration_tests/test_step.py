@@ -48,11 +48,11 @@ def torch_run(
     return weights(model), norms
 
 
-# --- one process, against torch -------------------------------------------------------------------------------------------
+# --- one process, against torch -------------------------------------------------------------------
 
 # Ours folds the clip coefficient into the update, torch rounds the clipped gradient first: the gradients the rules see
-# differ by one rounding, 2**-24 relative, and so do moments and updates; over 50 steps of lr 3e-3 weights drift by at most
-# 50 * 3e-3 * a few 2**-24, far below this.
+# differ by one rounding, 2**-24 relative, and so do moments and updates; over 50 steps of lr 3e-3 weights drift by at
+# most 50 * 3e-3 * a few 2**-24, far below this.
 ONE_ULP_A_STEP = {"rtol": 1e-5, "atol": 2e-6}
 
 
@@ -78,7 +78,7 @@ def test_fifty_steps_are_torchs(config: OptimizerConfig, peer: Any) -> None:
     assert max(norms) > MAX_NORM
 
 
-# --- bf16 and fp16, against float64 ---------------------------------------------------------------------------------------
+# --- bf16 and fp16, against float64 ---------------------------------------------------------------
 
 
 def float64_adamw(
@@ -110,7 +110,7 @@ def float64_adamw(
     ],
 )
 def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: OptimizerConfig) -> None:
-    """The same gradients through the step and through float64: mains agree to fp32, weights to one rounding of theirs."""
+    """The same gradients through the step and through float64: mains agree to fp32, weights are theirs, rounded."""
     model = make_model(dtype)
     start = weights(model)
     optimizer = get_optimizer(config, [model], {})
@@ -129,7 +129,7 @@ def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: Optim
         assert torch.equal(weight, mains[name].to(dtype)), name
 
 
-# --- more ranks -----------------------------------------------------------------------------------------------------------
+# --- more ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -143,7 +143,7 @@ def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: Optim
     ],
 )
 def test_any_number_of_ranks_gives_the_weights_of_one(config: OptimizerConfig, dtype: torch.dtype, size: int) -> None:
-    """Equal parts of one joined batch: the mean of the ranks' gradients is the joined gradient, up to summation order."""
+    """Equal parts of a joined batch: the mean of the ranks' gradients is the joined one, up to summation order."""
     want = train_here(config, steps=10, dtype=dtype)
     for got in run_processes(size, train_rank, config, 10, dtype):
         assert not isinstance(got, Exception), got
@@ -165,7 +165,7 @@ def test_ranks_of_a_bf16_model_stay_equal_and_near_one_rank(sharded: bool) -> No
     assert_close(first.weights, want.weights, rtol=5e-2, atol=3e-2)
 
 
-# --- overflow -------------------------------------------------------------------------------------------------------------
+# --- overflow -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "flat"])

@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from opt_config import OptimizerConfig
-from opt_stack import get_optimizer
 from torch import Tensor
 from worlds import joined_batch, make_model, my_batch, weights
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
 
 
 class Trained(NamedTuple):
