@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from variants import Variant, all_variants
 
 from opt_kernels.jit import INTERPRETED

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from opt_kernels.ops.syrk.torch_native import dense_product
 from opt_kernels.ops.syrk.triton import halved_product
 from opt_kernels.rules.base import Batch, Hyper, Work
 
-QUINTIC = [Coefficients(3.4445, -4.7750, 2.0315)] * 5
+QUINTIC = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,12 @@ def seconds(stage: Stage, run: Callable[[], object]) -> float:
         return host_seconds(stage, run)
     times = []
     for _ in range(stage.repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+        times.append(float(begin.elapsed_time(end)) / 1e3)
     return statistics.median(times)
 
 
@@ -136,7 +137,7 @@ def flat_sweeps(stage: Stage) -> Iterator[Measure]:
     grad = torch.randn(stage.numel, device=stage.device)
     for dtype in (torch.float32, torch.bfloat16):
         narrow = grad.to(dtype)
-        took = seconds(stage, lambda narrow=narrow: grad_stats([narrow]))
+        took = seconds(stage, partial(grad_stats, [narrow]))
         share = narrow.nbytes / took / bandwidth
         yield Measure(name=f"grad_stats {dtype}, share of copy bandwidth", value=share, unit="1", goal=0.9)
     del grad
@@ -151,9 +152,8 @@ def torch_fused(works: list[Work]) -> Callable[[], None]:
     """torch's own fused AdamW over the same tensors."""
     mains = [w.main for w in works if w.main is not None]
     steps = [torch.ones((), device=mains[0].device) for _ in mains]
-    grads, m, v = ([f(w) for w in works] for f in (
-        lambda w: w.grad, lambda w: w.state["exp_avg"], lambda w: w.state["exp_avg_sq"]
-    ))  # fmt: skip
+    grads = [w.grad for w in works]
+    m, v = ([w.state[name] for w in works] for name in ("exp_avg", "exp_avg_sq"))
     return lambda: torch._fused_adamw_(
         mains, grads, m, v, [], steps,
         lr=1e-4, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
@@ -241,20 +241,18 @@ def symmetric_products(stage: Stage) -> Iterator[Measure]:
         for side in stage.sides:
             for batch in (1, 8) if side <= 2048 else (1,):
                 x = torch.randn(batch, side, side, device=stage.device).to(dtype) / side**0.5
-                ratio = seconds(stage, lambda x=x: torch.bmm(x, x.mT)) / seconds(
-                    stage, lambda x=x: halved_product(x, x.mT)
-                )
+                ratio = seconds(stage, partial(torch.bmm, x, x.mT)) / seconds(stage, partial(halved_product, x, x.mT))
                 name = f"torch.bmm / syrk, {batch} x {side}, {dtype}"
                 yield Measure(name=name, value=ratio, unit="1", goal=1.5 if side == 4096 and batch == 1 else None)
     for m, n in ((4096, 14336), (2048, 2048)) if not stage.rehearsal else ((64, 128),):
         x = torch.randn(1, m, n, device=stage.device)
 
-        def ns(segments: list[list[Coefficients]], product: Callable[..., Tensor], x: Tensor = x) -> float:
+        def ns(segments: list[tuple[Coefficients, ...]], product: Callable[..., Tensor], x: Tensor = x) -> float:
             return seconds(stage, lambda: newton_schulz(x, segments=segments, dtype=torch.float16, product=product))
 
-        plain = ns([[c] for c in QUINTIC], dense_product)
+        plain = ns([(c,) for c in QUINTIC], dense_product)
         yield Measure(
-            name=f"NS5 plain / symmetric, {m}x{n}", value=plain / ns([[c] for c in QUINTIC], halved_product), unit="1"
+            name=f"NS5 plain / symmetric, {m}x{n}", value=plain / ns([(c,) for c in QUINTIC], halved_product), unit="1"
         )
         gram = ns([QUINTIC[:2], QUINTIC[2:]], halved_product)
         yield Measure(name=f"NS5 plain / Gram symmetric, {m}x{n}", value=plain / gram, unit="1")
@@ -265,8 +263,8 @@ def orthonormal_bases(stage: Stage) -> Iterator[Measure]:
     for side in stage.sides[-3:]:
         basis = torch.linalg.qr(torch.randn(1, side, side, device=stage.device))[0]
         columns = basis * torch.logspace(0, -4, side, device=stage.device)
-        slow = seconds(stage, lambda c=columns: householder.orthonormalised(c))
-        fast = seconds(stage, lambda c=columns: cholesky.orthonormalised(c))
+        slow = seconds(stage, partial(householder.orthonormalised, columns))
+        fast = seconds(stage, partial(cholesky.orthonormalised, columns))
         yield Measure(name=f"Householder / CholeskyQR2, {side}", value=slow / fast, unit="1")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from opt_kernels.multi_tensor import (
     MAX_CHUNK,
     MIN_CHUNK,
@@ -82,7 +83,7 @@ def test_chunks_grow_with_the_work_and_shrink_with_the_processors(total: int, pr
 
 
 def test_a_table_is_built_once_for_the_same_tensors() -> None:
-    tables = DeviceTables(torch.device("cpu"), capacity=2)
+    tables: DeviceTables[torch.Tensor] = DeviceTables(torch.device("cpu"), capacity=2)
     built = []
 
     def build() -> torch.Tensor:
@@ -95,7 +96,7 @@ def test_a_table_is_built_once_for_the_same_tensors() -> None:
 
 
 def test_the_table_that_was_unused_longest_makes_room() -> None:
-    tables = DeviceTables(torch.device("cpu"), capacity=2)
+    tables: DeviceTables[torch.Tensor] = DeviceTables(torch.device("cpu"), capacity=2)
     a = tables.get("a", lambda: torch.zeros(1))
     tables.get("b", lambda: torch.zeros(1))
     tables.get("a", lambda: torch.zeros(1))

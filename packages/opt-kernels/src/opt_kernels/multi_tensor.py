@@ -15,12 +15,12 @@ that stay where they are (flat buffers always do), a step builds and copies noth
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
 TRAILING = 3  # elements, row, first: behind the addresses
 MIN_CHUNK = 2048
@@ -131,25 +131,25 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-class DeviceTables:
-    """The tables on one device, found again by what they were built from; the longest unused one goes first."""
+class DeviceTables(Generic[T]):
+    """Tables on one device, found again by what they were built from; the longest unused one goes first."""
 
     def __init__(self, device: torch.device, *, capacity: int = 64) -> None:
         self._device = device
         self._capacity = capacity
-        self._tables: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._tables: OrderedDict[Hashable, T] = OrderedDict()
         # A captured graph holds the address of its tables for as long as it can be replayed, and nobody tells us how
         # long that is: what a capture has used is never freed.
-        self._captured: dict[Hashable, Tensor] = {}
+        self._captured: dict[Hashable, T] = {}
 
     def __len__(self) -> int:
         return len(self._tables)
 
-    def get(self, key: Hashable, build: Callable[[], Tensor]) -> Tensor:
-        """The table of `key`; `build` makes it on the host where it is not here yet."""
+    def get(self, key: Hashable, build: Callable[[], T]) -> T:
+        """The table of `key`; `build` makes it where it is not here yet."""
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = to_device(build(), self._device)
+            table = self._tables[key] = build()
             if len(self._tables) > self._capacity:
                 self._tables.popitem(last=False)
         else:
@@ -157,9 +157,3 @@ class DeviceTables:
         if is_capturing(self._device):
             self._captured[key] = table
         return table
-
-
-@cache
-def device_tables(device: torch.device) -> DeviceTables:
-    """The tables on `device`: one collection for the process, since what is in it is true for whoever asks."""
-    return DeviceTables(device)

@@ -1,7 +1,9 @@
 """From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +14,12 @@ from opt_kernels.jit import tl
 from opt_kernels.multi_tensor import (
     ChunkTable,
     Column,
+    DeviceTables,
     Extents,
     chunk_elements,
     chunk_records,
-    device_tables,
     gradient_column,
+    to_device,
 )
 from opt_kernels.ops.elements import LayoutError, Run, run_of
 from opt_kernels.rules.base import Batch, Work
@@ -74,11 +77,27 @@ class Sweep(NamedTuple):
     works: Sequence[Work | Run]
 
 
-class _Member(NamedTuple):
-    """A work, and the row of the scalar block that updates it."""
+class _Part(NamedTuple):
+    """The works of one launch, as far as it does not change while tensors stay where they are."""
 
-    work: Work | Run
-    row: int
+    formats: Formats
+    members: tuple[int, ...]  # which works, by their place in the call
+    records: Tensor
+    chunk: int
+    grads: DeviceTables[Tensor]  # gradient columns, by the addresses of the gradients
+
+
+class _Call(NamedTuple):
+    """All works of a call, column by column."""
+
+    works: list[Work | Run]
+    rows: tuple[int, ...]  # of the scalar block, one per work
+    grads: list[Tensor]
+    columns: list[list[Tensor | None]]  # main or remainder, out, states, scales
+    names: tuple[str, ...]  # of the columns
+    blocks: tuple[int, ...]  # elements per entry of each column
+    grads_at: list[int]  # addresses
+    columns_at: list[list[int]]
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -139,91 +158,131 @@ def sweeps(
 ) -> list[Sweep]:
     """One sweep for every combination of dtypes among the works; empty works take part in none.
 
-    Columns: main or remainder, out, the states, then the scales of those that have any.
-
-    Raises LayoutError where tensors are not of one device, or have holes.
+    Columns: main or remainder, out, the states, then the scales of those that have any. Raises LayoutError where
+    tensors are not of one device, or have holes.
     """
-    names = tuple(name for name, _ in states)
-    blocks = {scale_name(name): codec.block for name, codec in states if codec.block}
-    members = [
-        _Member(_plain(work), row) for row, batch in enumerate(batches) for work in batch.works if work.grad.numel()
+    works = _in_order([work for batch in batches for work in batch.works])
+    if not works:
+        return []
+    call = _columns(works, tuple(row for row, batch in enumerate(batches) for _ in batch.works), states)
+    device = call.grads[0].device
+    parts = known_parts(device).get(_fingerprint(call), lambda: _parts(call, device))
+    return [_sweep(part, call, device) for part in parts]
+
+
+@cache
+def known_parts(device: torch.device) -> DeviceTables[list[_Part]]:
+    """The parts known on `device`: one collection for the process, since what is in it is true for whoever asks."""
+    return DeviceTables(device)
+
+
+def _in_order(works: list[Work]) -> list[Work | Run]:
+    """The works, those in another order than C's as flat runs, in which a gradient may be a rearranged copy."""
+    anchors = [work.out if work.main is None else work.main for work in works]
+    if all(work.grad.is_contiguous() for work in works) and all(a is None or a.is_contiguous() for a in anchors):
+        return list(works)
+    return [run_of(work) for work in works]
+
+
+def _columns(works: list[Work | Run], rows: tuple[int, ...], states: Sequence[tuple[str, StateCodec]]) -> _Call:
+    """Tensors and addresses by column; this runs at every step, hence whole columns at a time."""
+    scales = {scale_name(name): codec.block for name, codec in states if codec.block}
+    names = (*(name for name, _ in states), *scales)
+    grads = [work.grad for work in works]
+    columns: list[list[Tensor | None]] = [
+        [work.remainder if work.main is None else work.main for work in works],
+        [work.out for work in works],
     ]
-    by_formats: dict[Formats, list[_Member]] = {}
-    for member in members:
-        by_formats.setdefault(_formats(member.work, names), []).append(member)
-    everything = (*names, *blocks)
-    return [
-        Sweep(formats, _table(formats, group, everything, blocks), [member.work for member in group])
-        for formats, group in by_formats.items()
-    ]
+    for name in names:
+        columns.append([work.state[name] for work in works])
+    return _Call(
+        works=works,
+        rows=rows,
+        grads=grads,
+        columns=columns,
+        names=("main", "out", *names),
+        blocks=(1, 1, *(scales.get(name, 1) for name in names)),
+        grads_at=[grad.data_ptr() for grad in grads],
+        columns_at=[[0 if tensor is None else tensor.data_ptr() for tensor in column] for column in columns],
+    )
 
 
-def _plain(work: Work) -> Work | Run:
-    """The work itself where its tensors are contiguous, else its runs, in which a gradient may be a rearranged copy."""
-    anchor = work.out if work.main is None else work.main
-    if work.grad.is_contiguous() and anchor is not None and anchor.is_contiguous():
-        return work
-    return run_of(work)
+def _fingerprint(call: _Call) -> tuple[Hashable, ...]:
+    """All that the parts depend on: everything but the addresses of gradients, of which only the alignment counts."""
+    misaligned = reduce(or_, call.grads_at) % ALIGNMENT
+    return (
+        tuple([grad.numel() for grad in call.grads]),
+        tuple([grad.dtype for grad in call.grads]),
+        tuple([at % ALIGNMENT == 0 for at in call.grads_at]) if misaligned else None,
+        tuple(map(tuple, call.columns_at)),
+        tuple([None if tensor is None else tensor.dtype for column in call.columns for tensor in column]),
+        tuple([work.main is None for work in call.works]),
+        tuple([work.first for work in call.works]),
+        call.rows,
+        call.blocks,
+    )
 
 
-def _columns(work: Work | Run, names: tuple[str, ...]) -> tuple[Tensor | None, ...]:
-    """Main or remainder, out, states."""
-    main = work.remainder if work.main is None else work.main
-    return (main, work.out, *(work.state[name] for name in names))
+def _parts(call: _Call, device: torch.device) -> list[_Part]:
+    """The works by format, each with its records on the device."""
+    by_formats: dict[Formats, list[int]] = {}
+    for index, grad in enumerate(call.grads):
+        if grad.numel():
+            _check(call, index, device)
+            by_formats.setdefault(_formats(call, index), []).append(index)
+    return [_part(formats, tuple(members), call, device) for formats, members in by_formats.items()]
 
 
-def _formats(work: Work | Run, names: tuple[str, ...]) -> Formats:
-    addresses = work.grad.data_ptr()
-    for tensor in _columns(work, names):
-        addresses |= 0 if tensor is None else tensor.data_ptr()
+def _formats(call: _Call, index: int) -> Formats:
+    work = call.works[index]
+    addresses = reduce(or_, (of_works[index] for of_works in call.columns_at), call.grads_at[index])
+    states = [column[index] for column, block in zip(call.columns[2:], call.blocks[2:]) if block == 1]
     return Formats(
         grad=work.grad.dtype,
         main=None if work.main is None else work.main.dtype,
         out=None if work.out is None else work.out.dtype,
-        states=tuple(work.state[name].dtype for name in names),
+        states=tuple(state.dtype for state in states if state is not None),
         aligned=addresses % ALIGNMENT == 0,
     )
 
 
-def _table(formats: Formats, group: list[_Member], names: tuple[str, ...], blocks: dict[str, int]) -> ChunkTable:
-    works = [member.work for member in group]
-    device = works[0].grad.device
-    grads = tuple(work.grad.data_ptr() for work in works)
-    lanes = [_columns(work, names) for work in works]
-    addresses = tuple(tuple(0 if t is None else t.data_ptr() for t in lane) for lane in zip(*lanes))
-    numels = tuple(work.grad.numel() for work in works)
-    extents = Extents(numels, tuple(member.row for member in group), tuple(work.first for work in works))
-    columns = tuple(
-        Column(item_bytes=0 if t is None else t.dtype.itemsize, elements=blocks.get(name, 1))
-        for name, t in zip(("main", "out", *names), lanes[0])
-    )
+def _part(formats: Formats, members: tuple[int, ...], call: _Call, device: torch.device) -> _Part:
+    numels = tuple(call.grads[i].numel() for i in members)
+    extents = Extents(numels, tuple(call.rows[i] for i in members), tuple(call.works[i].first for i in members))
+    firsts_of_columns = [column[members[0]] for column in call.columns]
+    columns = [
+        Column(item_bytes=0 if tensor is None else tensor.dtype.itemsize, elements=block)
+        for tensor, block in zip(firsts_of_columns, call.blocks)
+    ]
+    addresses = [[of_works[i] for i in members] for of_works in call.columns_at]
     chunk = chunk_elements(sum(numels), processors=processors(device))
-    tables = device_tables(device)
-
-    def records() -> Tensor:
-        _check(works, names, blocks, device)
-        return chunk_records(addresses, columns, extents, chunk=chunk)
-
-    def grad_column() -> Tensor:
-        return gradient_column(grads, numels, item_bytes=formats.grad.itemsize, chunk=chunk)
-
-    return ChunkTable(
-        tables.get((addresses, columns, extents, chunk), records),
-        tables.get((grads, numels, formats.grad.itemsize, chunk), grad_column),
-        chunk,
-    )
+    records = to_device(chunk_records(addresses, columns, extents, chunk=chunk), device)
+    return _Part(formats, members, records, chunk, DeviceTables(device, capacity=8))
 
 
-def _check(works: Sequence[Work | Run], names: tuple[str, ...], blocks: dict[str, int], device: torch.device) -> None:
-    for work in works:
-        for name, tensor in zip(("main", "out", *names), _columns(work, names)):
-            if tensor is None:
-                continue
-            if tensor.device != device:
-                raise LayoutError(f"{name} is on {tensor.device} and a gradient on {device}; one sweep has one device")
-            numel = math.ceil(work.grad.numel() / blocks.get(name, 1))
-            if not tensor.is_contiguous() or tensor.numel() != numel:
-                raise LayoutError(
-                    f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
-                    f"{tuple(work.grad.shape)}; allowed is a contiguous tensor of {numel} elements"
-                )
+def _sweep(part: _Part, call: _Call, device: torch.device) -> Sweep:
+    """The part with its gradients where they are now."""
+    addresses = tuple([call.grads_at[i] for i in part.members])
+
+    def build() -> Tensor:
+        numels = [call.grads[i].numel() for i in part.members]
+        item_bytes = part.formats.grad.itemsize
+        return to_device(gradient_column(addresses, numels, item_bytes=item_bytes, chunk=part.chunk), device)
+
+    return Sweep(part.formats, ChunkTable(part.records, part.grads.get(addresses, build), part.chunk), call.works)
+
+
+def _check(call: _Call, index: int, device: torch.device) -> None:
+    numel = call.grads[index].numel()
+    for name, column, block in zip(call.names, call.columns, call.blocks):
+        tensor = column[index]
+        if tensor is None:
+            continue
+        if tensor.device != device or call.grads[index].device != device:
+            raise LayoutError(f"{name} is on {tensor.device} and a gradient on {device}; one sweep has one device")
+        expected = math.ceil(numel / block)
+        if not tensor.is_contiguous() or tensor.numel() != expected:
+            raise LayoutError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
+                f"{tuple(call.grads[index].shape)}; allowed is a contiguous tensor of {expected} elements"
+            )

@@ -6,13 +6,14 @@ order; one last program adds the chunks in float64, in one fixed order too. `ker
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_kernels.jit import jit, tl
-from opt_kernels.multi_tensor import Column, Extents, chunk_elements, chunk_records, device_tables
+from opt_kernels.multi_tensor import Column, DeviceTables, Extents, chunk_elements, chunk_records, to_device
 from opt_kernels.ops.grad_stats import reference
 from opt_kernels.ops.grad_stats.reference import GradStats
 from opt_kernels.ops.lanes import load, pointer
@@ -184,9 +185,16 @@ def _table(fmt: _Format, grads: Sequence[Tensor], device: torch.device) -> _Tabl
 
     def build() -> Tensor:
         nowhere = (0,) * len(grads)
-        return chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
+        host = chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
+        return to_device(host, device)
 
-    return _Table(fmt, device_tables(device).get((addresses, numels, column, chunk), build), chunk)
+    return _Table(fmt, known_tables(device).get((addresses, numels, column, chunk), build), chunk)
+
+
+@cache
+def known_tables(device: torch.device) -> DeviceTables[Tensor]:
+    """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
+    return DeviceTables(device)
 
 
 def tile_elements(dtype: torch.dtype) -> int:
