@@ -9,17 +9,19 @@ from torch import nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.step.dtensor import is_first_replica, local, matrix_cut
 from opt_distributed.step.mains import make_main
 from opt_distributed.step.scaler import scaler_of
-from opt_distributed.step.sources import BufferedGrads, OwnGrads, Source
+from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.rules.base import MatrixSpec, TensorParallel
+from opt_kernels.rules.base import MatrixSpec, Needs, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.plan import BufferPlan, Plan, Spread, UnitPlan
+from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
 
 NORM_SLOTS = ("", "mtp")  # the model's own gradient norm, and the one name the reference keeps apart
 
@@ -36,17 +38,21 @@ class Model:
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
-    own = {
-        buffer.name: sources.get(buffer.name) or _source(buffer, model, _axes(roles, buffer)) for buffer in plan.buffers
-    }
+    own = {buffer.name: sources.get(buffer.name) or _source(buffer, model, roles) for buffer in plan.buffers}
     units = [
-        Unit(name=unit.name, rule=unit.rule, pieces=list(_pieces(plan, unit, model, roles, own))) for unit in plan.units
+        Unit(
+            name=unit.name,
+            rule=unit.rule,
+            pieces=list(_pieces(plan, unit, model, roles, own)),
+            completes=[own[name] for name in completed],
+        )
+        for unit, completed in zip(plan.units, _completed(plan), strict=True)
     ]
     return Stepper(
         units=units,
         families=list(_families(plan, model, roles, own)),
         scaler=scaler_of(plan.config.loss_scaling),
-        limits=_limits(plan.config),
+        limits=_limits(plan),
         spans=_spans(plan.config),
     )
 
@@ -55,11 +61,25 @@ def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
     return roles.expert if buffer.is_expert else roles.dense
 
 
-def _source(buffer: BufferPlan, model: Model, axes: Axes) -> Source:
-    """Gradients stay where autograd put them where nobody else has part in them; else they travel through a buffer."""
+def _completed(plan: Plan) -> list[list[str]]:
+    """For each unit the buffers that no later unit writes to: known from the plan, so alike on all ranks."""
+    last = {
+        buffer.name: max(
+            number for number, unit in enumerate(plan.units) if any(param.id in unit.ids for param in buffer.params)
+        )
+        for buffer in plan.buffers
+    }
+    return [[name for name, at in last.items() if at == number] for number in range(len(plan.units))]
+
+
+def _source(buffer: BufferPlan, model: Model, roles: Roles) -> Source:
+    """Gradients stay where autograd put them if nobody else has a part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
-    if axes.num_replicas == 1 or buffer.spread is Spread.LAID_OUT:
-        return OwnGrads(params)
+    if buffer.spread is Spread.LAID_OUT:
+        return LaidOutGrads(params)
+    axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
+    if axes.num_replicas == 1:
+        return OwnGrads(params, num_replicas=replicas)
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,
@@ -68,7 +88,7 @@ def _source(buffer: BufferPlan, model: Model, axes: Axes) -> Source:
         device=model.device,
         sharded=buffer.spread is not Spread.REPLICATED,
     )
-    return BufferedGrads(memory, params, axes)
+    return BufferedGrads(memory, params, axes, num_replicas=replicas)
 
 
 def _families(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
@@ -81,63 +101,84 @@ def _families(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Sour
 def _pieces(
     plan: Plan, unit: UnitPlan, model: Model, roles: Roles, sources: Mapping[str, Source]
 ) -> Iterator[OwnedPiece]:
+    slots = norm_slots(plan)
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
         for number, (_, piece) in enumerate(buffer.layout.owned(rank)):
             if piece.id not in unit.ids:
                 continue
-            param, meta = model.params[piece.id], model.metas[piece.id]
-            whole = piece.of_param == slice(0, param.numel())
-            main = make_main(unit.numbers[buffer.dtype], param if whole else param.detach().view(-1)[piece.of_param])
+            param, meta, group = model.params[piece.id], model.metas[piece.id], model.group_of[piece.id]
+            stored = local(param) if meta.is_dtensor else param
+            whole = piece.of_param == slice(0, stored.numel())
+            main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[piece.of_param])
             yield OwnedPiece(
                 id=piece.id,
                 param=param,
                 of_param=piece.of_param,
-                group=model.group_of[piece.id],
+                group=group,
                 source=sources[buffer.name],
                 main=main,
                 state=unit.rule.init_state(main.value()),
-                norm_slot=NORM_SLOTS.index(meta.grad_norm_group or ""),
-                counted=_counted(buffer, meta, axes, number),
-                matrix=_matrix(meta, axes, split_qkv=plan.config.muon_split_qkv),
+                norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
+                counted=_counted(buffer, meta, axes, param, number),
+                matrix=_matrix(unit, param, meta, axes, split_qkv=plan.config.muon_split_qkv),
             )
 
 
-def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, number: int) -> bool:
+def norm_slots(plan: Plan) -> tuple[str, ...]:
+    """The step's gradient norms, the same on every rank: the model's own, those that the reference keeps apart, and one
+    for each rule with groups that are not clipped, under its name."""
+    return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
+
+
+def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
+    return (meta.grad_norm_group or "") if group.clips else group.optimizer
+
+
+def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, number: int) -> bool:
     """Whether this rank is the one that counts the piece in norms and zeros. Replicas share that work out."""
-    if meta.shared or (axes.tp.rank > 0 and not meta.tensor_parallel):
+    if meta.shared:
+        return False
+    if buffer.spread is Spread.LAID_OUT:
+        return is_first_replica(param)
+    if axes.tp.rank > 0 and not meta.tensor_parallel:
         return False
     return buffer.layout.num_shards > 1 or number % axes.dp.size == axes.dp.rank
 
 
-def _matrix(meta: ParamMeta, axes: Axes, *, split_qkv: bool) -> MatrixSpec:
+def _matrix(unit: UnitPlan, param: nn.Parameter, meta: ParamMeta, axes: Axes, *, split_qkv: bool) -> MatrixSpec:
     split = tuple(meta.qkv_split_shapes) if split_qkv else ()
+    if meta.is_dtensor and unit.rule.needs is Needs.MATRICES:
+        cut = matrix_cut(meta.id, param)
+        group = None if cut.dim is None else tensor_parallel(cut.comm)
+        return MatrixSpec(split_rows=split, partition_dim=cut.dim, tensor_parallel=group)
     if not meta.tensor_parallel or axes.tp.size == 1:
         return MatrixSpec(split_rows=split)
-    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=tensor_parallel(axes))
+    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=tensor_parallel(axes.tp))
 
 
-def tensor_parallel(axes: Axes) -> TensorParallel:
-    """The tensor-parallel peers of a matrix, as the callables a rule takes."""
+def tensor_parallel(comm: Comm) -> TensorParallel:
+    """The ranks that hold equal parts of a matrix, as the callables a rule takes."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         total = x.contiguous().clone()
-        axes.tp.all_reduce_(total)
+        comm.all_reduce_(total)
         return total
 
     def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
-        full = x.new_empty(axes.tp.size * x.numel())
-        axes.tp.all_gather_(full, x.contiguous().view(-1))
-        return torch.cat([part.view(x.shape) for part in full.chunk(axes.tp.size)], dim)
+        full = x.new_empty(comm.size * x.numel())
+        comm.all_gather_(full, x.contiguous().view(-1))
+        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
 
-    return TensorParallel(rank=axes.tp.rank, size=axes.tp.size, all_reduce=all_reduce, all_gather=all_gather)
+    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
 
 
-def _limits(config: OptimizerConfig) -> Limits:
+def _limits(plan: Plan) -> Limits:
+    slots, config = norm_slots(plan), plan.config
     return Limits(
-        slots=NORM_SLOTS,
-        max_norms=(config.clip_grad,) * len(NORM_SLOTS),
+        slots=slots,
+        max_norms=tuple(config.clip_grad if slot in NORM_SLOTS else 0.0 for slot in slots),
         skip_above=config.grad_norm_skip_threshold,
         count_zeros=config.log_num_zeros_in_grad,
     )

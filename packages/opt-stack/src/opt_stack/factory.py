@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -174,13 +175,19 @@ def plan_of(
     for group in groups:
         for key, value in rules[group["optimizer"]].hyper(config).items():
             group.setdefault(key, value)
-    made = {name: rules[name].make(config) for name in {group["optimizer"] for group in groups}}
+    names = {group["optimizer"] for group in groups}
+    made = {name: rules[name].make(config) for name in names}
+    # A matrix that FSDP2 cut is no tensor-parallel one: what it is cut into is nobody's block.
+    gathers = replace(config, muon_tp_mode="duplicated") if config.muon_tp_mode == "blockwise" else config
+    gathering = {name: rules[name].make(gathers) for name in names}
     check_wrapped(config, chunks)
     trained = {id for group in groups for id in group["param_ids"]}
     ready = [
         buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
     ]
-    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready)
+    return make_plan(
+        config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready, gathering=gathering
+    )
 
 
 def _check_peers(plan: Plan, roles: Roles) -> None:

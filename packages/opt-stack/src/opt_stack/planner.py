@@ -183,9 +183,9 @@ def _check_factors(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
     cut = [id for id in sorted(unit.ids) if metas[id].is_dtensor and metas[id].local_shape != metas[id].shape]
     if cut:
         raise ConfigError(
-            f"optimizer={unit.rule.name!r} keeps factors of whole matrices, but {cut[0]} is a DTensor of which this rank "
-            f"stores {metas[cut[0]].local_shape} of {metas[cut[0]].shape}; use optimizer='muon', or leave the model "
-            "unsharded and set use_layer_wise_distributed_optimizer=True"
+            f"optimizer={unit.rule.name!r} keeps factors of whole matrices, but {cut[0]} is a DTensor of which "
+            f"this rank stores {metas[cut[0]].local_shape} of {metas[cut[0]].shape}; use optimizer='muon', or an "
+            "unsharded model and use_layer_wise_distributed_optimizer=True"
         )
 
 
@@ -193,8 +193,8 @@ def _group_plan(group: Mapping[str, Any]) -> GroupPlan:
     clips = group.get("clip_grad", True)
     if not isinstance(clips, bool):
         raise ConfigError(
-            f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; True (to OptimizerConfig.clip_grad) and "
-            "False (never, with a norm of its own) are allowed"
+            f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; True (to OptimizerConfig.clip_grad) "
+            "and False (never, with a norm of its own) are allowed"
         )
     return GroupPlan(
         name=group["name"],

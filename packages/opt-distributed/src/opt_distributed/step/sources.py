@@ -1,6 +1,6 @@
 """Where gradients come from and where parameters go: the one seam between the step and how data is laid out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -8,18 +8,25 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes
+from opt_distributed.step.dtensor import local_grad
 from opt_paramgroups import ParamId
+
+ReadGrad = Callable[[], Tensor | None]
+"""Gives one piece's reduced gradient of this step, in the piece's shape; None where there is none."""
+
+_NONE: frozenset[ParamId] = frozenset()
 
 
 class Source(Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
-    In a step: `reduce_`, `grad`, then `flags` summed over the data-parallel ranks into `settle_`, `used`, `publish_`.
+    In a step: `reduce_`, the readers, then `flags` summed over the data-parallel ranks into `settle_`, `unused`,
+    `publish_`.
     """
 
     @property
     def grad_scale(self) -> float:
-        """What turns the reduced gradients into the mean: 1 / ranks where they are summed on the way."""
+        """What turns the reduced gradients into the mean: 1 / replicas where they are summed on the way."""
         ...
 
     def reduce_(self) -> None:
@@ -34,13 +41,13 @@ class Source(Protocol):
         """Takes the flags summed over ranks."""
         ...
 
-    def used(self, id: ParamId) -> bool:
-        """Whether any rank has a gradient for the parameter; what no rank used keeps its value and its state."""
+    def unused(self) -> Collection[ParamId]:
+        """Parameters whose readers give zeros because no rank has a gradient: they keep value and state."""
         ...
 
-    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
-        """The reduced gradient of these flat elements, in the parameter's shape where they are all of it; zeros, or
-        None, where no rank has one."""
+    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+        """Made once for each piece: reads the gradient of these flat elements, which this rank owns; in the
+        parameter's shape where they are all of it."""
         ...
 
     def publish_(self) -> None:
@@ -49,7 +56,45 @@ class Source(Protocol):
 
 
 class OwnGrads:
-    """Parameters of this process alone: gradients are used where autograd left them, and nothing travels."""
+    """Parameters that no other rank reduces: gradients are used where autograd left them, and nothing travels.
+
+    `grad_scale` is one over the dense replicas, also for an expert that only one of them holds: tokens of all of them
+    have come to it, and the loss is their mean.
+    """
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter], *, num_replicas: int):
+        self.params = params
+        self.grad_scale = 1.0 / num_replicas
+
+    def reduce_(self) -> None:
+        return None
+
+    def flags(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float64)
+
+    def settle_(self, flags: Tensor) -> None:
+        return None
+
+    def unused(self) -> Collection[ParamId]:
+        return _NONE  # their readers give None
+
+    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+        param = self.params[id]
+
+        def read() -> Tensor | None:
+            grad = param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise ValueError(f"gradient of {id.name!r} is {grad.layout}; dense (torch.strided) ones are allowed")
+            return grad
+
+        return read
+
+    def publish_(self) -> None:
+        return None
+
+
+class LaidOutGrads:
+    """DTensor parameters, as `fully_shard` makes them: gradients arrive reduced, in the parameters' own shards."""
 
     grad_scale = 1.0
 
@@ -65,14 +110,12 @@ class OwnGrads:
     def settle_(self, flags: Tensor) -> None:
         return None
 
-    def used(self, id: ParamId) -> bool:
-        return self.params[id].grad is not None
+    def unused(self) -> Collection[ParamId]:
+        return _NONE
 
-    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
-        grad = self.params[id].grad
-        if grad is not None and grad.layout is not torch.strided:
-            raise ValueError(f"gradient of {id.name!r} is {grad.layout}; dense (torch.strided) gradients are allowed")
-        return grad
+    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+        param = self.params[id]
+        return lambda: None if param.grad is None else local_grad(param)
 
     def publish_(self) -> None:
         return None
@@ -81,38 +124,45 @@ class OwnGrads:
 class BufferedGrads:
     """Plain modules on several ranks: in the step, gradients are copied into a flat buffer and reduced there.
 
-    Where state is sharded, each rank's shard of the buffer holds what it owns, and new values are gathered at the end of
-    the step; where it is replicated, every rank updates everything and nothing is gathered.
+    Where state is sharded, each rank's shard of the buffer holds what it owns, and new values are gathered as soon as
+    they are all there; where it is replicated, every rank updates everything and nothing is gathered. `num_replicas`
+    are the dense ones, for experts too (see `OwnGrads`).
     """
 
-    def __init__(self, memory: ParamAndGradBuffer, params: Mapping[ParamId, nn.Parameter], axes: Axes):
+    def __init__(
+        self, memory: ParamAndGradBuffer, params: Mapping[ParamId, nn.Parameter], axes: Axes, *, num_replicas: int
+    ):
         self.memory = memory
         self.params = params
         self.axes = axes
-        self.grad_scale = 1.0 / axes.num_replicas
+        self.grad_scale = 1.0 / num_replicas
         self._ids = [slot.id for slot in memory.layout.slots()]
-        self._present: frozenset[ParamId] = frozenset()
+        self._places = [memory.grad_view(id) for id in self._ids]
+        self._unused = _NONE
 
     def reduce_(self) -> None:
-        for id in self._ids:
-            grad, place = self.params[id].grad, self.memory.grad_view(id)
+        grads = [self.params[id].grad for id in self._ids]
+        for place, grad in zip(self._places, grads, strict=True):
             if grad is None:
                 place.zero_()
-            else:
-                place.copy_(grad)
+        places = [place for place, grad in zip(self._places, grads, strict=True) if grad is not None]
+        if places:
+            torch._foreach_copy_(places, [grad for grad in grads if grad is not None])
         self.memory.reduce_(self.axes)
 
     def flags(self) -> Tensor:
         return torch.tensor([self.params[id].grad is not None for id in self._ids], dtype=torch.float64)
 
     def settle_(self, flags: Tensor) -> None:
-        self._present = frozenset(id for id, count in zip(self._ids, flags.tolist(), strict=True) if count)
+        counts = flags.tolist()
+        self._unused = frozenset(id for id, count in zip(self._ids, counts, strict=True) if not count)
 
-    def used(self, id: ParamId) -> bool:
-        return id in self._present
+    def unused(self) -> Collection[ParamId]:
+        return self._unused
 
-    def grad(self, id: ParamId, of_param: slice) -> Tensor | None:
-        return self.memory.grad_piece(id, of_param)
+    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+        view = self.memory.grad_piece(id, of_param)
+        return lambda: view
 
     def publish_(self) -> None:
         self.memory.gather_(self.axes.dp)

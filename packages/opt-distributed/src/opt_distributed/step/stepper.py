@@ -1,7 +1,7 @@
 """The step, from reduced gradients to published parameters, over a tuple of units. Read this file first.
 
     reduce ─▶ one sweep and one small all-reduce ─▶ overflow? the scaler learns, nothing else changes
-           ─▶ clip coefficient, or refuse ─▶ one update sweep per unit ─▶ publish
+           ─▶ clip coefficient, or refuse ─▶ one update sweep per unit ─▶ publish what no later unit writes to
 
 No line here knows how parameters are sharded, which rule moves them or in which numbers they are kept.
 """
@@ -16,7 +16,7 @@ import torch
 from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
-from opt_distributed.step.stats import Family, Stats, reduce_stats
+from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats
 from opt_distributed.step.unit import ReadyPiece, Unit
 
 Groups = Sequence[Mapping[str, Any]]  # `param_groups`, read anew at every step
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
 class Limits:
     """When gradients are scaled down, and when a step is refused."""
 
-    slots: tuple[str, ...] = ("",)  # names of the gradient norms; "" is the model's own
+    slots: tuple[str, ...] = ("",)  # names of the gradient norms; the first, "", is the model's own
     max_norms: tuple[float, ...] = (1.0,)  # of each slot; 0 leaves its gradients as they are
     skip_above: float = math.inf  # a larger norm of slot "" refuses the step
     count_zeros: bool = False
@@ -93,8 +93,7 @@ class Stepper:
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
             )
-        used = [[ready for ready in of_unit if ready.piece.source.used(ready.piece.id)] for of_unit in pieces]
-        self._ready = _Ready(stats, used, 1.0 / self.scaler.scale)
+        self._ready = _Ready(stats, self._used(pieces), 1.0 / self.scaler.scale)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
         return stats.overflow
@@ -107,14 +106,29 @@ class Stepper:
             return False
         with self.spans("optimizer-clip-main-grad"):
             scales = self._clip(ready)
-        with self.spans("optimizer-inner-step"):
-            for unit, pieces in zip(self.units, ready.pieces, strict=True):
+        for unit, pieces in zip(self.units, ready.pieces, strict=True):
+            with self.spans("optimizer-inner-step"):
                 unit.update_(pieces, groups, scale_of_slot=scales)
-        with self.spans("params-all-gather"):
-            for family in self.families:
-                for source in family.sources:
+            with self.spans("params-all-gather"):
+                for source in unit.completes:
                     source.publish_()
         return True
+
+    def norm(self, norm_type: float) -> float:
+        """The `norm_type`-norm of the gradients that `prepare_grads` made ready, unscaled; of slot "", as `grad_norm`.
+
+        Every rank calls it, before `step_with_ready_grads`.
+
+        Raises:
+            RuntimeError: no gradients are ready.
+            ValueError: `norm_type` is not above 0.
+        """
+        if self._ready is None:
+            raise RuntimeError(
+                f"no gradients are ready for a {norm_type}-norm: ask between prepare_grads and the update"
+            )
+        pieces = (piece for of_unit in self._ready.pieces for piece in of_unit)
+        return reduce_norm(self.families, pieces, norm_type=norm_type, slot=0) * self._ready.inv_scale
 
     @property
     def grad_norm(self) -> float:
@@ -125,6 +139,13 @@ class Stepper:
     def num_zeros(self) -> int | None:
         """Zero elements in the gradients that are ready; None unless they are counted."""
         return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
+
+    def _used(self, pieces: list[list[ReadyPiece]]) -> list[list[ReadyPiece]]:
+        """Without those whose zeros stand for no gradient on any rank."""
+        unused = {id for family in self.families for source in family.sources for id in source.unused()}
+        if not unused:
+            return pieces
+        return [[ready for ready in of_unit if ready.piece.id not in unused] for of_unit in pieces]
 
     def _norm(self, slot: int) -> float:
         assert self._ready is not None

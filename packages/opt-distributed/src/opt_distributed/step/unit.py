@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
-from opt_distributed.step.sources import Source
+from opt_distributed.step.sources import ReadGrad, Source
 from opt_kernels.rules.base import Batch, MatrixSpec, Rule, Work
 from opt_paramgroups import ParamId
 
@@ -29,14 +30,22 @@ class OwnedPiece:
     counted: bool = True  # False where another rank counts these elements in norms and zeros
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
     step: int = 0  # updates made so far; the only state a step keeps on the host
+    read_grad: ReadGrad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read_grad = self.source.reader(self.id, self.of_param)
 
     @property
     def is_whole(self) -> bool:
-        return self.of_param == slice(0, self.param.numel())
+        """Whether it is all that this rank stores of the parameter."""
+        return self.of_param == slice(0, local_numel(self.param))
 
-    def grad(self) -> Tensor | None:
-        """The reduced gradient of this piece, in the piece's shape; None where there is none."""
-        return self.source.grad(self.id, self.of_param)
+    def work(self, grad: Tensor) -> Work:
+        """What the rule has to do."""
+        main = self.main
+        return Work(
+            grad=grad, main=main.main, state=self.state, out=main.out, remainder=main.remainder, matrix=self.matrix
+        )
 
 
 class ReadyPiece(NamedTuple):
@@ -53,19 +62,23 @@ class Unit:
     name: str
     rule: Rule
     pieces: Sequence[OwnedPiece]
+    completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
 
     def ready(self) -> list[ReadyPiece]:
         """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
-        found = ((piece, piece.grad()) for piece in self.pieces)
-        return [ReadyPiece(piece, grad) for piece, grad in found if grad is not None]
+        return [ReadyPiece(piece, grad) for piece in self.pieces if (grad := piece.read_grad()) is not None]
 
     @torch.no_grad()
     def update_(
         self, ready: Sequence[ReadyPiece], groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]
     ) -> None:
-        """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of each norm slot."""
-        for scale, rows in _by_scale(ready, scale_of_slot).items():
-            batches = [Batch(read_hyper(groups[row.group], step=row.step), works) for row, works in rows.items()]
+        """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot."""
+        by_scale: dict[float, list[Batch]] = {}
+        for row, works in _rows(ready).items():
+            scale = scale_of_slot[row.norm_slot] * row.source.grad_scale
+            batch = Batch(read_hyper(groups[row.group], step=row.step), works)
+            by_scale.setdefault(scale, []).append(batch)
+        for scale, batches in by_scale.items():
             self.rule.update_(batches, grad_scale=scale)
         for piece, _ in ready:
             piece.step += 1
@@ -76,26 +89,24 @@ class Unit:
 
 
 class _Row(NamedTuple):
-    """What works must share to share a row of the hyper table."""
+    """What works must share to share a row of the hyper table and what their gradients are multiplied by."""
 
+    source: Source
+    norm_slot: int
     group: int
-    step: int
+    step: int  # that they are about to make
 
 
-def _by_scale(ready: Sequence[ReadyPiece], scale_of_slot: Sequence[float]) -> dict[float, dict[_Row, list[Work]]]:
-    """The works of one update sweep: all that share what their gradients are multiplied by."""
-    found: dict[float, dict[_Row, list[Work]]] = {}
+def _rows(ready: Sequence[ReadyPiece]) -> dict[_Row, list[Work]]:
+    """The works of an update, row by row, in the order of the pieces: the same on every rank that has the same."""
+    found: dict[tuple[Source, int, int, int], list[Work]] = {}  # plain tuples: named ones cost more than the rest
     for piece, grad in ready:
-        scale = scale_of_slot[piece.norm_slot] * piece.source.grad_scale
-        found.setdefault(scale, {}).setdefault(_Row(piece.group, piece.step + 1), []).append(_work(piece, grad))
-    return found
-
-
-def _work(piece: OwnedPiece, grad: Tensor) -> Work:
-    main = piece.main
-    return Work(
-        grad=grad, main=main.main, state=piece.state, out=main.out, remainder=main.remainder, matrix=piece.matrix
-    )
+        key = (piece.source, piece.norm_slot, piece.group, piece.step + 1)
+        works = found.get(key)
+        if works is None:
+            works = found[key] = []
+        works.append(piece.work(grad))
+    return {_Row(*key): works for key, works in found.items()}
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
