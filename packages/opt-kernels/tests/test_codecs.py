@@ -113,7 +113,10 @@ def test_a_positive_square_is_never_stored_as_zero(codec: StateCodec) -> None:
 def test_zeros_stay_zero_and_storing_twice_is_storing_once(codec: StateCodec, numel: int) -> None:
     assert not read(codec, stored(codec, torch.zeros(numel))).any()
     signed = codec in SIGNED.values()
-    once = read(codec, stored(codec, sample(numel, signed=signed)))
+    values = sample(numel, signed=signed)
+    once = read(codec, stored(codec, values))
+    # A regression: raising small codes to the smallest was done in place, before zeros were set apart from them.
+    assert not once[values == 0].any()
     twice = read(codec, stored(codec, once))
     # Equal but where a float's largest code was rounded up to a power of two: subnormals are then twice as far apart.
     spacing = 2.0**-9 * 2.0**-7
@@ -159,6 +162,9 @@ def words(upper: Tensor, lower: list[int]) -> Tensor:
 
 # Every sign, exponent and mantissa that bfloat16 has, beside the lower halves at and around a tie, none and all.
 EVERY_UPPER_HALF = words(torch.arange(1 << 16), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+# The fast versions leave what sums to infinity to the reference: these do not.
+MODERATE = EVERY_UPPER_HALF[EVERY_UPPER_HALF.abs() < 1e30]
+ON_MAINS = pytest.mark.parametrize("main", [MODERATE, EVERY_UPPER_HALF], ids=["moderate", "every upper half"])
 
 
 def fast_split(main: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,9 +194,8 @@ ON_JOINS = pytest.mark.parametrize("join", [remainder.join, fast_join])
 
 @ON_SPLITS
 @ON_JOINS
-@pytest.mark.parametrize("finite_only", [True, False])
-def test_the_remainder_loses_nothing_and_keeps_nan(split, join, finite_only: bool) -> None:  # type: ignore[no-untyped-def]
-    main = EVERY_UPPER_HALF[EVERY_UPPER_HALF.isfinite()] if finite_only else EVERY_UPPER_HALF
+@ON_MAINS
+def test_the_remainder_loses_nothing_and_keeps_nan(split, join, main: Tensor) -> None:  # type: ignore[no-untyped-def]
     weight, rest = split(main)
     back = join(weight, rest)
     nan = main.isnan()
@@ -200,8 +205,9 @@ def test_the_remainder_loses_nothing_and_keeps_nan(split, join, finite_only: boo
 
 
 @ON_SPLITS
-def test_the_weight_is_the_main_rounded_with_ties_away_from_zero(split) -> None:  # type: ignore[no-untyped-def]
-    main = EVERY_UPPER_HALF[~EVERY_UPPER_HALF.isnan()]
+@ON_MAINS
+def test_the_weight_is_the_main_rounded_with_ties_away_from_zero(split, main: Tensor) -> None:  # type: ignore[no-untyped-def]
+    main = main[~main.isnan()]
     weight, _ = split(main)
     tie = (main.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(weight[~tie].view(torch.int16), main[~tie].bfloat16().view(torch.int16))
@@ -220,9 +226,8 @@ def test_both_splits_agree_on_any_words(bit_patterns: list[int]) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 5, 2**31 - 7, 2**32 - 50, 2**33 + 5])
-@pytest.mark.parametrize("finite_only", [True, False])
-def test_both_roundings_by_chance_agree(first: int, finite_only: bool) -> None:
-    x = EVERY_UPPER_HALF[EVERY_UPPER_HALF.isfinite()] if finite_only else EVERY_UPPER_HALF
+@pytest.mark.parametrize("x", [MODERATE, EVERY_UPPER_HALF], ids=["moderate", "every upper half"])
+def test_both_roundings_by_chance_agree(first: int, x: Tensor) -> None:
     one, other = (torch.empty(x.numel(), dtype=torch.bfloat16) for _ in range(2))
     rounding.round_(one, x, first=first, step=7)
     fast_rounding.round_(other, x, first=first, step=7)

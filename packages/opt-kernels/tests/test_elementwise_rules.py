@@ -390,6 +390,17 @@ def test_stochastic_rounding_is_right_on_average_whatever_the_cut(backend: str) 
     assert abs(value(whole).mean() - (1 - 20e-4)) < 4 * 5e-5
 
 
+def test_stochastic_rounding_goes_on_counting_from_tile_to_tile() -> None:
+    rule = Adam(stochastic_rounding=True, backend="torch")
+    size = TILE_NUMEL + 128
+    whole, pieces = (KEPT["bf16"].work(rule, start_of((size,))) for _ in range(2))
+    grad = gradients((size,), torch.bfloat16)[0]
+    rule.update_([Batch(HYPER, [replace(whole, grad=grad)])])
+    parts = [slice(0, TILE_NUMEL - 64), slice(TILE_NUMEL - 64, size)]
+    rule.update_([Batch(HYPER, [_cut(replace(pieces, grad=grad), part) for part in parts])])
+    assert torch.equal(value(whole), value(pieces))
+
+
 def test_stochastic_rounding_of_float16_is_refused() -> None:
     main = torch.zeros(4, dtype=torch.float16)
     work = Work(grad=torch.zeros(4), main=main, state=Adam().init_state(main))
