@@ -23,7 +23,7 @@ def assert_trains_alike(ours: nn.Module, theirs: nn.Module) -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
-# --- the step -------------------------------------------------------------------------------------------------------
+# --- the step ---------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_a_torch_optimizer() -> None:
@@ -149,7 +149,7 @@ def test_the_spans_are_called_by_the_references_names() -> None:
     assert calls == [call for name in names for call in ((name, "start", True), (name, "stop", None))]
 
 
-# --- in torch's own loops -------------------------------------------------------------------------------------------
+# --- in torch's own loops ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_an_eager_step_follows_a_compiled_loss() -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)  # the order of the loss's sums
 
 
-# --- what it holds --------------------------------------------------------------------------------------------------
+# --- what it holds ----------------------------------------------------------------------------------------------------
 
 
 def test_frozen_parameters_are_in_no_group_and_tied_ones_are_in_one() -> None:

@@ -67,7 +67,7 @@ def test_a_taken_name_is_refused() -> None:
     assert str(caught.value) == "optimizer 'adam' is already registered; give the new rule another name"
 
 
-# --- installed packages -------------------------------------------------------------------------------------------------
+# --- installed packages -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_an_installed_package_brings_its_rule(install: Any) -> None:
         pytest.param(
             "raise OSError('no licence')",
             "their_rules:RULE",
-            "entry point theirs = 'their_rules:RULE' of opt_stack.rules cannot be loaded: OSError('no licence'); mend or "
-            "uninstall the package",
+            "entry point theirs = 'their_rules:RULE' of opt_stack.rules cannot be loaded: OSError('no licence'); "
+            "mend or uninstall the package",
             id="broken",
         ),
         pytest.param(

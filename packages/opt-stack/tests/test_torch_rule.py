@@ -99,7 +99,7 @@ def test_gradients_are_read_only() -> None:
     assert_equal([param.grad for param in model.parameters()], before)
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 class CountsInItsGroup(torch.optim.SGD):
@@ -126,15 +126,15 @@ class CountsInAnAttribute(torch.optim.SGD):
         pytest.param(
             torch.optim.Adafactor,
             {},
-            "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); what can be saved is "
-            "a tensor of the parameter's shape, or one number as a tensor",
+            "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); what can be saved "
+            "is a tensor of the parameter's shape, or one number as a tensor",
             id="reduced-state",
         ),
         pytest.param(
             CountsInItsGroup,
             {},
-            "CountsInItsGroup keeps param_groups[0]['k'] outside of its state by parameter, where nothing would be saved; "
-            "write it as a rule of ours",
+            "CountsInItsGroup keeps param_groups[0]['k'] outside of its state by parameter, where nothing would be "
+            "saved; write it as a rule of ours",
             id="group-state",
         ),
         pytest.param(CountsInAnAttribute, {}, "CountsInAnAttribute keeps calls outside of its state", id="attribute"),
@@ -178,8 +178,8 @@ def test_a_class_that_cannot_be_a_rule_is_refused_at_once(cls: Any, options: dic
         pytest.param(
             torch.optim.NAdam,
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
-            "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its state in torch.float32; "
-            "leave it at that",
+            "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its state in "
+            "torch.float32; leave it at that",
             id="narrow-moments",
         ),
     ],

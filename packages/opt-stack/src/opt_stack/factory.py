@@ -46,6 +46,7 @@ def get_optimizer(
     dump_param_to_param_group_map: str | None = None,
     *,
     rules: Registry | None = None,
+    allow_unmatched: bool = False,
 ) -> Optimizer:
     """The optimizer of a model: its parameters grouped, its step planned and built.
 
@@ -60,6 +61,7 @@ def get_optimizer(
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
+        allow_unmatched: accept overrides by name or attribute that match no parameter on any rank.
 
     Raises:
         ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is
@@ -69,7 +71,9 @@ def get_optimizer(
     roles = _roles(config, chunks, pg_collection)
     known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
     overrides = _agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
-    groups = get_param_groups(chunks, config, overrides, gather=roles.everyone.gather_objects)
+    groups = get_param_groups(
+        chunks, config, overrides, gather=roles.everyone.gather_objects, allow_unmatched=allow_unmatched
+    )
     optimizer = _build(config, chunks, groups, roles, known)
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
@@ -185,9 +189,7 @@ def plan_of(
     ready = [
         buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
     ]
-    return make_plan(
-        config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready, gathering=gathering
-    )
+    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready, gathering=gathering)
 
 
 def _check_peers(plan: Plan, roles: Roles) -> None:

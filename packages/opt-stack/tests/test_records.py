@@ -1,0 +1,84 @@
+"""What is written down when an optimizer is built: the configuration, the plan, the map of groups."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack_models import make_model
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
+from opt_stack.records import merged
+
+GROUP_OF = {"0.weight": 0, "0.bias": 1, "2.weight": 0, "2.bias": 1}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "maps" / "groups"
+    get_optimizer(OptimizerConfig(lr=1e-2), [make_model()], dump_param_to_param_group_map=str(path))
+    page = read(tmp_path / "maps" / "groups.json")
+    assert page["group_of"] == GROUP_OF
+    assert [(group["index"], group["name"], group["optimizer"]) for group in page["groups"]] == [
+        (0, "default", "adam"),
+        (1, "*.bias|<1-D>", "adam"),
+    ]
+    stored: dict[str, Any] = dict.fromkeys(GROUP_OF, -1)
+    load(stored, checkpoint_id=str(path), no_dist=True)
+    assert stored == GROUP_OF
+
+
+def test_chunks_have_names_of_their_own(tmp_path: Path) -> None:
+    chunks = [make_model(), make_model()]
+    get_optimizer(OptimizerConfig(lr=1e-2), chunks, {}, dump_param_to_param_group_map=str(tmp_path / "map"))
+    assert list(read(tmp_path / "map.json")["group_of"])[3:5] == ["2.bias", "model1.0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("maps", "want"),
+    [
+        pytest.param([{"a": 0}, {"a": 0}], {"a": 0}, id="replicas"),
+        pytest.param([{"a": 0}, {"b": 1}, {}], {"a": 0, "b": 1}, id="stages"),
+        pytest.param([{"a": 0}, {"a": 1, "b": 1}], {"rank 0: a": 0, "rank 1: a": 1, "b": 1}, id="one-name-two-groups"),
+    ],
+)
+def test_the_maps_of_ranks_are_one(maps: list[dict[str, int]], want: dict[str, int]) -> None:
+    assert merged(maps) == want
+
+
+def test_the_resolved_configuration_and_the_plan_are_logged_where_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "logs" / "run"
+    config = OptimizerConfig(lr=1e-2, loss_scale=8.0, config_logger_dir=str(folder))
+    optimizer = get_optimizer(config, [make_model()])
+    written = read(folder / "optimizer_config.json")
+    assert written["config"]["lr"] == 1e-2
+    assert written["loss_scaling"] == {"is": "ConstantScale", "scale": 8.0}
+    plan = read(folder / "optimizer_plan.json")
+    assert plan["units"][0]["state"] == {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+    assert sorted(plan["units"][0]["params"]) == sorted(GROUP_OF)
+    assert plan["state_bytes_of_rank"] == [optimizer.stepper.units[0].state_bytes()]
+    assert [group["name"] for group in plan["groups"]] == ["default", "*.bias|<1-D>"]
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        get_optimizer(OptimizerConfig(lr=1e-2, config_logger_dir=str(tmp_path / "file" / "logs")), [make_model()])
+
+
+def test_the_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="opt_stack"):
+        optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
+    assert caplog.messages == [str(optimizer.plan)]

@@ -1,0 +1,209 @@
+"""What cannot be built: every case a ConfigError that names the field, its value, what is allowed and what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stack_models import make_model
+from torch import nn
+
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
+from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer, get_optimizer_based_on_param_groups
+
+BIAS, FIRST = ParamKey(name="*.bias"), ParamKey(name="0.*")
+
+
+def build(*, model: Any = None, overrides: Any = None, pg: Any = None, **changes: Any) -> Any:
+    chunks = [make_model()] if model is None else model()
+    return get_optimizer(OptimizerConfig(**{"lr": 1e-2, **changes}), chunks, overrides, pg_collection=pg)
+
+
+def frozen() -> list[nn.Module]:
+    return [make_model().requires_grad_(False)]
+
+
+def wrapped(**changes: Any) -> Callable[[], list[nn.Module]]:
+    return lambda: [DistributedDataParallel(DistributedDataParallelConfig(**changes), make_model())]
+
+
+CASES = {
+    "unknown optimizer": (
+        {"optimizer": "adma"},
+        "optimizer='adma' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'adam'?",
+    ),
+    "no name of an optimizer": (
+        {"optimizer": "adam w"},
+        "OptimizerConfig: optimizer='adam w': must be the name of a rule, such as adam, sgd or muon",
+    ),
+    "negative lr": ({"lr": -1.0}, "OptimizerConfig: lr=-1.0: must be at least 0 and finite"),
+    "infinite lr": ({"lr": float("inf")}, "OptimizerConfig: lr=inf: must be at least 0 and finite"),
+    "min_lr above lr": ({"min_lr": 1.0}, "OptimizerConfig: min_lr=1.0: must not be above lr=0.01"),
+    "negative weight decay": (
+        {"weight_decay": -0.1},
+        "OptimizerConfig: weight_decay=-0.1: must be at least 0 and finite",
+    ),
+    "beta of one": ({"adam_beta1": 1.0}, "OptimizerConfig: adam_beta1=1.0: must be in [0, 1)"),
+    "negative beta": ({"adam_beta2": -0.1}, "OptimizerConfig: adam_beta2=-0.1: must be in [0, 1)"),
+    "eps of zero": ({"adam_eps": 0.0}, "OptimizerConfig: adam_eps=0.0: must be greater than 0 and finite"),
+    "fp16 and bf16": (
+        {"fp16": True, "bf16": True},
+        "OptimizerConfig: fp16=True: excludes bf16=True; choose one",
+    ),
+    "hysteresis of zero": ({"hysteresis": 0}, "OptimizerConfig: hysteresis=0: must be at least 1 and finite"),
+    "two shardings": (
+        {"use_distributed_optimizer": True, "use_layer_wise_distributed_optimizer": True},
+        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which cuts "
+        "all but the matrices too; choose one",
+    ),
+    "overlap without shards": (
+        {"overlap_param_gather": True},
+        "OptimizerConfig: overlap_param_gather=True: needs shards; set use_distributed_optimizer or "
+        "use_layer_wise_distributed_optimizer",
+    ),
+    "matrices cut": (
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        "optimizer='muon' needs whole matrices, but use_distributed_optimizer=True (FlatShards) cuts parameters "
+        "between ranks; set use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False",
+    ),
+    "soap on flat shards": (
+        {"optimizer": "soap", "use_distributed_optimizer": True},
+        "optimizer='soap' needs whole matrices, but use_distributed_optimizer=True (FlatShards) cuts parameters "
+        "between ranks; set use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False",
+    ),
+    "bf16 model without bf16": (
+        {"model": lambda: [make_model(torch.bfloat16)]},
+        "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set "
+        "bf16=True",
+    ),
+    "fp16 model with bf16": (
+        {"model": lambda: [make_model(torch.float16)], "bf16": True},
+        "parameter '0.weight' (and 3 more) is torch.float16; fp16=False and bf16=True allow torch.bfloat16, "
+        "torch.float32: set fp16=True",
+    ),
+    "float64 model": (
+        {"model": lambda: [make_model(torch.float64)]},
+        "parameter '0.weight' (and 3 more) is torch.float64; fp16=False and bf16=False allow torch.float32: convert "
+        "the model",
+    ),
+    "nothing to train": (
+        {"model": frozen},
+        "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True",
+    ),
+    "overrides that conflict": (
+        {"overrides": {BIAS: {"wd_mult": 0.0}, FIRST: {"wd_mult": 1.0}}},
+        "parameter '0.bias': 'wd_mult' is 0.0 by the key '*.bias' and 1.0 by '0.*'; let one of them leave it out, or "
+        "match other parameters",
+    ),
+    "override of nothing": (
+        {"overrides": {ParamKey(name="*.bais"): {"wd_mult": 0.0}}},
+        "config_overrides[*.bais]: matches no parameter. Did you mean *.bias or 2.bias?\n"
+        "Correct or drop the key, or pass allow_unmatched=True.",
+    ),
+    "override with an unknown optimizer": (
+        {"overrides": {BIAS: {"optimizer": "lino"}}},
+        "optimizer='lino' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'lion'?",
+    ),
+    "override of the lr itself": (
+        {"overrides": {BIAS: {"lr": 1.0}}},
+        "config_overrides[*.bias]: lr=1.0: may not be set: the schedule writes it; set max_lr, min_lr or lr_mult",
+    ),
+    "groups without a role": (
+        {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None)},
+        "pg_collection lacks expt_dp (replicas of the experts): needed always; None says that there is only one rank",
+    ),
+    "sharded without its role": (
+        {
+            "pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None, expt_dp=None),
+            "use_distributed_optimizer": True,
+        },
+        "pg_collection lacks intra_dist_opt (all ranks of one optimizer instance): needed where optimizer state is "
+        "sharded; None says that there is only one rank",
+    ),
+    "overlap of a plain chunk": (
+        {"use_distributed_optimizer": True, "overlap_param_gather": True},
+        "overlap_param_gather=True, but model chunk 0 is a plain Sequential: gathers overlap with the forward of a "
+        "chunk in DistributedDataParallel; wrap it, or set overlap_param_gather=False",
+    ),
+    "a wrapper that shards otherwise": (
+        {"model": wrapped(use_distributed_optimizer=True)},
+        "the optimizer's configuration means use_distributed_optimizer=False, but model chunk 0 was wrapped with "
+        "use_distributed_optimizer=True; give both the same",
+    ),
+    "a capability that is not built": (
+        {"optimizer_cuda_graph": True},
+        "OptimizerConfig: optimizer_cuda_graph=True: is not built yet; leave it at False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_with_the_whole_story(case: str) -> None:
+    changes, message = CASES[case]
+    with pytest.raises(ValueError) as caught:
+        build(**changes)
+    assert str(caught.value) == message
+
+
+def test_all_problems_of_a_configuration_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig.from_dict({"lr": -1, "adam_beta_1": 0.9, "clip_grad": "no"})
+    assert str(caught.value).splitlines() == [
+        "OptimizerConfig: 3 problems",
+        "  adam_beta_1=0.9: is no field. Did you mean adam_beta1 or adam_beta2?",
+        "  clip_grad='no': must be a number",
+        "  lr=-1: must be at least 0 and finite",
+    ]
+
+
+def test_a_step_without_a_learning_rate_says_where_to_set_it() -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(), [model], {})
+    model(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(ValueError, match="lr of group 'default' is None: set lr in the configuration, or attach a sch"):
+        optimizer.step()
+
+
+# --- groups of one's own ----------------------------------------------------------------------------------------------
+
+MODEL = make_model()
+GROUPS = {
+    "no dict": ([MODEL[0].weight], "param_groups[0] is Parameter; must be a dict with 'params'"),
+    "no params": ([{"lr": 1.0}], "param_groups[0] is dict; must be a dict with 'params'"),
+    "a stranger": (
+        [{"params": [nn.Parameter(torch.zeros(3))]}],
+        "group 'group 0' has a parameter of shape (3,): no trainable parameter of model_chunks",
+    ),
+    "a frozen one": (
+        [{"params": [nn.Parameter(torch.zeros(3), requires_grad=False)], "name": "last"}],
+        "group 'last' has a parameter of shape (3,), which is frozen: no trainable parameter of model_chunks",
+    ),
+    "no tensor": (
+        [{"params": ["0.weight"]}],
+        "group 'group 0' has a parameter '0.weight': no trainable parameter of model_chunks",
+    ),
+    "one in two groups": (
+        [{"params": [MODEL[0].weight]}, {"params": [MODEL[0].weight]}],
+        "parameter '0.weight' is in group 'group 0' and in 'group 1'; one is allowed",
+    ),
+    "one name twice": (
+        [{"params": [MODEL[0].weight], "name": "a"}, {"params": [MODEL[0].bias], "name": "a"}],
+        "param_groups: two groups are called 'a'; a name is what a checkpoint finds a group by",
+    ),
+    "an unknown optimizer": (
+        [{"params": [MODEL[0].weight], "optimizer": "sdg"}],
+        "optimizer='sdg' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'sgd'?",
+    ),
+    "nothing": (
+        [],
+        "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUPS)
+def test_groups_that_do_not_fit_the_model_are_refused(case: str) -> None:
+    groups, message = GROUPS[case]
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer_based_on_param_groups(OptimizerConfig(lr=1e-2), [MODEL], groups)
+    assert str(caught.value) == message
