@@ -111,7 +111,9 @@ def test_unknown_options_are_refused(saved: Path, option: dict[str, Any]) -> Non
 
 def test_a_key_that_some_rank_asks_for_is_not_missing(saved: Path) -> None:
     whole = state_at(0, 0, 1, filled=False)
-    load_as_ranks([{"w": whole["w"], "rng": whole["rng"]}, {"b": whole["b"]}], saved, strict="raise_all")
+    load_as_ranks(
+        [{"w": whole["w"], "rng": whole["rng"], "large": whole["large"]}, {"b": whole["b"]}], saved, strict="raise_all"
+    )
 
 
 # ----- dtypes and shapes

@@ -7,12 +7,13 @@ there is no core to spare for it.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from opt_checkpoint.checksums import crc32, crc32_combine, pieces
 from opt_checkpoint.files import Files, write_all, write_all_at
+from opt_checkpoint.hasher import Hasher
 from opt_checkpoint.index import StoredFile
 from opt_checkpoint.items import Framing
 
@@ -42,13 +43,13 @@ class Output:
     Args:
         files: the file system.
         fd: the file, open for writing.
-        hasher: one thread.
+        hasher: hashes large items.
         position: bytes put so far.
     """
 
     files: Files
     fd: int
-    hasher: ThreadPoolExecutor
+    hasher: Hasher
     position: int = 0
     _parts: list[_Part] = field(default_factory=list)
     _gathered: bytearray = field(default_factory=bytearray)
@@ -65,7 +66,7 @@ class Output:
         self.flush()
         crc: Future[int] | None = None
         for piece in pieces(view):
-            crc = self.hasher.submit(_continue_crc, piece, crc)
+            crc = self.hasher.submit(piece, crc)
             write_all(self.files, self.fd, piece)
         if crc is None:
             raise ValueError("put_large was given nothing to put")
@@ -111,8 +112,3 @@ class Output:
         content = crc.framing.trailer(crc.crc.result())
         write_all_at(self.files, self.fd, content, crc.position)
         return crc32(content)
-
-
-def _continue_crc(piece: memoryview, before: Future[int] | None) -> int:
-    """One thread hashes in order, so what was before is done already."""
-    return crc32(piece, before.result() if before else 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from opt_checkpoint.data_file import file_header
 from opt_checkpoint.dcp_metadata import METADATA, REFERENCE_MARK, encode_dcp_metadata, encode_reference_mark
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
 from opt_checkpoint.files import Files, LocalFiles, discard, new_file, write_file
+from opt_checkpoint.hasher import Hasher
 from opt_checkpoint.index import CheckpointIndex, Kind, Place, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.items import frame_tensor
 from opt_checkpoint.manifest import MANIFEST, encode_manifest
@@ -176,7 +176,7 @@ class CheckpointWriter(StorageWriter):
         """
         target: WriteTo = plan.storage_data
         with (
-            ThreadPoolExecutor(1, thread_name_prefix="opt-checkpoint-crc") as hasher,
+            Hasher() as hasher,
             new_file(self._files, target.directory / target.file) as fd,
         ):
             output = Output(files=self._files, fd=fd, hasher=hasher)
