@@ -188,7 +188,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
 
 def llama(stage: Stage) -> list[int]:
     """Sizes of a Llama-shaped list: 9 tensors a layer and two more; 290 of them in 32 layers."""
-    wide = 1024 if not stage.rehearsal else 32
+    wide = 1024 if not stage.rehearsal else 16
     layer = [wide * wide] * 2 + [wide * wide // 4] * 2 + [wide * wide * 7 // 2] * 3 + [wide] * 2
     return layer * stage.layers + [wide * wide * 31, wide]
 
