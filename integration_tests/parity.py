@@ -1,0 +1,250 @@
+"""The parity grid: cases, the small model they train, and ranks as threads that train it."""
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import run_threads
+from opt_stack import get_optimizer
+
+LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
+STEPS = 3
+
+
+class Spread(Enum):
+    REPLICATED = "replicated"
+    FLAT = "flat"
+    WHOLE = "whole"
+
+
+class Numbers(Enum):
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    REMAINDER = "remainder"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {Numbers.FP32: torch.float32, Numbers.FP16: torch.float16}.get(self, torch.bfloat16)
+
+
+class Wrapping(Enum):
+    PLAIN = "plain"
+    WRAPPED = "wrapped"
+    OVERLAP = "overlap"
+
+
+RULES = ("adam", "adam-l2", "sgd", "lion", "muon", "adaptive_muon", "soap")
+MATRIX_RULES = ("muon", "adaptive_muon", "soap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One point of the grid."""
+
+    size: int  # ranks
+    spread: Spread
+    numbers: Numbers
+    rule: str
+    clips: bool
+    wrapping: Wrapping
+
+    def __str__(self) -> str:
+        clip = "clip" if self.clips else "no-clip"
+        return f"{self.rule}-{self.size}-{self.spread.value}-{self.numbers.value}-{clip}-{self.wrapping.value}"
+
+    @property
+    def is_legal(self) -> bool:
+        """A matrix rule cannot work on flat shards; it is refused, which the plans' tests show."""
+        return not (self.rule in MATRIX_RULES and self.spread is Spread.FLAT)
+
+    @property
+    def config(self) -> OptimizerConfig:
+        numbers: dict[str, Any] = {
+            Numbers.FP32: {},
+            Numbers.BF16: {"bf16": True},
+            Numbers.FP16: {"fp16": True, "initial_loss_scale": SCALE},
+            Numbers.REMAINDER: {"bf16": True, "use_precision_aware_optimizer": True},
+        }[self.numbers]
+        sharded = self.spread is not Spread.REPLICATED
+        return OptimizerConfig(
+            optimizer=self.rule.removesuffix("-l2"),
+            decoupled_weight_decay=not self.rule.endswith("-l2"),
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            clip_grad=MAX_NORM if self.clips else 0.0,
+            use_distributed_optimizer=self.spread is Spread.FLAT,
+            use_layer_wise_distributed_optimizer=self.spread is Spread.WHOLE,
+            overlap_param_gather=sharded and self.wrapping is Wrapping.OVERLAP,
+            # Ranks stack other matrices: at lower precision products would round differently.
+            muon_fp32_matmul_prec="highest",
+            **numbers,
+        )
+
+    @property
+    def ddp_config(self) -> DistributedDataParallelConfig:
+        sharded, overlaps = self.spread is not Spread.REPLICATED, self.wrapping is Wrapping.OVERLAP
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=sharded and overlaps,
+            bucket_size=300 if overlaps else None,
+        )
+
+    @property
+    def alone(self) -> "Case":
+        """The same training in one process."""
+        plain = {"size": 1, "spread": Spread.REPLICATED, "wrapping": Wrapping.PLAIN}
+        return Case(**{**{f.name: getattr(self, f.name) for f in fields(self)}, **plain})
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether bits must agree: an elementwise rule, a mean that is exact, and no clip coefficient, which comes from
+        a norm that is summed in another order."""
+        return self.rule not in MATRIX_RULES and self.size != 3 and not self.clips
+
+
+def every_case() -> list[Case]:
+    grid = itertools.product((1, 2, 3, 4), Spread, Numbers, RULES, (True, False), Wrapping)
+    names = [f.name for f in fields(Case)]
+    return [case for values in grid if (case := Case(**dict(zip(names, values, strict=True)))).is_legal]
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """Few cases among which every legal pair of two values occurs: greedily, the one with most new pairs first."""
+    left = {pair for case in cases for pair in _pairs(case)}
+    order = random.Random(5).sample(cases, len(cases))
+    chosen: list[Case] = []
+    while left:
+        best = max(order, key=lambda case: len(left & _pairs(case)))
+        chosen.append(best)
+        left -= _pairs(best)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[Any, ...]]:
+    values = [(f.name, getattr(case, f.name)) for f in fields(case)]
+    return set(itertools.combinations(values, 2))
+
+
+# --- the model ------------------------------------------------------------------------------------------------------------
+
+SHAPES: Mapping[str, tuple[int, ...]] = {  # awkward for 64-element starts, for 3 ranks, for buckets of 300
+    "embedding": (13, 16),
+    "first": (24, 16),
+    "bias": (7,),
+    "qkv": (36, 16),
+    "second": (16, 40),
+    "norm": (65,),
+    "router": (5, 8),  # fp32 in every model, in one group with 16-bit ones
+    "scale": (1,),
+}
+SQUARE = {"first": (24, 24), "qkv": (12, 12), "second": (17, 17)}
+
+
+def shapes_for(rule: str) -> Mapping[str, tuple[int, ...]]:
+    """Square matrices for SOAP: a factor of the longer side of others is singular at first, and the basis of its null
+    space is rounding errors."""
+    return {**SHAPES, **SQUARE} if rule == "soap" else SHAPES
+
+
+class Held(nn.Module):
+    """One parameter. `forward(g)` has the gradient g."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator):
+        super().__init__()
+        self.weight = nn.Parameter((torch.rand(shape, generator=generator) - 0.5).to(dtype))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * grad.to(self.weight.dtype)).float().sum()
+
+
+class Net(nn.Module):
+    """Parameters of many shapes. `forward` takes their gradients, so that a test knows them to the bit."""
+
+    def __init__(self, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]] = SHAPES):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)  # not torch's own, which all threads share
+        for name, shape in shapes.items():
+            self.add_module(name, Held(shape, torch.float32 if name == "router" else dtype, generator))
+        self.embedding.weight.is_embedding_or_output_parameter = True
+        self.qkv.weight.qkv_split_shapes = (6, 3, 3)
+
+    def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([module(grads[name]) for name, module in self.named_children()]).sum()
+
+
+def grads_of(step: int, rank: int, size: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """This rank's gradients: odd 64ths below 1, moved by even 64ths that cancel over the ranks.
+
+    So sums are exact in every dtype, their mean is the same for any `size`, and no momentum cancels to zero, where Lion
+    would take the sign of a rounding error.
+    """
+    generator = torch.Generator().manual_seed(step)
+    found = {}
+    for name, shape in shapes.items():
+        mean = 2 * torch.randint(-32, 32, shape, generator=generator) + 1
+        away = 2 * torch.randint(-8, 8, shape, generator=generator)
+        sign = 0 if size % 2 and rank == size - 1 else (-1) ** rank
+        found[name] = (mean + sign * away) / 64
+    return found
+
+
+def roles_over(comm: Comm) -> Roles:
+    axes = Axes(dp=comm, mp=Alone(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=comm)
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+
+
+def train(case: Case) -> list[Trained]:
+    """Every rank's weights and norms after STEPS steps."""
+    return run_threads(case.size, lambda comm: _train(case, comm))
+
+
+def _train(case: Case, comm: Comm) -> Trained:
+    shapes = shapes_for(case.rule)
+    net = Net(case.numbers.dtype, shapes)
+    roles = roles_over(comm)
+    model: nn.Module = net
+    if case.wrapping is not Wrapping.PLAIN:
+        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
+        model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
+    optimizer = get_optimizer(case.config, [model], {}, pg_collection=roles)
+    norms = []
+    for step in range(STEPS):
+        optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, shapes))).backward()
+        result = optimizer.step()
+        assert result.success
+        norms.append(result.grad_norm)
+        _zero(model, optimizer)
+    if isinstance(model, DistributedDataParallel):
+        model.finish_param_sync()
+    return Trained({name: p.detach().clone() for name, p in net.named_parameters()}, norms)
+
+
+def _zero(model: nn.Module, optimizer: Any) -> None:
+    if isinstance(model, DistributedDataParallel):
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def dtypes(case: Case) -> Iterator[tuple[str, torch.dtype]]:
+    """Every parameter's name and dtype."""
+    for name in SHAPES:
+        yield f"{name}.weight", torch.float32 if name == "router" else case.numbers.dtype
