@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from opt_checkpoint import (
     GroupMismatchError,
     apply_saved_groups,
     groups_to_saved,
+    load,
     reference_identity,
+    save,
     saved_from_reference,
 )
 
@@ -26,7 +29,7 @@ def fresh(**changes: Any) -> dict[str, Any]:
 
 
 def test_stored_groups_are_plain_and_by_name() -> None:
-    assert SAVED == {"groups": [DECAY, PLAIN], "param_to_group": {"a": 0, "b": 0, "c": 1}}
+    assert SAVED == {"groups": [DECAY, PLAIN], "names": [["a", "b"], ["c"]]}
 
 
 @pytest.mark.parametrize(
@@ -128,3 +131,9 @@ def test_reference_groups_that_cannot_be_told_apart_are_refused() -> None:
 def test_a_group_without_counterpart_is_refused_with_what_there_is() -> None:
     with pytest.raises(GroupMismatchError, match=r"no saved group is \{lr_mult=2.0\}; there are: \{wd_mult=1.0\}"):
         saved_from_reference([identified(wd_mult=1.0)], [identified(lr_mult=2.0)], [["a"]])
+
+
+def test_groups_in_a_state_come_back_as_they_were_saved_whatever_they_are_now(tmp_path: Path) -> None:
+    save({"groups": SAVED}, tmp_path / "x")
+    now = groups_to_saved([{"lr": 5.0}], [["c", "new"]])
+    assert load({"groups": now}, tmp_path / "x").state["groups"] == SAVED

@@ -106,9 +106,7 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
 
 def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Indices in the order of the stored names, group by group."""
-    members: list[list[str]] = [[] for _ in saved["groups"]]
-    for name, number in saved["param_to_group"].items():
-        members[number].append(name)
+    members: list[list[str]] = saved["names"]
     index = {name: i for i, name in enumerate(n for own in members for n in own)}
     state = {}
     for name, state_names in saved["state_names"].items():

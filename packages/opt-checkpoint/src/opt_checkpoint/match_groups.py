@@ -71,20 +71,21 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
             parameter of the group, not only this rank's.
 
     Returns:
-        `{"groups": [hyper-parameters], "param_to_group": {name: number}}`, of plain values.
+        `{"groups": [hyper-parameters], "names": [names of the group's parameters]}`. Both are lists, and a list is one
+        value of a state: what `load` gives back for them is what was saved, whatever the groups are now.
 
     Raises:
         GroupMismatchError: a name is in two groups, or the numbers of groups differ.
     """
     if len(param_groups) != len(names):
         raise GroupMismatchError(f"{len(param_groups)} groups, but names for {len(names)}; give one list per group")
-    param_to_group: dict[str, int] = {}
+    first: dict[str, int] = {}
     for number, own in enumerate(names):
         for name in own:
-            if param_to_group.setdefault(name, number) != number:
-                raise GroupMismatchError(f"parameter {name} is in groups {param_to_group[name]} and {number}")
+            if first.setdefault(name, number) != number:
+                raise GroupMismatchError(f"parameter {name} is in groups {first[name]} and {number}")
     groups = [{k: _stored(v) for k, v in group.items() if k not in NOT_STORED} for group in param_groups]
-    return {"groups": groups, "param_to_group": param_to_group}
+    return {"groups": groups, "names": [list(own) for own in names]}
 
 
 def _stored(value: Any) -> Any:
@@ -116,7 +117,8 @@ def apply_saved_groups(
     Raises:
         GroupMismatchError: saved groups disagree on a field, and `on_conflict="error"`.
     """
-    groups, where = saved["groups"], saved["param_to_group"]
+    groups = saved["groups"]
+    where = {name: number for number, own in enumerate(saved["names"]) for name in own}
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
         sources = _sources(groups, where, own)

@@ -95,14 +95,12 @@ class ShardedSavePlanner(SavePlanner):
         self._state = state
         self._policy = common
         self._flat: FlatState | None = None
-        self._is_coordinator = False
         self._sources: dict[str, list[_Source]] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state apart; raises CheckpointingException where that fails."""
-        self._is_coordinator = is_coordinator
         self._flat = flatten_state(self._state)
         for shard in self._flat.tensors.values():
             sources = self._sources.setdefault(shard.key, [])
