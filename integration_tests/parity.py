@@ -139,7 +139,7 @@ def _pairs(case: Case) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(values, 2))
 
 
-# --- the model ------------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 SHAPES: Mapping[str, tuple[int, ...]] = {  # awkward for 64-element starts, for 3 ranks, for buckets of 300
     "embedding": (13, 16),
@@ -151,7 +151,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {  # awkward for 64-element starts, for 
     "router": (5, 8),  # fp32 in every model, in one group with 16-bit ones
     "scale": (1,),
 }
-SQUARE = {"first": (24, 24), "qkv": (12, 12), "second": (17, 17)}
+SQUARE = {"first": (24, 24), "qkv": (12, 12), "second": (17, 17), "router": (6, 6)}
 
 
 def shapes_for(rule: str) -> Mapping[str, tuple[int, ...]]:

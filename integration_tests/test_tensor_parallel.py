@@ -1,0 +1,255 @@
+"""Tensor parallelism, experts, copies: TP 2 x DP 2 gives the weights and norm of the whole model. Threads."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from parity import Held
+from torch import Tensor, nn
+
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_stack import get_optimizer
+
+TP, DP = 2, 2
+
+# name: whole shape, the dim that tensor parallelism cuts; None: every rank has all of it
+SHAPES: Mapping[str, tuple[tuple[int, ...], int | None]] = {
+    "column": ((24, 16), 0),
+    "row": ((16, 40), 1),
+    "qkv": ((48, 16), 0),
+    "vocab": ((26, 16), 0),
+    "vector": ((30,), 0),
+    "norm": ((65,), None),
+}
+QKV = (6, 3, 3)  # four query groups: two on each tensor-parallel rank
+
+
+class Grid(NamedTuple):
+    """The communicators of one of TP x DP ranks; rank = dp * TP + tp, as the reference orders them."""
+
+    tp: Comm
+    dp: Comm
+    world: Comm
+
+
+def run_grid(rank_main: Any) -> list[Any]:
+    """Runs `rank_main(grid)` on every rank."""
+    tp_worlds, dp_worlds = [World(TP) for _ in range(DP)], [World(DP) for _ in range(TP)]
+
+    def start(world: ThreadComm) -> Any:
+        tp, dp = world.rank % TP, world.rank // TP
+        return rank_main(Grid(ThreadComm(tp_worlds[dp], tp), ThreadComm(dp_worlds[tp], dp), world))
+
+    return run_threads(TP * DP, start)
+
+
+def roles_of_grid(grid: Grid) -> Roles:
+    dense = Axes(dp=grid.dp, mp=grid.tp, tp=grid.tp)
+    return Roles(dense=dense, expert=dense, everyone=grid.world)
+
+
+def cut(tensor: Tensor, dim: int | None, tp: Comm) -> Tensor:
+    return tensor if dim is None else tensor.chunk(tp.size, dim)[tp.rank].contiguous()
+
+
+class Net(nn.Module):
+    """This rank's part of the model; `forward` takes its gradients."""
+
+    def __init__(self, tp: Comm):
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        for name, (shape, dim) in SHAPES.items():
+            held = Held(shape, torch.float32, generator)
+            held.weight = nn.Parameter(cut(held.weight.detach(), dim, tp))
+            if dim is not None and tp.size > 1:
+                held.weight.tensor_model_parallel, held.weight.partition_dim = True, dim
+            self.add_module(name, held)
+        self.vocab.weight.is_embedding_or_output_parameter = True
+        self.qkv.weight.qkv_split_shapes = QKV
+
+    def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
+        return torch.stack([module(grads[name]) for name, module in self.named_children()]).sum()
+
+
+def whole_grads(step: int, dp: int) -> dict[str, Tensor]:
+    """Of data-parallel rank `dp`; even 64ths that cancel over two ranks make the mean the same for any number."""
+    generator = torch.Generator().manual_seed(step)
+    found = {}
+    for name, (shape, _) in SHAPES.items():
+        mean = 2 * torch.randint(-32, 32, shape, generator=generator) + 1
+        found[name] = (mean + (2 - 4 * dp) * torch.randint(0, 8, shape, generator=generator)) / 64
+    return found
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+    num_zeros: list[int | None]
+
+
+def train(config: OptimizerConfig, grid: Grid, *, steps: int = 3) -> Trained:
+    net = Net(grid.tp)
+    optimizer = get_optimizer(config, [net], {}, pg_collection=roles_of_grid(grid))
+    norms, zeros = [], []
+    for step in range(steps):
+        grads = whole_grads(step, grid.dp.rank if grid.dp.size > 1 else 0)
+        if grid.dp.size == 1:
+            grads = {name: (grad + whole_grads(step, 1)[name]) / 2 for name, grad in grads.items()}
+        net({name: cut(grad, SHAPES[name][1], grid.tp) for name, grad in grads.items()}).backward()
+        result = optimizer.step()
+        norms.append(result.grad_norm)
+        zeros.append(result.num_zeros_in_grad)
+        optimizer.zero_grad()
+    return Trained({name: held.weight.detach().clone() for name, held in net.named_children()}, norms, zeros)
+
+
+def joined(ranks: list[Trained]) -> dict[str, Tensor]:
+    """The whole weights, from the tensor-parallel ranks of the first replica."""
+    found = {}
+    for name, (_, dim) in SHAPES.items():
+        parts = [rank.weights[name] for rank in ranks[:TP]]
+        found[name] = parts[0] if dim is None else torch.cat(parts, dim)
+    return found
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    base = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 3.0, "muon_fp32_matmul_prec": "highest"}
+    return OptimizerConfig(**{**base, **changes})
+
+
+def cases() -> Iterator[Any]:
+    for rule in ("adam", "sgd", "lion"):
+        for flat in (False, True):
+            yield pytest.param(
+                config(optimizer=rule, use_distributed_optimizer=flat), id=f"{rule}-{'flat' if flat else 'replicated'}"
+            )
+    for rule in ("muon", "adaptive_muon"):
+        for mode in ("duplicated", "distributed"):
+            for whole in (False, True):
+                yield pytest.param(
+                    config(optimizer=rule, muon_tp_mode=mode, use_layer_wise_distributed_optimizer=whole),
+                    id=f"{rule}-{mode}-{'whole' if whole else 'replicated'}",
+                )
+
+
+@pytest.mark.parametrize("config", list(cases()))
+def test_two_by_two_ranks_have_the_weights_and_norms_of_one(config: OptimizerConfig) -> None:
+    """Both of Muon's modes that look at the whole matrix; QKV is split by query groups, which tensor parallelism deals.
+
+    Norms are summed in another order, which moves the clip coefficient by a few 2**-24; products of Newton-Schulz are
+    summed in parts, in "distributed": both far below 2e-5 of an update of lr = 0.02.
+    """
+    alone = train(config, Grid(Alone(), Alone(), Alone()))
+    ranks = run_grid(lambda grid: train(config, grid))
+    for name, weight in joined(ranks).items():
+        torch.testing.assert_close(weight, alone.weights[name], rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for rank in ranks:
+        torch.testing.assert_close(rank.norms, alone.norms, rtol=1e-6, atol=0)
+    for one, other in zip(ranks[:TP], ranks[TP:], strict=True):
+        assert all(torch.equal(one.weights[name], other.weights[name]) for name in SHAPES)
+
+
+def test_blockwise_muon_orthogonalises_the_local_block() -> None:
+    """The one mode that depends on the number of tensor-parallel ranks, and says so."""
+    blockwise = config(optimizer="muon", muon_tp_mode="blockwise")
+    alone = train(blockwise, Grid(Alone(), Alone(), Alone()))
+    whole = joined(run_grid(lambda grid: train(blockwise, grid)))
+    assert not torch.allclose(whole["column"], alone.weights["column"], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(whole["vocab"], alone.weights["vocab"], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "flat"])
+def test_zeros_are_counted_once_and_padding_never(sharded: bool) -> None:
+    """Buffers are padded to shards and to 64-element starts with zeros, and norms are on both tensor-parallel ranks."""
+
+    class Sparse(nn.Module):
+        def __init__(self, tp: Comm):
+            super().__init__()
+            self.cut, self.copy = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7))
+            self.cut.tensor_model_parallel, self.cut.partition_dim = True, 0
+
+    def rank_main(grid: Grid) -> int | None:
+        net = Sparse(grid.tp)
+        counts = config(log_num_zeros_in_grad=True, use_distributed_optimizer=sharded)
+        optimizer = get_optimizer(counts, [net], {}, pg_collection=roles_of_grid(grid))
+        net.cut.grad, net.copy.grad = torch.zeros(5), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.0])
+        net.cut.grad[grid.tp.rank] = 1.0
+        return optimizer.step().num_zeros_in_grad
+
+    assert run_grid(rank_main) == [4 + 4 + 3] * 4
+
+
+def test_a_shared_parameter_and_a_copy_count_once_in_the_norm() -> None:
+    """`shared` marks the copy that another rank counts; what is not cut is counted on the first rank only."""
+
+    class Tied(nn.Module):
+        def __init__(self, tp: Comm):
+            super().__init__()
+            self.tied, self.norm = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+            self.tied.tensor_model_parallel, self.tied.partition_dim = True, 0
+            self.tied.shared = tp.rank == 1
+
+    def rank_main(grid: Grid) -> float:
+        net = Tied(grid.tp)
+        optimizer = get_optimizer(config(), [net], {}, pg_collection=roles_of_grid(grid))
+        net.tied.grad, net.norm.grad = torch.full((3,), 2.0), torch.full((2,), 1.0)
+        return optimizer.step().grad_norm
+
+    assert run_grid(rank_main) == pytest.approx([(3 * 4 + 2 * 1) ** 0.5] * 4, rel=1e-6)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """A dense weight, and the one expert of this rank. `forward` takes both gradients."""
+
+    def __init__(self, expert: int):
+        super().__init__()
+        self.dense = Held((5, 9), torch.float32, torch.Generator().manual_seed(1))
+        self.expert = Held((6, 8), torch.float32, torch.Generator().manual_seed(10 + expert))
+        self.expert.weight.allreduce = False
+
+    def forward(self, dense: Tensor, expert: Tensor) -> Tensor:
+        return self.dense(dense) + self.expert(expert)
+
+
+def expert_grads(step: int, rank: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["replicated", "flat"])
+@pytest.mark.parametrize("expert_parallel", [2, 4])
+def test_an_experts_gradient_is_the_mean_over_all_dense_replicas(expert_parallel: int, flat: bool) -> None:
+    """Tokens of every rank come to an expert, and the loss is the mean over ranks: its gradient is the sum over the
+    ranks that hold it, divided by all of them; also where one rank alone holds it. SGD without momentum shows it."""
+
+    def rank_main(comm: ThreadComm) -> Tensor:
+        expert_dp = worlds[comm.rank % expert_parallel][comm.rank // expert_parallel]
+        ep = ep_worlds[comm.rank // expert_parallel][comm.rank % expert_parallel]
+        dense = Axes(dp=comm, mp=Alone(), tp=Alone())
+        roles = Roles(dense=dense, expert=Axes(dp=expert_dp, mp=ep, tp=Alone()), everyone=comm)
+        net = Mixture(comm.rank % expert_parallel)
+        start = net.expert.weight.detach().clone()
+        sgd = config(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=flat)
+        optimizer = get_optimizer(sgd, [net], {}, pg_collection=roles)
+        net(torch.zeros(5, 9), expert_grads(0, comm.rank)).backward()
+        norm = optimizer.step().grad_norm
+        return torch.cat([((start - net.expert.weight.detach()) / 0.02).flatten(), torch.tensor([norm])])
+
+    worlds = [World(4 // expert_parallel).comms() for _ in range(expert_parallel)]
+    ep_worlds = [World(expert_parallel).comms() for _ in range(4 // expert_parallel)]
+    ranks = run_threads(4, rank_main)
+    means = [
+        sum(expert_grads(0, rank) for rank in range(4) if rank % expert_parallel == expert) / 4
+        for expert in range(expert_parallel)
+    ]
+    norm = sum(mean.double().square().sum() for mean in means).sqrt().item()
+    for rank, found in enumerate(ranks):
+        # The difference of two weights near 1, divided by lr: 2**-24 / 0.02.
+        torch.testing.assert_close(found[:-1].view(6, 8), means[rank % expert_parallel], rtol=0, atol=1e-5)
+        assert found[-1].item() == pytest.approx(norm, rel=1e-6)
