@@ -1,4 +1,4 @@
-"""CPU benchmarks of the elementwise optimizers against torch's own sequences: `python -m bench_elementwise --json out.json`.
+"""CPU benchmarks of the elementwise optimizers against torch's own sequences: `python bench_elementwise.py --json out.json`.
 
 Every figure is a ratio: ours and its peer take turns in one process, and the median of the pairs' ratios is printed, so
 that a busy machine blurs a figure but does not move it. The list of tensors is shaped like a Llama layer stack.
@@ -9,9 +9,10 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ class Figure:
     num_pairs: int
 
 
+class Pair(NamedTuple):
+    """Two ways to do the same work."""
+
+    ours: Callable[[], None]
+    peer: Callable[[], None]
+
+
 def shapes() -> list[tuple[int, ...]]:
     """290 tensors, 50 million elements."""
     layer = [(WIDTH, WIDTH)] * 4 + [(HIDDEN, WIDTH)] * 2 + [(WIDTH, HIDDEN)] + [(WIDTH,)] * 2
@@ -53,7 +61,7 @@ def parameters(dtype: torch.dtype) -> list[Tensor]:
 
 
 class ReferenceSequence:
-    """bf16 training as it is written today with torch's fused ops: cast gradients, norm, clip, AdamW on mains, copy back."""
+    """bf16 training as it is written with torch's fused ops: cast gradients, norm, clip, AdamW on mains, copy back."""
 
     def __init__(self, params: Sequence[Tensor], *, keep_gradients: bool) -> None:
         self.params = params
@@ -75,23 +83,21 @@ class ReferenceSequence:
             self.adam.zero_grad(set_to_none=True)
 
 
-def fp32_adamw() -> tuple[Callable[[], None], Callable[[], None]]:
+def fp32_adamw() -> Pair:
     """AdamW in float32 with clipping active, against clip_grad_norm_ and AdamW(fused=True)."""
     ours = AdamW(parameters(torch.float32), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, max_norm=MAX_NORM)
     params = parameters(torch.float32)
-    kept = [param.grad.clone() for param in params if param.grad is not None]
     theirs = torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def peer() -> None:
-        # Clipping writes the gradients: from the second step on they are below the norm, and scaled by 1 all the same.
+        # Clipping writes its gradients: from the second step on it scales them by 1, at the same cost.
         torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         theirs.step()
 
-    del kept
-    return ours.step, peer
+    return Pair(ours.step, peer)
 
 
-def bf16_adamw(keep_gradients: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+def bf16_adamw(keep_gradients: bool) -> Pair:
     """bf16 parameters and gradients, fp32 mains and moments."""
     ours = AdamW(
         parameters(torch.bfloat16),
@@ -102,10 +108,10 @@ def bf16_adamw(keep_gradients: bool) -> tuple[Callable[[], None], Callable[[], N
         max_norm=MAX_NORM,
         mains="float32",
     )
-    return ours.step, ReferenceSequence(parameters(torch.bfloat16), keep_gradients=keep_gradients).step
+    return Pair(ours.step, ReferenceSequence(parameters(torch.bfloat16), keep_gradients=keep_gradients).step)
 
 
-def remainder_adamw() -> tuple[Callable[[], None], Callable[[], None]]:
+def remainder_adamw() -> Pair:
     """bf16 parameters, remainders and moments: 6 bytes of state per parameter instead of 12."""
     ours = AdamW(
         parameters(torch.bfloat16),
@@ -118,10 +124,10 @@ def remainder_adamw() -> tuple[Callable[[], None], Callable[[], None]]:
         exp_avg_dtype=torch.bfloat16,
         exp_avg_sq_dtype=torch.bfloat16,
     )
-    return ours.step, ReferenceSequence(parameters(torch.bfloat16), keep_gradients=False).step
+    return Pair(ours.step, ReferenceSequence(parameters(torch.bfloat16), keep_gradients=False).step)
 
 
-def lion() -> tuple[Callable[[], None], Callable[[], None]]:
+def lion() -> Pair:
     """Lion in float32, against copying the parameters once."""
     params = parameters(torch.float32)
     ours = Lion(params, lr=LR, weight_decay=WEIGHT_DECAY)
@@ -132,10 +138,10 @@ def lion() -> tuple[Callable[[], None], Callable[[], None]]:
             for copy, param in zip(copies, params):
                 copy.copy_(param)
 
-    return ours.step, peer
+    return Pair(ours.step, peer)
 
 
-def statistics_sweep(dtype: torch.dtype, count_zeros: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+def statistics_sweep(dtype: torch.dtype, count_zeros: bool) -> Pair:
     """The statistics sweep, against torch.nn.utils.get_total_norm's foreach norm."""
     grads = [param.grad for param in parameters(dtype) if param.grad is not None]
 
@@ -145,10 +151,11 @@ def statistics_sweep(dtype: torch.dtype, count_zeros: bool) -> tuple[Callable[[]
     def peer() -> None:
         torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
-    return ours, peer
+    return Pair(ours, peer)
 
 
-COMPARISONS: dict[str, tuple[float, Callable[[], tuple[Callable[[], None], Callable[[], None]]]]] = {
+# Figure -> its goal, and what builds the two steps.
+COMPARISONS: Mapping[str, tuple[float, Callable[[], Pair]]] = {
     "fp32 AdamW with clipping / clip_grad_norm_ + fused AdamW": (0.85, fp32_adamw),
     "bf16 AdamW, fp32 mains / reference sequence": (0.50, lambda: bf16_adamw(False)),
     "bf16 AdamW, fp32 mains / reference sequence, gradients kept": (0.60, lambda: bf16_adamw(True)),
