@@ -76,23 +76,3 @@ def overflow_on_one_rank(config: OptimizerConfig, dtype: torch.dtype, bad: float
 def _everything(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
     state = {i: {k: v.clone() for k, v in s.items()} for i, s in optimizer.state_dict()["state"].items()}
     return {"weights": weights(model), "state": state}
-
-
-def build_only(config: OptimizerConfig, case: str) -> str:
-    """Tries to build what `case` says and tells what happened; no case may hang any rank."""
-    model = make_model()
-    rank = dist.get_rank()
-    overrides: Any = {}
-    if case == "one rank asks for an unknown optimizer" and rank == 1:
-        config.optimizer = "adma"
-    if case == "one rank has another lr" and rank == 1:
-        overrides = None
-    if case == "no trainable parameter anywhere":
-        model.requires_grad_(False)
-    if case == "no trainable parameter on one rank" and rank == 1:
-        model.requires_grad_(False)
-    try:
-        get_optimizer(config, [model], overrides)
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "built"

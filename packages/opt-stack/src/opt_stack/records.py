@@ -1,6 +1,7 @@
 """What is written down for people when an optimizer is built: the plan, and which parameter is in which group."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,9 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
     index_of = merged(everyone.gather_objects(mine))
 
     def write() -> None:
-        save_dcp(dict(index_of), checkpoint_id=str(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # rank 0 alone is what is meant
+            save_dcp(dict(index_of), checkpoint_id=str(path), no_dist=True)
         named = [{"index": i, "name": g["name"], "optimizer": g["optimizer"]} for i, g in enumerate(groups)]
         _write_json(Path(f"{path}.json"), {"groups": named, "group_of": index_of})
 
