@@ -1,4 +1,4 @@
-"""CPU benchmarks of the elementwise optimizers against torch's own sequences: `python bench_elementwise.py --json out.json`.
+"""CPU benchmarks of the elementwise optimizers against torch's own sequences; `--json` writes the figures.
 
 Every figure is a ratio: ours and its peer take turns in one process, and the median of the pairs' ratios is printed, so
 that a busy machine blurs a figure but does not move it. The list of tensors is shaped like a Llama layer stack.
@@ -52,7 +52,7 @@ def shapes() -> list[tuple[int, ...]]:
 def parameters(dtype: torch.dtype) -> list[Tensor]:
     """Parameters with gradients whose norm is well above the one they are clipped at."""
     generator = torch.Generator().manual_seed(0)
-    params = []
+    params: list[Tensor] = []
     for shape in shapes():
         param = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
         param.grad = (torch.randn(shape, generator=generator) * 0.01).to(dtype)

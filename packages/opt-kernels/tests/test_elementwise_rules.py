@@ -351,6 +351,16 @@ def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], grad_al
 
 
 @ON_BACKENDS
+@pytest.mark.parametrize("part", ["state", "out"])
+def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, backend: str) -> None:
+    main, turned = torch.zeros(4, 3), torch.zeros(3, 4).t()
+    state = Adam().init_state(main) | ({"exp_avg": turned} if part == "state" else {})
+    work = Work(grad=torch.ones(4, 3), main=main, state=state, out=turned if part == "out" else None)
+    with pytest.raises(LayoutError, match="allowed are equal strides"):
+        Adam(backend=backend).update_([Batch(HYPER, [work])])
+
+
+@ON_BACKENDS
 def test_a_parameter_with_holes_is_refused(backend: str) -> None:
     main = torch.zeros(10, 4)[:, :2]
     work = Work(grad=torch.zeros(10, 2), main=main, state=Adam().init_state(main))

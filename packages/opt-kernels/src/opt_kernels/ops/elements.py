@@ -82,10 +82,13 @@ def dense_run_of(work: Work, names: Sequence[str]) -> Run:
 
     For the sweeps that take any shape: a view costs as much as starting an operation.
     """
-    main = work.main if work.main is not None else work.out
-    if main is None or not (main.is_contiguous() and work.grad.is_contiguous() and work.grad.shape == main.shape):
+    state = {name: work.state[name] for name in names}
+    tensors = [t for t in (work.grad, work.main, work.out, work.remainder) if t is not None]
+    # Fused sweeps walk memory, whatever the strides say.
+    is_dense = all(t.is_contiguous() and t.shape == work.grad.shape for t in tensors)
+    if not is_dense or not all(t.is_contiguous() for t in state.values()):
         return run_of(work)
-    return Run(work.grad, work.main, work.out, work.remainder, {name: work.state[name] for name in names}, work.first)
+    return Run(work.grad, work.main, work.out, work.remainder, state, work.first)
 
 
 def compute_dtype(run: Run) -> torch.dtype:
