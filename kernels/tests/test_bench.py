@@ -1,0 +1,42 @@
+"""The bench command with a benchmark of known figures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+COMMAND = [sys.executable, str(Path(__file__).parents[1] / "bench.py")]
+BENCHMARK = """
+import json, sys
+figures = [{"name": "fast", "ratio": 0.5, "goal": 0.8}, {"name": "slow", "ratio": 0.9, "goal": 0.8}]
+only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
+kept = [figure for figure in figures if only in figure["name"]]
+open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps({"figures": kept}))
+"""
+
+
+def benched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "bench_known.py").write_text(BENCHMARK)
+    command = [*COMMAND, "--benchmarks", str(folder), "--results", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_figures_are_written_and_a_shortfall_is_named(tmp_path: Path) -> None:
+    finished = benched(tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert "short of its goal: slow: 0.900" in finished.stdout
+    assert "short of its goal: fast" not in finished.stdout
+    [path] = tmp_path.glob("cpu-*.json")
+    figures = json.loads(path.read_text())["benchmarks"]["bench_known"]["figures"]
+    assert [figure["name"] for figure in figures] == ["fast", "slow"]
+
+
+def test_a_part_of_the_figures_does_not_replace_the_whole(tmp_path: Path) -> None:
+    assert benched(tmp_path, "--only", "fast").returncode == 0
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_name_that_is_in_no_figure_is_refused(tmp_path: Path) -> None:
+    finished = benched(tmp_path, "--only", "unheard")
+    assert finished.returncode == 2
+    assert "in no figure's name" in finished.stderr
