@@ -1,0 +1,60 @@
+"""Accelerate: a prepared façade accumulates, clips by itself, is saved with the state, and resumes from it."""
+
+from pathlib import Path
+
+import accelerate
+import torch
+from torch import Tensor
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
+
+
+class Run:
+    """A toy model, its optimizer and torch's own schedule, all prepared."""
+
+    def __init__(self, *, accumulate: int = 1) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+        self.facade = get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5), [model])
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.facade, 12)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, self.facade, schedule)
+
+    def train(self, batches: range) -> list[float]:
+        """The learning rates used."""
+        used = []
+        for batch in batches:
+            with self.accelerator.accumulate(self.model):
+                used.append(self.optimizer.param_groups[0]["lr"])
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(batch))
+                self.accelerator.backward(self.model(x).square().mean())
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+        return used
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+
+def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path) -> None:
+    unbroken = Run()
+    start = unbroken.weights()
+    used = unbroken.train(range(8))
+    first = Run()
+    before = first.train(range(3))
+    first.accelerator.save_state(str(tmp_path))
+    resumed = Run()
+    resumed.accelerator.load_state(str(tmp_path))
+    assert before + resumed.train(range(3, 8)) == used
+    for name, weight in unbroken.weights().items():
+        assert torch.equal(resumed.weights()[name], weight), name
+        assert (weight != start[name]).any(), name
+
+
+def test_accumulated_batches_make_one_step() -> None:
+    run = Run(accumulate=4)
+    run.train(range(12))
+    steps = {float(state["step"]) for state in run.facade.state_dict()["state"].values()}
+    assert steps == {3.0}
