@@ -15,6 +15,7 @@ from torch import nn
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
+    REFERENCE_ALIASES,
     BlockScales,
     CheckpointingException,
     CheckpointKeyError,
@@ -256,6 +257,18 @@ def test_a_saved_state_is_loaded_under_another_name_by_an_alias(tmp_path: Path) 
     report = load(wanted, tmp_path / "x", aliases={"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."})
     assert report.state["s"].tolist() == [1, 1, 1]
     assert report.missing == ()
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("param", "fp32_param"), ("fp32_param", "param")])
+def test_main_weights_are_found_under_either_name_of_the_references(tmp_path: Path, stored: str, wanted: str) -> None:
+    param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
+    save_as_ranks(
+        [{"s": make_sharded_optimizer_tensor(param, torch.ones(3), f"optimizer.state.{stored}")}], tmp_path / "x"
+    )
+    state = {"s": make_sharded_optimizer_tensor(param, torch.zeros(3), f"optimizer.state.{wanted}")}
+    with pytest.raises(CheckpointKeyError, match=f"saved by another rule, with {stored};"):
+        load(state, tmp_path / "x")
+    assert load(state, tmp_path / "x", aliases=REFERENCE_ALIASES).state["s"].tolist() == [1, 1, 1]
 
 
 def fused() -> ShardedTensorFactory:

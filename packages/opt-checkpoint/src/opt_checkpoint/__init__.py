@@ -32,6 +32,7 @@ from opt_checkpoint.match_groups import (
 from opt_checkpoint.open_checkpoint import read_common, read_index
 from opt_checkpoint.optimizer_state import (
     KEEP_VARS_HINT,
+    REFERENCE_ALIASES,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KEEP_VARS_HINT",
+    "REFERENCE_ALIASES",
     "AsyncSaver",
     "BlockScales",
     "CheckpointCorruptError",

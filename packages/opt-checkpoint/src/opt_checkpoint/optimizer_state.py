@@ -24,7 +24,6 @@ from opt_checkpoint.factory import ShardedTensorFactory
 from opt_checkpoint.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StateDict,
@@ -39,6 +38,14 @@ KEEP_VARS_HINT = (
     " it keeps the Parameters themselves."
 )
 
+# The reference stores main weights as `param` or as `fp32_param`, by the class of its optimizer; pass as
+# `load(aliases=...)`.
+REFERENCE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "optimizer.state.fp32_param.": "optimizer.state.param.",
+        "optimizer.state.param.": "optimizer.state.fp32_param.",
+    }
+)
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
 
@@ -207,8 +214,8 @@ def _default_spec(value: Any) -> StateSpec:
 
 __all__ = [
     "KEEP_VARS_HINT",
+    "REFERENCE_ALIASES",
     "OptimizerShapeError",
-    "ShardedObject",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "make_sharded_optimizer_tensor",

@@ -6,6 +6,8 @@ import io
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,11 +16,13 @@ from opt_checkpoint.checksums import crc32
 from opt_checkpoint.data_file import open_files
 from opt_checkpoint.dcp_metadata import METADATA
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.hasher import Hasher
 from opt_checkpoint.index import CheckpointIndex, Place
 from opt_checkpoint.manifest import MANIFEST
 from opt_checkpoint.open_checkpoint import read_index
 
 _PIECE_BYTES = 16 << 20
+_BUFFER_BYTES = 4 << 20
 
 
 class Finding(NamedTuple):
@@ -114,12 +118,23 @@ def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
         path = index.path / name
         if not path.is_file() or path.stat().st_size != file.size:
             continue
-        crc = 0
-        with path.open("rb") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                crc = crc32(piece, crc)
-        if crc != file.crc:
+        if _file_crc(path) != file.crc:
             yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
+
+
+def _file_crc(path: Path) -> int:
+    """The sum of a file: one thread reads into one of two buffers while another hashes the other."""
+    buffers, sums = (bytearray(_BUFFER_BYTES), bytearray(_BUFFER_BYTES)), list[Future[int]]()
+    with Hasher() as hasher, path.open("rb", buffering=0) as stream:
+        for number in count():
+            if number >= 2:
+                sums[number - 2].result()  # its buffer is free again
+            buffer = buffers[number % 2]
+            size = stream.readinto(buffer)
+            if not size:
+                return sums[-1].result() if sums else 0
+            sums.append(hasher.submit(memoryview(buffer)[:size], sums[-1] if sums else None))
+    raise AssertionError("a file ends")
 
 
 def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:

@@ -62,11 +62,12 @@ def run_until_killed(size: int, folder: Path, background: bool, after_s: float, 
     port, server = free_port(), context()
     arguments = (size, port, str(folder), background, 100_000)
     processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
+    before = {p.name for p in folder.glob("step-*")}
     for process in processes:
         process.start()
     deadline = time.monotonic() + 60
-    while not list(folder.glob("step-*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    while {p.name for p in folder.glob("step-*")} <= before and time.monotonic() < deadline:
+        time.sleep(0.002)
     time.sleep(after_s)
     for victim in victims:
         os.kill(processes[victim].pid, signal.SIGKILL)

@@ -37,7 +37,7 @@ def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, full: bo
     newest = 0
     for _ in range(100 if full else 2):
         victims = rng.choice([[0], [1], [0, 1]])
-        codes = run_until_killed(2, tmp_path, background, rng.random() * 0.5, victims)
+        codes = run_until_killed(2, tmp_path, background, rng.random() * 0.2, victims)
         assert -signal.SIGKILL in codes
         reached = check_restart(tmp_path)
         assert reached >= newest
