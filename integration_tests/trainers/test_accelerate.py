@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-import accelerate
+import pytest
 import torch
 from torch import Tensor
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
+
+accelerate = pytest.importorskip("accelerate")  # an optional session installs the trainers
 
 
 class Run:

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
+
+transformers = pytest.importorskip("transformers")  # an optional session installs the trainers
 
 
 class Toy(torch.nn.Module):
@@ -37,7 +39,7 @@ def train(folder: Path, *, resume: Path | None = None) -> Toy:
     model = Toy()
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0), [model])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=2,
         per_device_train_batch_size=2,
@@ -48,7 +50,7 @@ def train(folder: Path, *, resume: Path | None = None) -> Toy:
         disable_tqdm=True,
         logging_steps=10,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), optimizers=(optimizer, schedule))
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows(), optimizers=(optimizer, schedule))
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return model
 

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import lightning
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
+
+lightning = pytest.importorskip("lightning")  # an optional session installs the trainers
 
 STEPS_PER_EPOCH = 10
 
