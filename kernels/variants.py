@@ -1,7 +1,7 @@
 """Every kernel variant that is compiled ahead of time, and what each must turn into."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ F32, BF16, F16, I8, U8, E4M3 = (
     torch.float8_e4m3fn,
 )
 CHUNK = 16384
-ALIGNED = [["tt.divisibility", 16]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Variant:
     tile_read_bytes: int = 0  # by one program at a time; 0: not bound by memory
     matrix: bool = False  # uses tensor cores and shared memory
     descriptors: bool = False  # for Hopper and the Blackwell of data centres only
-    shared_allowed: bool = field(default=False)
+    shared_allowed: bool = False
 
 
 def widths(formats: Formats) -> Widths:

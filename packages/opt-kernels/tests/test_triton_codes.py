@@ -1,6 +1,7 @@
 """The device functions of storage: remainders, narrow codes and rounding, over every upper half of a float32."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,7 +186,5 @@ def test_a_narrow_state_is_written_and_read_as_its_codec_does(name: str, n: int,
 
 
 def test_a_codec_without_a_sweep_is_refused() -> None:
-    from dataclasses import replace
-
     with pytest.raises(LayoutError, match="backend='torch'"):
         scheme(replace(CODECS["int8"], block=64))  # type: ignore[type-var]

@@ -19,7 +19,10 @@ from opt_kernels.ops.lion import triton as lion_triton
 from opt_kernels.ops.remainder.reference import join, split_
 from opt_kernels.ops.sgd import reference as sgd_reference
 from opt_kernels.ops.sgd import triton as sgd_triton
+from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Batch, Hyper, Work
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.sgd import SGD
 
 SIZES = (0, 1, 63, 1025, 2048, 2112)  # whole chunks, partial ones, and whole ones with a rest
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.99), eps=1e-8, momentum=0.9)
@@ -447,6 +450,21 @@ def test_a_gradient_that_has_moved_is_found_again(kernel_device: torch.device) -
         lion_reference.lion_([Batch(HYPER, expected)], exp_avg_codec=Plain())
     for work, other in zip(works, expected):
         torch.testing.assert_close(work.main, other.main, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [Adam, SGD, Lion], ids=lambda rule: rule.__name__)
+def test_a_rule_runs_on_triton_where_it_is_asked_for_by_name(
+    rule: type[Adam] | type[SGD] | type[Lion], kernel_device: torch.device
+) -> None:
+    chosen, usual = rule(backend="triton"), rule(backend="torch")
+    generator = torch.Generator().manual_seed(1)
+    p, g = (torch.randn(300, generator=generator).to(kernel_device) for _ in range(2))
+    works = [Work(grad=g, main=p.clone(), state=one.init_state(p)) for one in (chosen, usual)]
+    for one, work in zip((chosen, usual), works):
+        one.update_([Batch(replace(HYPER, step=1), [work])], grad_scale=0.5)
+    a, b = (main_of(work) for work in works)
+    assert not torch.equal(a, p.double())
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_to_update_is_no_error() -> None:
