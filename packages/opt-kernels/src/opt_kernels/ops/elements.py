@@ -1,6 +1,6 @@
 """What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ class Run(NamedTuple):
     main: Tensor | None  # (n,)
     out: Tensor | None  # (n,)
     remainder: Tensor | None  # (n,)
-    state: dict[str, Tensor]  # (n,) each, but block scales
+    state: Mapping[str, Tensor]  # (n,) each, but block scales
     first: int = 0  # number of the first element
 
 
@@ -82,13 +82,18 @@ def dense_run_of(work: Work, names: Sequence[str]) -> Run:
 
     For the sweeps that take any shape: a view costs as much as starting an operation.
     """
-    state = {name: work.state[name] for name in names}
-    tensors = [t for t in (work.grad, work.main, work.out, work.remainder) if t is not None]
     # Fused sweeps walk memory, whatever the strides say.
-    is_dense = all(t.is_contiguous() and t.shape == work.grad.shape for t in tensors)
-    if not is_dense or not all(t.is_contiguous() for t in state.values()):
+    grad, state = work.grad, work.state
+    alike = grad.is_contiguous()
+    for tensor in (work.main, work.out, work.remainder):
+        alike = alike and (tensor is None or (tensor.is_contiguous() and tensor.shape == grad.shape))
+    for name in names:
+        alike = alike and state[name].is_contiguous()
+    if not alike:
         return run_of(work)
-    return Run(work.grad, work.main, work.out, work.remainder, state, work.first)
+    if len(state) != len(names):
+        state = {name: state[name] for name in names}
+    return Run(grad, work.main, work.out, work.remainder, state, work.first)
 
 
 def compute_dtype(run: Run) -> torch.dtype:

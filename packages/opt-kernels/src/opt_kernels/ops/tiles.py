@@ -24,6 +24,7 @@ from opt_kernels.rules.base import Work
 # 2 MiB of float32 a row, at most five rows: within the cache that two cores share, below 16 MiB, and long enough that
 # the cost of starting an operation is small beside its work. A multiple of every codec's block.
 TILE_NUMEL = 1 << 19
+FEW = 8  # tensors, for which to join them costs more than it saves
 
 
 class Tile(NamedTuple):
@@ -123,8 +124,7 @@ class _Stage:
     def grads(self, scale: float) -> list[Tensor]:
         grads = [piece.grad for piece in self.pieces]
         if grads[0].dtype is self.dtype:
-            # New tensors, not a row: allocating is cheaper than cutting, and their total is a row's.
-            return grads if scale == 1.0 else list(torch._foreach_mul(grads, scale))
+            return grads if scale == 1.0 else _scaled(grads, scale)
         row = self._row("grad", self.dtype)
         parts = self._parts(row)
         torch._foreach_copy_(parts, grads)
@@ -174,6 +174,15 @@ class _Stage:
         return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
 
 
+def _scaled(grads: list[Tensor], scale: float) -> list[Tensor]:
+    """New tensors: for many small ones one allocation and one product, of which they are views."""
+    if len(grads) < FEW:
+        return list(torch._foreach_mul(grads, scale))
+    row = torch.cat([grad if grad.dim() == 1 else grad.view(-1) for grad in grads]).mul_(scale)
+    parts = torch.split(row, [grad.numel() for grad in grads])
+    return [part.view(grad.shape) if grad.dim() != 1 else part for part, grad in zip(parts, grads)]
+
+
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
     return run.out is None and _is_computable(run, codecs, compute_dtype(run))
 
@@ -204,7 +213,7 @@ def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator
     numels: dict[tuple[torch.dtype | None, ...], int] = {}
     for run in runs:
         kind = _kind(run)
-        for piece in _pieces(run, codecs):
+        for piece in (run,) if run.grad.numel() <= TILE_NUMEL else _pieces(run, codecs):
             numel = piece.grad.numel()
             if numels.get(kind, 0) + numel > TILE_NUMEL:
                 yield lists.pop(kind)
@@ -216,12 +225,12 @@ def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator
 
 def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
     """What runs must have in common to share a tile."""
-    return (run.grad.dtype, *(None if tensor is None else tensor.dtype for tensor in (run.main, run.out)))
+    main, out = run.main, run.out
+    return (run.grad.dtype, None if main is None else main.dtype, None if out is None else out.dtype)
 
 
 def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterable[Run]:
-    if run.grad.numel() <= TILE_NUMEL:
-        return (run,)
+    """A run that is longer than a tile, cut."""
     blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
     states = {name: _split(tensor, TILE_NUMEL // blocks.get(name, 1)) for name, tensor in run.state.items()}
     grads, mains, outs, remainders = (_split(t, TILE_NUMEL) for t in (run.grad, run.main, run.out, run.remainder))

@@ -12,10 +12,13 @@ from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
 ROW_NUMEL = 1 << 12
 # 4 MiB of float32: the second pass over a tile finds it in the cache.
 TILE_NUMEL = 1 << 20
+# Below it, to start a norm costs more than to copy the tensor to where others share one.
+SMALL_NUMEL = 1 << 14
 # Between these no float32 square that matters was lost to overflow or underflow.
 SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
 
 
+@torch.no_grad()
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
     """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself.
 
@@ -23,7 +26,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     finite; or so small that squares may have vanished. That look reads the sum on the host.
     """
     check_norm_type(norm_type)
-    pieces = [piece for grad in grads if grad.numel() for piece in _cut(grad.detach().reshape(-1), TILE_NUMEL)]
+    pieces = _pieces(grads)
     if norm_type != 2.0 or not pieces:
         return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
     norms, zeros = [], []
@@ -38,27 +41,36 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     return GradStats(sum_of_squares=total, nonfinite=none, zeros=torch.stack(zeros).sum() if zeros else none)
 
 
-def _cut(tensor: Tensor, numel: int) -> Iterable[Tensor]:
-    """`tensor` (n,) in pieces of at most `numel`; a call to split costs more than a small tensor's norm."""
-    return (tensor,) if tensor.numel() <= numel else torch.split(tensor, numel)
+def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Flat pieces of at most a tile; a call to reshape or split costs more than a small tensor's share of a norm."""
+    pieces: list[Tensor] = []
+    for grad in grads:
+        flat = grad if grad.dim() == 1 else grad.reshape(-1)
+        numel = flat.numel()
+        if numel > TILE_NUMEL:
+            pieces += torch.split(flat, TILE_NUMEL)
+        elif numel:
+            pieces.append(flat)
+    return pieces
 
 
 def _tiles(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Float32 and float64 pieces as they are; narrower ones packed into a float32 tile, which the next overwrites."""
-    narrow: list[Tensor] = []
+    """Float64 and large float32 pieces as they are; others packed into a float32 tile, which the next overwrites."""
+    packed: list[Tensor] = []
     numel, row = 0, torch.empty(0)
     for piece in pieces:
-        if piece.dtype in (torch.float32, torch.float64):
+        length = piece.numel()
+        if piece.dtype is torch.float64 or (piece.dtype is torch.float32 and length > SMALL_NUMEL):
             yield piece
             continue
-        if numel + piece.numel() > TILE_NUMEL:
-            row = _packed(narrow, row)
+        if numel + length > TILE_NUMEL:
+            row = _packed(packed, row)
             yield row[:numel]
-            narrow, numel = [], 0
-        narrow.append(piece)
-        numel += piece.numel()
-    if narrow:
-        yield _packed(narrow, row)[:numel]
+            packed, numel = [], 0
+        packed.append(piece)
+        numel += length
+    if packed:
+        yield _packed(packed, row)[:numel]
 
 
 def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
@@ -66,7 +78,10 @@ def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
     if not row.numel():
         row = torch.empty(TILE_NUMEL, dtype=torch.float32, device=pieces[0].device)
     numels = [piece.numel() for piece in pieces]
-    torch._foreach_copy_(list(torch.split(row[: sum(numels)], numels)), pieces)
+    if all(piece.dtype is torch.float32 for piece in pieces):
+        torch.cat(pieces, out=row[: sum(numels)])
+    else:
+        torch._foreach_copy_(list(torch.split(row[: sum(numels)], numels)), pieces)
     return row
 
 
