@@ -266,6 +266,15 @@ def test_main_values_follow_weights_that_were_loaded_from_elsewhere() -> None:
         optimizer.reload_model_params({})
 
 
+def test_a_state_that_lacks_a_parameter_changes_no_main_value() -> None:
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, bf16=True), [make_model(torch.bfloat16)], {})
+    before = [value.clone() for value in optimizer.get_parameters()]
+    state = {name: torch.ones(p.shape) for name, p in make_model().named_parameters() if name != "0.weight"}
+    with pytest.raises(ValueError, match=r"state_dict holds no '0\.weight'"):
+        optimizer.reload_model_params(state)
+    assert_equal(optimizer.get_parameters(), before)
+
+
 def test_overrides_reach_their_parameters_only() -> None:
     model = make_model()
     optimizer = get_optimizer(CONFIG, [model], {ParamKey(name="*.bias"): {"wd_mult": 0.0, "max_lr": 1.0}})
