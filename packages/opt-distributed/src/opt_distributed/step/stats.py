@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.sources import Source
-from opt_distributed.step.unit import ReadyPiece
+from opt_distributed.step.unit import Ready
 from opt_kernels.ops.grad_stats import grad_stats
 
 
@@ -43,7 +43,7 @@ class Family:
 
 def reduce_stats(
     families: Sequence[Family],
-    ready: Iterable[ReadyPiece],
+    ready: Iterable[Ready],
     *,
     num_slots: int,
     count_zeros: bool,
@@ -62,7 +62,7 @@ def reduce_stats(
     return Stats(tuple(norms), int(nonfinite), int(zeros))
 
 
-def reduce_norm(families: Sequence[Family], ready: Iterable[ReadyPiece], *, norm_type: float, slot: int) -> float:
+def reduce_norm(families: Sequence[Family], ready: Iterable[Ready], *, norm_type: float, slot: int) -> float:
     """The `norm_type`-norm of one slot's mean gradient over the whole model, loss scale still in; NaN or infinite where
     an element is. Every rank calls it: two small exchanges a family.
 
@@ -78,11 +78,12 @@ Counted = Mapping[Source, Mapping[int, list[Tensor]]]
 """The gradients that this rank counts, by source and norm slot."""
 
 
-def _by_source(ready: Iterable[ReadyPiece]) -> Counted:
+def _by_source(ready: Iterable[Ready]) -> Counted:
     found: dict[Source, dict[int, list[Tensor]]] = {}
-    for piece, grad in ready:
-        if piece.counted:
-            found.setdefault(piece.source, {}).setdefault(piece.norm_slot, []).append(grad)
+    for pieces, grads in ready:
+        for piece, grad in zip(pieces, grads, strict=True):
+            if piece.counted:
+                found.setdefault(piece.source, {}).setdefault(piece.norm_slot, []).append(grad)
     return found
 
 

@@ -17,7 +17,7 @@ from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats
-from opt_distributed.step.unit import ReadyPiece, Unit
+from opt_distributed.step.unit import Ready, Unit
 
 Groups = Sequence[Mapping[str, Any]]  # `param_groups`, read anew at every step
 
@@ -40,11 +40,11 @@ class Limits:
     count_zeros: bool = False
 
 
-class _Ready(NamedTuple):
+class _Prepared(NamedTuple):
     """Between `prepare_grads` and `step_with_ready_grads`."""
 
     stats: Stats
-    pieces: list[list[ReadyPiece]]  # of each unit
+    of_units: list[Ready]  # one for each unit
     inv_scale: float
 
 
@@ -66,7 +66,7 @@ class Stepper:
         self.limits = limits
         self.spans = spans
         self.grad_norms_by_group: dict[str, float] = {}  # of the last step, by slot name
-        self._ready: _Ready | None = None
+        self._ready: _Prepared | None = None
 
     def step(self, groups: Groups) -> StepResult:
         """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes."""
@@ -86,14 +86,14 @@ class Stepper:
                 for source in family.sources:
                     source.reduce_()
         with self.spans("optimizer-unscale-and-check-inf"):
-            pieces = [unit.ready() for unit in self.units]
+            ready = [unit.ready() for unit in self.units]
             stats = reduce_stats(
                 self.families,
-                [piece for of_unit in pieces for piece in of_unit],
+                ready,
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
             )
-        self._ready = _Ready(stats, self._used(pieces), 1.0 / self.scaler.scale)
+        self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
         return stats.overflow
@@ -106,9 +106,9 @@ class Stepper:
             return False
         with self.spans("optimizer-clip-main-grad"):
             scales = self._clip(ready)
-        for unit, pieces in zip(self.units, ready.pieces, strict=True):
+        for unit, of_unit in zip(self.units, ready.of_units, strict=True):
             with self.spans("optimizer-inner-step"):
-                unit.update_(pieces, groups, scale_of_slot=scales)
+                unit.update_(of_unit, groups, scale_of_slot=scales)
             with self.spans("params-all-gather"):
                 for source in unit.completes:
                     source.publish_()
@@ -127,8 +127,7 @@ class Stepper:
             raise RuntimeError(
                 f"no gradients are ready for a {norm_type}-norm: ask between prepare_grads and the update"
             )
-        pieces = (piece for of_unit in self._ready.pieces for piece in of_unit)
-        return reduce_norm(self.families, pieces, norm_type=norm_type, slot=0) * self._ready.inv_scale
+        return reduce_norm(self.families, self._ready.of_units, norm_type=norm_type, slot=0) * self._ready.inv_scale
 
     @property
     def grad_norm(self) -> float:
@@ -140,23 +139,21 @@ class Stepper:
         """Zero elements in the gradients that are ready; None unless they are counted."""
         return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
 
-    def _used(self, pieces: list[list[ReadyPiece]]) -> list[list[ReadyPiece]]:
+    def _used(self, ready: list[Ready]) -> list[Ready]:
         """Without those whose zeros stand for no gradient on any rank."""
         unused = {id for family in self.families for source in family.sources for id in source.unused()}
-        if not unused:
-            return pieces
-        return [[ready for ready in of_unit if ready.piece.id not in unused] for of_unit in pieces]
+        return [of_unit.without(unused) for of_unit in ready] if unused else ready
 
     def _norm(self, slot: int) -> float:
         assert self._ready is not None
         return self._ready.stats.norms[slot] * self._ready.inv_scale
 
-    def _clip(self, ready: _Ready) -> list[float]:
+    def _clip(self, ready: _Prepared) -> list[float]:
         norms = self.grad_norms_by_group.values()
         coefficients = [clip_coefficient(norm, limit) for norm, limit in zip(norms, self.limits.max_norms, strict=True)]
         return [ready.inv_scale * coefficient for coefficient in coefficients]
 
-    def _take_ready(self) -> _Ready:
+    def _take_ready(self) -> _Prepared:
         if self._ready is None or self._ready.stats.overflow:
             raise RuntimeError(
                 "no gradients are ready: call prepare_grads first, and go on only where it returns False"

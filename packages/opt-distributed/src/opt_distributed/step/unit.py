@@ -1,6 +1,6 @@
 """A unit: one rule over the pieces of parameters that this rank owns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,9 +31,12 @@ class OwnedPiece:
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
     step: int = 0  # updates made so far; the only state a step keeps on the host
     read_grad: ReadGrad = field(init=False)
+    _main: Tensor | None = field(init=False)  # these two are asked for at every step, and never change
+    _out: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.read_grad = self.source.reader(self.id, self.of_param)
+        self._main, self._out = self.main.main, self.main.out
 
     @property
     def is_whole(self) -> bool:
@@ -42,17 +45,27 @@ class OwnedPiece:
 
     def work(self, grad: Tensor) -> Work:
         """What the rule has to do."""
-        main = self.main
         return Work(
-            grad=grad, main=main.main, state=self.state, out=main.out, remainder=main.remainder, matrix=self.matrix
+            grad=grad,
+            main=self._main,
+            state=self.state,
+            out=self._out,
+            remainder=self.main.remainder,
+            matrix=self.matrix,
         )
 
 
-class ReadyPiece(NamedTuple):
-    """A piece whose gradient is there."""
+class Ready(NamedTuple):
+    """The pieces of a unit whose gradients are there, and these; matched by position. Two lists, no pairs: a step over
+    thousands of small parameters spends its time making objects."""
 
-    piece: OwnedPiece
-    grad: Tensor
+    pieces: Sequence[OwnedPiece]
+    grads: Sequence[Tensor]
+
+    def without(self, unused: Collection[ParamId]) -> "Ready":
+        """Only what is not of these parameters."""
+        kept = [(p, g) for p, g in zip(self.pieces, self.grads, strict=True) if p.id not in unused]
+        return Ready([p for p, _ in kept], [g for _, g in kept])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,14 +77,16 @@ class Unit:
     pieces: Sequence[OwnedPiece]
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
 
-    def ready(self) -> list[ReadyPiece]:
+    def ready(self) -> Ready:
         """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
-        return [ReadyPiece(piece, grad) for piece in self.pieces if (grad := piece.read_grad()) is not None]
+        found = [piece.read_grad() for piece in self.pieces]
+        grads = [grad for grad in found if grad is not None]
+        if len(grads) == len(found):
+            return Ready(self.pieces, grads)
+        return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
-    def update_(
-        self, ready: Sequence[ReadyPiece], groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]
-    ) -> None:
+    def update_(self, ready: Ready, groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]) -> None:
         """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot."""
         by_scale: dict[float, list[Batch]] = {}
         for row, works in _rows(ready).items():
@@ -80,7 +95,7 @@ class Unit:
             by_scale.setdefault(scale, []).append(batch)
         for scale, batches in by_scale.items():
             self.rule.update_(batches, grad_scale=scale)
-        for piece, _ in ready:
+        for piece in ready.pieces:
             piece.step += 1
 
     def state_bytes(self) -> int:
@@ -97,10 +112,10 @@ class _Row(NamedTuple):
     step: int  # that they are about to make
 
 
-def _rows(ready: Sequence[ReadyPiece]) -> dict[_Row, list[Work]]:
+def _rows(ready: Ready) -> dict[_Row, list[Work]]:
     """The works of an update, row by row, in the order of the pieces: the same on every rank that has the same."""
     found: dict[tuple[Source, int, int, int], list[Work]] = {}  # plain tuples: named ones cost more than the rest
-    for piece, grad in ready:
+    for piece, grad in zip(ready.pieces, ready.grads, strict=True):
         key = (piece.source, piece.norm_slot, piece.group, piece.step + 1)
         works = found.get(key)
         if works is None:
