@@ -209,6 +209,8 @@ def _failures_as_ours(what: str) -> Iterator[None]:
         yield
     except CheckpointException as failure:
         causes = {rank: error for rank, (error, _) in failure.failures.items()}
+        if failure.args[0] == "read":  # DCP's name of the step after planning
+            what = f"{what} (while reading: tensors may be partly overwritten, load again before use)"
         raise as_ours(what, causes) from next(iter(causes.values()))
     except CheckpointingException:
         raise

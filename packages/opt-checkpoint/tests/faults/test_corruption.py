@@ -93,6 +93,16 @@ def test_damage_names_the_file_and_the_tensor(tmp_path: Path) -> None:
         load(state_at(0, 0, 1, filled=False), tmp_path / "x", verify="chunks")
 
 
+def test_damage_met_while_reading_says_that_memory_was_touched(tmp_path: Path) -> None:
+    save_as_ranks([state_at(1, 0, 1)], tmp_path / "x")
+    file = tmp_path / "x" / "__0_0.distcp"
+    raw = file.read_bytes()
+    file.write_bytes(raw.replace(b"seedq", b"seedx", 1))
+    assert file.read_bytes() != raw
+    with pytest.raises(CheckpointCorruptError, match=r"partly overwritten, load again.*\n.*rng/shard_0_1 has changed"):
+        load(state_at(0, 0, 1, filled=False), tmp_path / "x")
+
+
 def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_path: Path) -> None:
     for step in (1, 2):
         save_as_ranks([state_at(step, rank, SIZE) for rank in range(SIZE)], tmp_path / str(step))
