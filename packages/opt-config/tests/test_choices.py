@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from opt_config import (
     ConstantScale,
     DynamicScale,
@@ -40,27 +41,29 @@ PLAIN = Precision(params=FP32, grads=FP32, mains=FP32, exp_avg=FP32, exp_avg_sq=
             id="remainders off",
         ),
         pytest.param(
-            {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": FP16},
-            {"params": BF16, "mains": FP16},
-            id="no remainders of fp16 mains",
-        ),
-        pytest.param(
             {"fp16": True, "use_precision_aware_optimizer": True}, {"params": FP16}, id="no remainders of fp16 params"
         ),
         pytest.param(
-            {
-                "use_precision_aware_optimizer": True,
-                "main_grads_dtype": BF16,
-                "exp_avg_dtype": torch.uint8,
-                "exp_avg_sq_dtype": FP16,
-            },
-            {"grads": BF16, "exp_avg": torch.uint8, "exp_avg_sq": FP16},
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": FP16},
+            {"exp_avg": torch.uint8, "exp_avg_sq": FP16},
             id="narrow states",
+        ),
+        pytest.param(
+            {"params_dtype": BF16, "use_precision_aware_optimizer": True, "main_grads_dtype": BF16},
+            {"params": BF16, "grads": BF16, "remainder": True},
+            id="bf16 gradients",
         ),
     ],
 )
 def test_precision_follows_the_flags(given, expected):
     assert OptimizerConfig(**given).precision == dataclasses.replace(PLAIN, **expected)
+
+
+def test_there_are_no_remainders_of_fp16_mains(monkeypatch):
+    # Independent of whether fp16 mains are built: the table of what is not built is emptied for this test.
+    monkeypatch.setattr(optimizer_rules, "UNBUILT", frozenset())
+    config = OptimizerConfig(bf16=True, use_precision_aware_optimizer=True, main_params_dtype=FP16)
+    assert config.precision == dataclasses.replace(PLAIN, params=BF16, mains=FP16)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from opt_config import DATA_PARALLEL_FIELDS, ConfigError, DistributedDataParallelConfig, data_parallel_config
 
 DEFAULTS: dict[str, object] = {

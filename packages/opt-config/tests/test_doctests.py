@@ -6,8 +6,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import opt_config
 import pytest
+
+import opt_config
 
 MODULES = sorted(f"opt_config.{module.name}" for module in pkgutil.iter_modules(opt_config.__path__))
 

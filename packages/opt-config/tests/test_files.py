@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, load_config, resolved
 from opt_config.__main__ import main
 

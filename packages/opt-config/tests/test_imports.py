@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import opt_config
 import pytest
+
+import opt_config
 
 SOURCES = sorted(Path(opt_config.__file__).parent.glob("*.py"))
 

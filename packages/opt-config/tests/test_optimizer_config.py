@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+
 from opt_config import AdamOptimizerConfig, ConfigError, OptimizerConfig, SGDOptimizerConfig
 
 # Transcribed by hand from the reference's page of the class, in its order; the page prints None for the dtypes and the
@@ -117,6 +118,15 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"exp_avg_dtype": torch.bfloat16},
         "OptimizerConfig: exp_avg_dtype=torch.bfloat16: means nothing without use_precision_aware_optimizer; set that "
         "too, or leave this at torch.float32",
+    ),
+    "bf16 gradients of fp32 parameters": (
+        {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
+        "OptimizerConfig: main_grads_dtype=torch.bfloat16: is for bf16 parameters, whose gradients have no more bits; "
+        "set bf16=True, or leave it out",
+    ),
+    "a second moment that is not ours": (
+        {"adaptive_muon_moment2_method": "namo"},
+        "OptimizerConfig: adaptive_muon_moment2_method='namo': must be one of adamuon, normuon.",
     ),
     "a floor above the peak": (
         {"lr": 1e-4, "min_lr": 1e-3},

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from opt_config import ConfigError, ParamKey, ParamPredicate, ParamWithNamePredicate
 from torch.nn import Parameter
+
+from opt_config import ConfigError, ParamKey, ParamPredicate, ParamWithNamePredicate
 
 VECTOR = ParamPredicate(name="1-D", fn=lambda param: param.dim() == 1)
 MATRIX = ParamPredicate(name="2-D", fn=lambda param: param.dim() == 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from opt_config import OptimizerConfig
 
 REPOSITORY = Path(__file__).parents[3]

@@ -9,132 +9,156 @@ class FieldUse(NamedTuple):
     """What becomes of a field."""
 
     read_in: str  # the module that reads it
-    shown_by: str = (
-        ""  # the test that shows its effect, path from the repository's root::test; empty: there is none yet
-    )
-    built: bool = True  # False: any value but the default is refused
+    shown_by: str = ""  # the test that fails if it had no effect: path from the repository's root::test
+    built: bool = True  # False: any value but the default is refused, and no test shows more than that
 
 
+_EFFECTS = "integration_tests/test_config_fields.py"
 _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.build"
 _RULES = "opt_stack.built_in"
-_CHOICE_TESTS = "packages/opt-config/tests/test_choices.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
+_FACADE_TESTS = "packages/opt-stack/tests/test_facade.py"
 
 
-def _precision(built: bool = True) -> FieldUse:
-    return FieldUse(_CHOICES, f"{_CHOICE_TESTS}::test_precision_follows_the_flags", built)
+def _not_built(read_in: str) -> FieldUse:
+    return FieldUse(read_in, built=False)
 
 
-def _sharding() -> FieldUse:
-    return FieldUse(_CHOICES, f"{_CHOICE_TESTS}::test_sharding_is_one_choice")
+def _effect(read_in: str, test: str) -> FieldUse:
+    return FieldUse(read_in, f"{_EFFECTS}::{test}")
+
+
+def _rule() -> FieldUse:
+    """A number of a rule."""
+    return _effect(_RULES, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name")
+
+
+def _precision() -> FieldUse:
+    return _effect(_CHOICES, "test_mains_and_moments_are_kept_in_the_numbers_asked_for")
 
 
 def _scaling() -> FieldUse:
-    return FieldUse(_CHOICES, f"{_CHOICE_TESTS}::test_loss_scaling_follows_fp16_and_loss_scale")
-
-
-def _placement(built: bool) -> FieldUse:
-    return FieldUse(_CHOICES, f"{_CHOICE_TESTS}::test_placement_is_on_device_until_offload_is_asked_for", built)
+    return _effect(_CHOICES, "test_the_loss_scale_follows_the_verdicts")
 
 
 OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "lr": FieldUse(_GROUPS, f"{_GROUP_TESTS}::test_a_group_starts_at_the_configured_numbers"),
+        "lr": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
         "min_lr": FieldUse(_GROUPS, f"{_GROUP_TESTS}::test_a_group_starts_at_the_configured_numbers"),
         "decoupled_lr": FieldUse(_PRESETS, f"{_PRESET_TESTS}::test_decoupled_lr_moves_embedding_and_output_only"),
         "decoupled_min_lr": FieldUse(_PRESETS, f"{_PRESET_TESTS}::test_decoupled_lr_moves_embedding_and_output_only"),
-        "weight_decay": FieldUse(_GROUPS, f"{_GROUP_TESTS}::test_a_group_starts_at_the_configured_numbers"),
+        "weight_decay": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
         "apply_wd_to_qk_layernorm": FieldUse(
             _PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_when_asked_for"
         ),
-        "fp8_recipe": FieldUse(_BUILD, built=False),
+        "fp8_recipe": _not_built(_BUILD),
         "fp16": _precision(),
         "bf16": _precision(),
-        "reuse_grad_buf_for_mxfp8_param_ag": FieldUse(_BUILD, built=False),
+        "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_BUILD),
         "params_dtype": _precision(),
         "use_precision_aware_optimizer": _precision(),
         "store_param_remainders": _precision(),
-        "main_grads_dtype": _precision(),
-        "main_params_dtype": _precision(),
+        "main_grads_dtype": _effect(_CHOICES, "test_gradients_are_summed_in_the_dtype_asked_for"),
+        "main_params_dtype": _not_built(_CHOICES),
         "exp_avg_dtype": _precision(),
         "exp_avg_sq_dtype": _precision(),
-        "optimizer": FieldUse(_GROUPS, f"{_GROUP_TESTS}::test_an_override_may_name_another_optimizer"),
+        "optimizer": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
         "loss_scale": _scaling(),
         "initial_loss_scale": _scaling(),
         "min_loss_scale": _scaling(),
         "loss_scale_window": _scaling(),
         "hysteresis": _scaling(),
-        "adam_beta1": FieldUse(_RULES),
-        "adam_beta2": FieldUse(_RULES),
-        "adam_eps": FieldUse(_RULES),
-        "decoupled_weight_decay": FieldUse(_RULES),
-        "sgd_momentum": FieldUse(_RULES),
-        "muon_momentum": FieldUse(_RULES),
-        "muon_split_qkv": FieldUse(_BUILD),
-        "muon_nesterov": FieldUse(_RULES),
-        "muon_scale_mode": FieldUse(_RULES),
-        "muon_fp32_matmul_prec": FieldUse(_RULES),
-        "muon_coefficient_type": FieldUse(_RULES),
-        "muon_num_ns_steps": FieldUse(_RULES),
-        "muon_tp_mode": FieldUse(_RULES),
-        "muon_extra_scale_factor": FieldUse(_RULES),
+        "adam_beta1": _rule(),
+        "adam_beta2": _rule(),
+        "adam_eps": _rule(),
+        "decoupled_weight_decay": _rule(),
+        "sgd_momentum": _rule(),
+        "muon_momentum": _rule(),
+        "muon_split_qkv": _effect(_BUILD, "test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to"),
+        "muon_nesterov": _rule(),
+        "muon_scale_mode": _rule(),
+        "muon_fp32_matmul_prec": _rule(),
+        "muon_coefficient_type": _rule(),
+        "muon_num_ns_steps": _rule(),
+        "muon_tp_mode": FieldUse(
+            _RULES,
+            "integration_tests/test_tensor_parallel.py::test_blockwise_muon_orthogonalises_the_local_block",
+        ),
+        "muon_extra_scale_factor": _rule(),
         "muon_scalar_optimizer": FieldUse(
             _PRESETS, f"{_PRESET_TESTS}::test_what_is_no_hidden_matrix_goes_to_the_scalar_optimizer"
         ),
-        "lion_beta1": FieldUse(_RULES),
-        "lion_beta2": FieldUse(_RULES),
-        "soap_shampoo_beta": FieldUse(_RULES),
-        "soap_precondition_frequency": FieldUse(_RULES),
-        "soap_use_kl_shampoo": FieldUse(_RULES),
-        "adaptive_muon_moment2_method": FieldUse(_RULES),
-        "adaptive_muon_beta2": FieldUse(_RULES),
-        "adaptive_muon_eps": FieldUse(_RULES),
-        "use_distributed_optimizer": _sharding(),
-        "use_layer_wise_distributed_optimizer": _sharding(),
-        "overlap_param_gather": _sharding(),
-        "overlap_param_gather_with_optimizer_step": _sharding(),
-        "optimizer_cpu_offload": _placement(built=False),
-        "optimizer_offload_fraction": _placement(built=False),
-        "use_torch_optimizer_for_cpu_offload": FieldUse(_BUILD, built=False),
-        "overlap_cpu_optimizer_d2h_h2d": _placement(built=False),
-        "pin_cpu_grads": _placement(built=False),
-        "pin_cpu_params": _placement(built=False),
-        "clip_grad": FieldUse(_BUILD),
-        "log_num_zeros_in_grad": FieldUse(_BUILD),
-        "barrier_with_L1_time": FieldUse(_BUILD),
-        "timers": FieldUse(_BUILD),
-        "config_logger_dir": FieldUse("opt_stack.factory"),
-        "optimizer_cuda_graph": FieldUse(_BUILD, built=False),
-        "muon_use_syrk": FieldUse(_RULES),
-        "grad_norm_skip_threshold": FieldUse(_BUILD),
+        "lion_beta1": _rule(),
+        "lion_beta2": _rule(),
+        "soap_shampoo_beta": _rule(),
+        "soap_precondition_frequency": _rule(),
+        "soap_use_kl_shampoo": _rule(),
+        "adaptive_muon_moment2_method": _rule(),
+        "adaptive_muon_beta2": _rule(),
+        "adaptive_muon_eps": _rule(),
+        "use_distributed_optimizer": _effect(_CHOICES, "test_flat_shards_divide_the_state"),
+        "use_layer_wise_distributed_optimizer": _effect(_CHOICES, "test_whole_matrices_are_dealt_to_ranks"),
+        "overlap_param_gather": _effect(
+            "opt_stack.wrapped", "test_both_configurations_must_say_when_parameters_are_gathered"
+        ),
+        "overlap_param_gather_with_optimizer_step": _effect(
+            "opt_stack.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
+        ),
+        "optimizer_cpu_offload": _not_built(_CHOICES),
+        "optimizer_offload_fraction": _not_built(_CHOICES),
+        "use_torch_optimizer_for_cpu_offload": _not_built(_BUILD),
+        "overlap_cpu_optimizer_d2h_h2d": _not_built(_CHOICES),
+        "pin_cpu_grads": _not_built(_CHOICES),
+        "pin_cpu_params": _not_built(_CHOICES),
+        "clip_grad": _effect(_BUILD, "test_gradients_are_scaled_down_to_the_norm_asked_for"),
+        "log_num_zeros_in_grad": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_zeros_of_all_gradients_are_counted"),
+        "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_are_called_by_the_references_names"),
+        "timers": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_are_called_by_the_references_names"),
+        "config_logger_dir": FieldUse(
+            "opt_stack.factory",
+            "packages/opt-stack/tests/test_records.py"
+            "::test_the_resolved_configuration_and_the_plan_are_logged_where_asked",
+        ),
+        "optimizer_cuda_graph": _not_built(_BUILD),
+        "muon_use_syrk": _effect(_RULES, "test_symmetric_products_are_computed_by_half"),
+        "grad_norm_skip_threshold": FieldUse(
+            _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"
+        ),
     }
 )
 
 _WRAPPER = "opt_distributed.buffers.data_parallel"
 _GROUPING = "opt_distributed.buffers.grouping"
+_FAULT_TESTS = "packages/opt-distributed/tests/test_data_parallel_faults.py"
 
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "grad_reduce_in_fp32": FieldUse(_GROUPING),
-        "overlap_grad_reduce": FieldUse(_WRAPPER),
-        "overlap_param_gather": FieldUse(_WRAPPER),
-        "align_param_gather": FieldUse(_WRAPPER, built=False),
-        "use_distributed_optimizer": FieldUse(_WRAPPER),
-        "num_distributed_optimizer_instances": FieldUse(_WRAPPER),
-        "check_for_nan_in_grad": FieldUse(_WRAPPER),
-        "check_for_large_grads": FieldUse(_WRAPPER, built=False),
-        "bucket_size": FieldUse(_GROUPING),
-        "num_buckets": FieldUse(_GROUPING),
-        "pad_buckets_for_high_nccl_busbw": FieldUse(_GROUPING),
-        "reduce_scatter_with_fp32_accumulation": FieldUse(_WRAPPER),
-        "param_name_patterns_for_fp32_local_accumulation": FieldUse(_WRAPPER, built=False),
-        "average_in_collective": FieldUse(_WRAPPER),
-        "fp8_param_gather": FieldUse(_WRAPPER, built=False),
-        "reuse_grad_buf_for_mxfp8_param_ag": FieldUse(_WRAPPER, built=False),
+        "grad_reduce_in_fp32": _effect(_GROUPING, "test_a_wrapper_reduces_in_the_dtype_asked_for"),
+        "overlap_grad_reduce": _effect(_WRAPPER, "test_gradients_are_reduced_in_the_step_or_in_backward"),
+        "overlap_param_gather": _effect(_WRAPPER, "test_parameters_are_gathered_in_the_step_or_before_use"),
+        "align_param_gather": _not_built(_WRAPPER),
+        "use_distributed_optimizer": _effect(_WRAPPER, "test_a_wrapper_reduces_everywhere_or_to_shards"),
+        "num_distributed_optimizer_instances": FieldUse(
+            "opt_distributed.buffers.agreement", f"{_FAULT_TESTS}::test_what_cannot_be_meant_is_refused"
+        ),
+        "check_for_nan_in_grad": FieldUse(
+            _WRAPPER, f"{_FAULT_TESTS}::test_a_check_for_nan_names_the_parameter_and_stops_every_rank"
+        ),
+        "check_for_large_grads": _not_built(_WRAPPER),
+        "bucket_size": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
+        "num_buckets": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
+        "pad_buckets_for_high_nccl_busbw": _effect(
+            _GROUPING, "test_buckets_are_padded_to_the_size_at_which_links_are_fastest"
+        ),
+        "reduce_scatter_with_fp32_accumulation": _effect(_WRAPPER, "test_sums_in_fp32_travel_as_parts"),
+        "param_name_patterns_for_fp32_local_accumulation": _not_built(_WRAPPER),
+        "average_in_collective": _effect(_WRAPPER, "test_a_mean_may_be_taken_after_the_sum"),
+        "fp8_param_gather": _not_built(_WRAPPER),
+        "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_WRAPPER),
     }
 )
 

@@ -68,9 +68,9 @@ class OptimizerConfig(Configuration):
     store_param_remainders: bool = True
     """With bf16 parameters and fp32 mains, keep only the 16 bits of the mains that the parameter lacks."""
     main_grads_dtype: torch.dtype = torch.float32
-    """Dtype of the gradients that the rule reads: float32 or bfloat16."""
+    """Dtype in which gradients of bf16 parameters are summed over ranks and kept for the rule: float32 or bfloat16."""
     main_params_dtype: torch.dtype = torch.float32
-    """Dtype of the mains: float32 or float16."""
+    """Dtype of the mains: float32. (The reference's float16 is not built.)"""
     exp_avg_dtype: torch.dtype = torch.float32
     """Dtype of the first moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
@@ -97,7 +97,8 @@ class OptimizerConfig(Configuration):
     adam_eps: float = 1e-08
     """Added to Adam's denominator."""
     decoupled_weight_decay: bool = True
-    """Decay the weights beside the update (AdamW); False: add the decay to the gradient."""
+    """Decay the weights beside the update (AdamW); False: add the decay to the gradient. Lion and SOAP only do the
+    former, SGD only the latter."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
 
@@ -136,7 +137,7 @@ class OptimizerConfig(Configuration):
     """SOAP's preconditioner by the Kullback-Leibler variant of Shampoo."""
 
     adaptive_muon_moment2_method: str = "adamuon"
-    """Second moment of Adaptive Muon: adamuon, normuon or namo."""
+    """Second moment of Adaptive Muon: adamuon or normuon. (The reference's namo is not built.)"""
     adaptive_muon_beta2: float = 0.95
     """Decay of Adaptive Muon's second moment."""
     adaptive_muon_eps: float = 1e-08

@@ -72,7 +72,7 @@ CHOICES = MappingProxyType(
         "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5"),
         "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
         "muon_scalar_optimizer": ("adam", "lion"),
-        "adaptive_muon_moment2_method": ("adamuon", "normuon", "namo"),
+        "adaptive_muon_moment2_method": ("adamuon", "normuon"),
     }
 )
 
@@ -157,6 +157,9 @@ def _numbers(config: "OptimizerConfig") -> Iterator[Problem]:
     if named is not None and config.params_dtype not in (torch.float32, named):
         flag = "fp16" if config.fp16 else "bf16"
         yield Problem("params_dtype", config.params_dtype, f"contradicts {flag}=True; leave it out or set {named}")
+    if config.main_grads_dtype is torch.bfloat16 and config.precision.params is not torch.bfloat16:
+        reason = "is for bf16 parameters, whose gradients have no more bits; set bf16=True, or leave it out"
+        yield Problem("main_grads_dtype", config.main_grads_dtype, reason)
     if named is None and config.params_dtype is torch.float16:
         yield Problem("params_dtype", config.params_dtype, "needs fp16=True, which scales the loss")
     if config.min_loss_scale > config.initial_loss_scale:

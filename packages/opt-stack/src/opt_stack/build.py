@@ -38,7 +38,7 @@ class Model:
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
-    own = {buffer.name: sources.get(buffer.name) or _source(buffer, model, roles) for buffer in plan.buffers}
+    own = {buffer.name: sources.get(buffer.name) or _source(plan, buffer, model, roles) for buffer in plan.buffers}
     units = [
         Unit(
             name=unit.name,
@@ -50,7 +50,9 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
     ]
     return Stepper(
         units=units,
-        families=list(_families(plan, model, roles, own)),
+        families=list(_families(plan, roles, own)),
+        everyone=roles.everyone,
+        device=model.device,
         scaler=scaler_of(plan.config.loss_scaling),
         limits=_limits(plan),
         spans=_spans(plan.config),
@@ -72,7 +74,7 @@ def _completed(plan: Plan) -> list[list[str]]:
     return [[name for name, at in last.items() if at == number] for number in range(len(plan.units))]
 
 
-def _source(buffer: BufferPlan, model: Model, roles: Roles) -> Source:
+def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
     """Gradients stay where autograd put them if nobody else has a part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
     if buffer.spread is Spread.LAID_OUT:
@@ -84,18 +86,18 @@ def _source(buffer: BufferPlan, model: Model, roles: Roles) -> Source:
         buffer.layout,
         params,
         param_dtype=buffer.dtype,
-        grad_dtype=torch.float32,
+        grad_dtype=plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32,
         device=model.device,
         sharded=buffer.spread is not Spread.REPLICATED,
     )
     return BufferedGrads(memory, params, axes, num_replicas=replicas)
 
 
-def _families(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
-    """Dense parameters and experts, always both: a rank that has no expert still joins their collectives."""
+def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
+    """Dense parameters, and experts."""
     for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
         of_family = [sources[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
-        yield Family(sources=of_family, dp=axes.dp, mp=axes.mp, device=model.device)
+        yield Family(sources=of_family, dp=axes.dp)
 
 
 def _pieces(
@@ -138,7 +140,7 @@ def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
 
 def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, number: int) -> bool:
     """Whether this rank is the one that counts the piece in norms and zeros. Replicas share that work out."""
-    if meta.shared:
+    if meta.shared or axes.inter.rank > 0:
         return False
     if buffer.spread is Spread.LAID_OUT:
         return is_first_replica(param)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
@@ -42,6 +42,27 @@ def _adam(config: OptimizerConfig) -> Adam:
     )
 
 
+def _lion(config: OptimizerConfig) -> Lion:
+    _check_decoupled(config, "lion")
+    return Lion(exp_avg_dtype=_moment(config.precision.exp_avg))
+
+
+def _soap(config: OptimizerConfig) -> SOAP:
+    _check_decoupled(config, "soap")
+    return SOAP(
+        use_kl_shampoo=config.soap_use_kl_shampoo,
+        shampoo_beta=config.soap_shampoo_beta,
+        precondition_frequency=config.soap_precondition_frequency,
+    )
+
+
+def _check_decoupled(config: OptimizerConfig, name: str) -> None:
+    if not config.decoupled_weight_decay:
+        raise ConfigError(
+            f"decoupled_weight_decay=False: optimizer={name!r} decays weights beside the update only; leave it at True"
+        )
+
+
 def _muon(config: OptimizerConfig) -> Muon:
     return Muon(
         nesterov=config.muon_nesterov,
@@ -75,7 +96,7 @@ SGD_ = RuleEntry(
 LION = RuleEntry(
     name="lion",
     summary="the sign of an interpolated momentum",
-    make=lambda config: Lion(),
+    make=_lion,
     hyper=lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
 )
 MUON = RuleEntry(
@@ -97,11 +118,7 @@ ADAPTIVE_MUON = RuleEntry(
 SOAP_ = RuleEntry(
     name="soap",
     summary="Adam in the eigenbasis of Shampoo's preconditioner; what is no matrix goes to adam",
-    make=lambda config: SOAP(
-        use_kl_shampoo=config.soap_use_kl_shampoo,
-        shampoo_beta=config.soap_shampoo_beta,
-        precondition_frequency=config.soap_precondition_frequency,
-    ),
+    make=_soap,
     hyper=ADAM.hyper,
 )
 

@@ -48,6 +48,7 @@ def make_plan(
     for unit in units:
         _check_unit(unit, buffers, config.sharding)
         _check_factors(unit, metas)
+    _check_moments(config, rules)
     return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
 
 
@@ -187,6 +188,21 @@ def _check_factors(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
             f"this rank stores {metas[cut[0]].local_shape} of {metas[cut[0]].shape}; use optimizer='muon', or an "
             "unsharded model and use_layer_wise_distributed_optimizer=True"
         )
+
+
+def _check_moments(config: OptimizerConfig, rules: Mapping[str, Rule]) -> None:
+    """A moment that was asked for in few bits is kept so by every rule that has it, and one rule at least has it.
+
+    Asked of the rules, which all ranks have alike, and not of the units: a rank may hold no parameter of Adam's.
+    """
+    for state, dtype in (("exp_avg", config.precision.exp_avg), ("exp_avg_sq", config.precision.exp_avg_sq)):
+        if dtype is torch.float32:
+            continue
+        kept = {name: spec for name, rule in rules.items() for spec in rule.state_specs if spec.name == state}
+        wide = [name for name, spec in kept.items() if spec.dtype is torch.float32]
+        if wide or not kept:
+            told = f"optimizer={wide[0]!r} keeps it in fp32" if wide else f"{', '.join(rules)} keeps no such state"
+            raise ConfigError(f"{state}_dtype={dtype}: {told}; leave it at torch.float32, or use optimizer='adam'")
 
 
 def _group_plan(group: Mapping[str, Any]) -> GroupPlan:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
@@ -45,6 +46,7 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}"
             )
+        _check_grads(config, index, chunk)
         for name, ours, theirs in (
             ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
             ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),
@@ -54,6 +56,14 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                     f"the optimizer's configuration means {name}={ours}, but model chunk {index} was wrapped with "
                     f"{name}={theirs}; give both the same"
                 )
+
+
+def _check_grads(config: OptimizerConfig, index: int, chunk: DistributedDataParallel) -> None:
+    if config.main_grads_dtype is torch.bfloat16 and chunk.config.grad_reduce_in_fp32:
+        raise ConfigError(
+            f"main_grads_dtype=torch.bfloat16, but model chunk {index} was wrapped with grad_reduce_in_fp32=True; give "
+            "it grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
+        )
 
 
 def _plan(index: int, chunk: DistributedDataParallel, buffer: SyncedBuffer) -> BufferPlan:
