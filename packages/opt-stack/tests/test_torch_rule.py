@@ -90,6 +90,24 @@ def test_a_groups_numbers_reach_the_class_at_every_step() -> None:
     assert_equal(weights(ours), weights(theirs))
 
 
+def test_gradients_are_clipped_and_unscaled_before_the_class_sees_them() -> None:
+    ours, theirs = make_model(), make_model()
+    changes = {"clip_grad": 0.05, "loss_scale": 64.0}
+    optimizer = get_optimizer(config(**changes), [ours], {}, rules=registry(torch.optim.SGD, momentum=0.9))
+    other = torch.optim.SGD(theirs.parameters(), lr=1e-2, weight_decay=0.1, momentum=0.9)
+    for step in range(4):
+        for model in (ours, theirs):
+            model.zero_grad()
+        backward(ours, step, scale=optimizer.scale_loss)
+        backward(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        assert optimizer.step().grad_norm == pytest.approx(norm.item(), rel=1e-6)
+        assert norm > 0.05
+        other.step()
+    # The clip coefficient is rounded to fp32 by torch, and multiplied with the loss scale's inverse here.
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
+
+
 def test_gradients_are_read_only() -> None:
     model = make_model()
     optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD, momentum=0.9))
