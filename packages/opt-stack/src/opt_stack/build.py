@@ -51,7 +51,7 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
     return Stepper(
         units=units,
         families=list(_families(plan, roles, own)),
-        everyone=roles.everyone,
+        everyone=roles.totals,
         device=model.device,
         scaler=scaler_of(plan.config.loss_scaling),
         limits=_limits(plan),
@@ -97,7 +97,7 @@ def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterat
     """Dense parameters, and experts."""
     for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
         of_family = [sources[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
-        yield Family(sources=of_family, dp=axes.dp)
+        yield Family(sources=of_family, axes=axes)
 
 
 def _pieces(
@@ -123,7 +123,7 @@ def _pieces(
                 main=main,
                 state=unit.rule.init_state(main.value()),
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
-                counted=_counted(buffer, meta, axes, param, number),
+                counted=_counted(buffer, meta, axes, param, number, spans_instances=roles.instance is None),
                 matrix=_matrix(unit, param, meta, axes, split_qkv=plan.config.muon_split_qkv),
             )
 
@@ -138,9 +138,11 @@ def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
     return (meta.grad_norm_group or "") if group.clips else group.optimizer
 
 
-def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, number: int) -> bool:
+def _counted(
+    buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, number: int, *, spans_instances: bool
+) -> bool:
     """Whether this rank is the one that counts the piece in norms and zeros. Replicas share that work out."""
-    if meta.shared or axes.inter.rank > 0:
+    if meta.shared or (axes.inter.rank > 0 and spans_instances):
         return False
     if buffer.spread is Spread.LAID_OUT:
         return is_first_replica(param)

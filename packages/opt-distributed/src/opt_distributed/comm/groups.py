@@ -63,7 +63,9 @@ class ProcessGroups:
         missing = [role for role in roles if role not in self._groups]
         if missing:
             told = "; ".join(f"{role} ({ROLES[role]})" for role in missing)
-            raise ProcessGroupError(f"pg_collection lacks {told}: needed {because}; None says that there is only one rank")
+            raise ProcessGroupError(
+                f"pg_collection lacks {told}: needed {because}; None says that there is only one rank"
+            )
 
 
 ProcessGroupCollection = ProcessGroups  # the reference's name
@@ -91,13 +93,19 @@ class Roles:
     dense: Axes
     expert: Axes
     everyone: Comm  # for verdicts
+    instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
+
+    @property
+    def totals(self) -> Comm:
+        """Over whom statistics are summed: the instance, or everyone."""
+        return self.everyone if self.instance is None else self.instance
 
 
 def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     """What each group is for. None: the whole `torch.distributed` world is data parallel, or this process is alone.
 
     Raises:
-        ProcessGroupError: a needed role was never set.
+        ProcessGroupError: a needed role was never set, or dp and mp make up less than the world without intra_dist_opt.
     """
     world = TorchComm(_world()) if dist.is_initialized() else Alone()
     if groups is None:
@@ -111,13 +119,14 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     if _size(groups.inter_dist_opt) > 1:
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     inter = comm_of(groups.inter_dist_opt)
+    dense = Axes(
+        dp=comm_of(groups.intra_dp_cp or groups.dp_cp or groups.dp),
+        mp=comm_of(groups.mp),
+        tp=comm_of(groups.tp),
+        inter=inter,
+    )
     return Roles(
-        dense=Axes(
-            dp=comm_of(groups.intra_dp_cp or groups.dp_cp or groups.dp),
-            mp=comm_of(groups.mp),
-            tp=comm_of(groups.tp),
-            inter=inter,
-        ),
+        dense=dense,
         expert=Axes(
             dp=comm_of(groups.intra_expt_dp or groups.expt_dp),
             mp=comm_of(groups.tp_ep_pp),
@@ -125,6 +134,20 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
             inter=inter,
         ),
         everyone=world,
+        instance=_instance(groups, dense, world),
+    )
+
+
+def _instance(groups: ProcessGroups, dense: Axes, world: Comm) -> Comm | None:
+    """One group for all statistics: it must hold every rank of the model once."""
+    if groups.intra_dist_opt is not None:
+        return comm_of(groups.intra_dist_opt)
+    ranks = dense.num_replicas * dense.mp.size
+    if ranks in (1, world.size):
+        return Alone() if ranks == 1 else None
+    raise ProcessGroupError(
+        f"dp and mp make up {ranks} of the world's {world.size} ranks: give intra_dist_opt, the group of these {ranks}, "
+        "over which norms are summed"
     )
 
 

@@ -1,7 +1,8 @@
 """A piece's state as sharded values under its parameter's name: what a checkpoint holds, on any layout.
 
 Keys are `optimizer.state.<state name>.<parameter key>`, global shapes are the parameter's: as if one process had saved
-an optimizer that was never sharded. Narrow block-scaled state is stored decoded, in fp32, so that it loads into any other.
+an optimizer that was never sharded. Narrow block-scaled state is stored decoded, in fp32, so that it loads into any
+other.
 """
 
 from collections.abc import Mapping

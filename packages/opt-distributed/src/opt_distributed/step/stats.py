@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
 from opt_kernels.ops.grad_stats import grad_stats
@@ -29,49 +30,62 @@ class Stats(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Sources whose parameters live on the same ranks: dense ones, or the experts.
-
-    Its elements are spread over `dp` (shards or replicas) and `mp` (tensor and pipeline stages); a sum over both, of
-    what each rank counts, is over the whole model.
-    """
+    """Sources whose parameters live on the same ranks: dense ones, or the experts."""
 
     sources: Sequence[Source]
-    dp: Comm
-    mp: Comm
-    device: torch.device
+    axes: Axes
+
+    def is_on_all_of(self, comm: Comm) -> bool:
+        """Whether the ranks of `comm` are exactly those that share these parameters."""
+        return self.axes.dp.size == comm.size and self.axes.inter.size == 1
 
 
 def reduce_stats(
     families: Sequence[Family],
     ready: Iterable[Ready],
     *,
+    everyone: Comm,
+    device: torch.device,
     num_slots: int,
     count_zeros: bool,
 ) -> Stats:
-    """One all-reduce a family over its data-parallel ranks, one more over model-parallel ranks where there are any.
+    """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
-    The first also carries the sources' flags. Everything is summed in float64.
+    It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them.
     """
     counted = _by_source(ready)
-    totals = [_family_total(f, counted, num_slots=num_slots, count_zeros=count_zeros) for f in families]
-    total = torch.stack([t.cpu() for t in totals]).sum(0).tolist()  # the step's one host read
-    *squares, nonfinite, zeros = total
+    mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)
+    for source, of_slots in counted.items():
+        for slot, grads in of_slots.items():
+            _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
+    shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
+    mine = _settle_with_(shared, [everyone], mine)
+    for family in families:
+        if not family.is_on_all_of(everyone):
+            _settle_with_(family.sources, [family.axes.dp, family.axes.inter], mine[:0])
+    *squares, nonfinite, zeros = mine.tolist()  # the step's one host read
     norms = [math.sqrt(s) if s >= 0 else math.nan for s in squares]
     if nonfinite:
         norms = [n if not math.isfinite(n) else math.inf for n in norms]
     return Stats(tuple(norms), int(nonfinite), int(zeros))
 
 
-def reduce_norm(families: Sequence[Family], ready: Iterable[Ready], *, norm_type: float, slot: int) -> float:
+def reduce_norm(ready: Iterable[Ready], *, everyone: Comm, norm_type: float, slot: int) -> float:
     """The `norm_type`-norm of one slot's mean gradient over the whole model, loss scale still in; NaN or infinite where
-    an element is. Every rank calls it: two small exchanges a family.
+    an element is. Every rank calls it: one small exchange.
 
     Raises:
         ValueError: `norm_type` is not above 0.
     """
-    counted = _by_source(ready)
-    powers = [_power(family, counted, norm_type=norm_type, slot=slot) for family in families]
-    return _largest(powers) if math.isinf(norm_type) else sum(powers) ** (1.0 / norm_type)
+    mine = []
+    for source, of_slots in _by_source(ready).items():
+        found = grad_stats(of_slots.get(slot, []), count_zeros=False, norm_type=norm_type)
+        scale = source.grad_scale if math.isinf(norm_type) else source.grad_scale**norm_type
+        mine.append(float(found.sum_of_squares) * scale)
+    if math.isinf(norm_type):
+        return _largest(everyone.gather_objects(_largest(mine)))
+    powers: list[float] = everyone.gather_objects(sum(mine))
+    return math.fsum(powers) ** (1.0 / norm_type) if all(map(math.isfinite, powers)) else sum(powers)
 
 
 Counted = Mapping[Source, Mapping[int, list[Tensor]]]
@@ -87,20 +101,16 @@ def _by_source(ready: Iterable[Ready]) -> Counted:
     return found
 
 
-def _family_total(family: Family, counted: Counted, *, num_slots: int, count_zeros: bool) -> Tensor:
-    """(num_slots + 2,) float64: sums of squares, non-finite elements, zeros; and the sources are settled."""
-    mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=family.device)
-    for source in family.sources:
-        for slot, grads in counted.get(source, {}).items():
-            _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
-    flags = [source.flags().to(family.device) for source in family.sources]
-    joined = torch.cat([mine, *flags])
-    family.dp.all_reduce_(joined)
-    total, *summed = torch.split(joined, [mine.numel(), *(f.numel() for f in flags)])
-    for source, of_source in zip(family.sources, summed, strict=True):
+def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor) -> Tensor:
+    """Sums the sources' flags over `comms` and settles them. Returns the sum of `beside` (n,), which travels along."""
+    flags = [source.flags().to(beside.device) for source in sources]
+    joined = torch.cat([beside, *flags])
+    if joined.numel():
+        for comm in comms:
+            comm.all_reduce_(joined)
+    total, *summed = torch.split(joined, [beside.numel(), *(f.numel() for f in flags)])
+    for source, of_source in zip(sources, summed, strict=True):
         source.settle_(of_source)
-    total = total.contiguous()
-    family.mp.all_reduce_(total)
     return total
 
 
@@ -109,22 +119,6 @@ def _add_sweep_(mine: Tensor, grads: list[Tensor], *, slot: int, scale: float, c
     mine[slot] += found.sum_of_squares.to(mine.device) * scale**2
     mine[-2] += found.nonfinite.to(mine.device)
     mine[-1] += found.zeros.to(mine.device)
-
-
-def _power(family: Family, counted: Counted, *, norm_type: float, slot: int) -> float:
-    """The sum of |g|^norm_type over the family's ranks; for infinity the largest |g|."""
-    mine = []
-    for source in family.sources:
-        found = grad_stats(counted.get(source, {}).get(slot, []), count_zeros=False, norm_type=norm_type)
-        scale = source.grad_scale if math.isinf(norm_type) else source.grad_scale**norm_type
-        mine.append(float(found.sum_of_squares) * scale)
-    if math.isinf(norm_type):
-        of_replicas = _largest(family.dp.gather_objects(_largest(mine)))
-        return _largest(family.mp.gather_objects(of_replicas))
-    total = torch.tensor(sum(mine), dtype=torch.float64, device=family.device)
-    family.dp.all_reduce_(total)
-    family.mp.all_reduce_(total)
-    return float(total)
 
 
 def _largest(values: Sequence[float]) -> float:

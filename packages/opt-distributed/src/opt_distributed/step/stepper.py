@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
@@ -56,12 +57,16 @@ class Stepper:
         *,
         units: Sequence[Unit],
         families: Sequence[Family],
+        everyone: Comm,
+        device: torch.device,
         scaler: Scaler,
         limits: Limits,
         spans: Spans = profiler_spans,
     ):
         self.units = tuple(units)
         self.families = tuple(families)
+        self.everyone = everyone  # all ranks of all units
+        self.device = device  # of what travels between them
         self.scaler = scaler
         self.limits = limits
         self.spans = spans
@@ -90,6 +95,8 @@ class Stepper:
             stats = reduce_stats(
                 self.families,
                 ready,
+                everyone=self.everyone,
+                device=self.device,
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
             )
@@ -127,7 +134,10 @@ class Stepper:
             raise RuntimeError(
                 f"no gradients are ready for a {norm_type}-norm: ask between prepare_grads and the update"
             )
-        return reduce_norm(self.families, self._ready.of_units, norm_type=norm_type, slot=0) * self._ready.inv_scale
+        return (
+            reduce_norm(self._ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0)
+            * self._ready.inv_scale
+        )
 
     @property
     def grad_norm(self) -> float:
