@@ -130,8 +130,12 @@ CHANGES: Mapping[str, Change] = {
     "soap_use_kl_shampoo": Change("soap", False, soap(use_kl_shampoo=False)),
 }
 DEFAULT_PEERS: Mapping[str, Peer] = {
-    "adam": adamw(), "sgd": sgd(momentum=0.9), "lion": lion(),
-    "muon": muon(), "adaptive_muon": adaptive(), "soap": soap(),
+    "adam": adamw(),
+    "sgd": sgd(momentum=0.9),
+    "lion": lion(),
+    "muon": muon(),
+    "adaptive_muon": adaptive(),
+    "soap": soap(),
 }
 
 

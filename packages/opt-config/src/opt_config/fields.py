@@ -86,7 +86,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "muon_num_ns_steps": _rule(),
         "muon_tp_mode": FieldUse(
             _RULES,
-            "integration_tests/test_tensor_parallel.py::test_blockwise_muon_orthogonalises_the_local_block",
+            "integration_tests/test_tensor_parallel.py::test_two_by_two_ranks_have_the_weights_and_norms_of_one",
         ),
         "muon_extra_scale_factor": _rule(),
         "muon_scalar_optimizer": FieldUse(
