@@ -15,7 +15,7 @@ from torch import Tensor
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, bit-reversed
 _ONE = 1 << 31  # x^0 in that order of bits
-HASH_PIECE_BYTES = 4 << 20  # small enough that the hashing thread finds it in the cache still
+HASH_PIECE_BYTES = 16 << 20
 
 
 def _multiply(a: int, b: int) -> int:
