@@ -220,7 +220,7 @@ def _agreed(everyone: Comm, make: Callable[[], Made]) -> Made:
     """What `make` gives; its error on one rank is an error on all. `make` calls no collective."""
     try:
         made = make()
-    except ValueError as error:
+    except Exception as error:  # of any kind: the other ranks wait in `agree`
         agree(everyone, error)
         raise AssertionError("an error of this rank passed for an agreement") from error
     agree(everyone, None)
