@@ -71,13 +71,25 @@ class Optimizer(torch.optim.Optimizer):
         """The second half: clip, update, publish. False where the norm was refused."""
         return self.stepper.step_with_ready_grads(self.param_groups)
 
-    def get_grad_norm(self) -> float:
-        """The norm that the last `prepare_grads` or `step` found, before clipping."""
-        return self.stepper.grad_norm
+    def get_grad_norm(self, norm_type: float = 2.0) -> float:
+        """The model's gradient norm before clipping, unscaled: that of the last `prepare_grads` or `step`.
+
+        Any other than the 2-norm (`math.inf`: the largest element) is found from the gradients that are ready: all ranks
+        ask together, between `prepare_grads` and `step_with_ready_grads`.
+
+        Raises:
+            RuntimeError: another norm, and no gradients are ready.
+            ValueError: `norm_type` is not above 0.
+        """
+        return self.stepper.grad_norm if norm_type == 2.0 else self.stepper.norm(norm_type)
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """The last step's norm of each separate norm group; "" is the model's own."""
+        """The last step's norm of each separate norm group; "" is the model's own.
+
+        A parameter group with `clip_grad=False` (through `config_overrides`) is left out of it and never clipped: its
+        norm stands under its rule's name. For rules whose update does not depend on the gradient's scale, such as Muon.
+        """
         return self.stepper.grad_norms_by_group
 
     def get_loss_scale(self) -> Tensor:

@@ -146,7 +146,7 @@ def _instance(groups: ProcessGroups, dense: Axes, world: Comm) -> Comm | None:
     if ranks in (1, world.size):
         return Alone() if ranks == 1 else None
     raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {world.size} ranks: give intra_dist_opt, the group of these {ranks}, "
+        f"dp and mp make up {ranks} of the world's {world.size} ranks: give intra_dist_opt, the group of these, "
         "over which norms are summed"
     )
 

@@ -1,0 +1,324 @@
+"""What a step does whatever the layout: norms and clips, what travels, in which order, several instances and chunks."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from parity import LR, SHAPES, Net, grads_of, roles_over
+from torch import Tensor, nn
+
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import Call, RecordingComm
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_stack import Optimizer, get_optimizer
+
+SPREADS = {
+    "replicated": {},
+    "flat": {"use_distributed_optimizer": True},
+    "whole": {"use_layer_wise_distributed_optimizer": True},
+}
+every_spread = pytest.mark.parametrize("spread", list(SPREADS))
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": LR, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest", **changes})
+
+
+def step_once(
+    config: OptimizerConfig, comm: Comm, *, overrides: Any = None, scale: float = 1.0, net: Net | None = None
+) -> Optimizer:
+    """An optimizer after one step; the gradients stay where they were."""
+    net = net or Net(torch.float32)
+    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm))
+    (net(grads_of(0, comm.rank, comm.size)) * scale).backward()
+    optimizer.last = optimizer.step()
+    return optimizer
+
+
+def mean_grads() -> dict[str, Tensor]:
+    return grads_of(0, 0, 1)
+
+
+def norm_of(names: Any) -> float:
+    return math.sqrt(sum(mean_grads()[name].double().square().sum().item() for name in names))
+
+
+# --- norms and clips -------------------------------------------------------------------------------------------------
+
+MATRICES = ("first", "qkv", "second", "router")
+
+
+@pytest.mark.parametrize("spread", ["replicated", "whole"])
+def test_a_rule_that_is_not_clipped_stays_out_of_the_global_norm_and_reports_its_own(spread: str) -> None:
+    """The reference clips Muon's gradients by a norm that its update does not depend on, down to where Newton-Schulz's
+    eps begins to count, and lets them shrink everybody else's. A group's clip_grad=False takes both away."""
+    rest = [name for name in SHAPES if name not in MATRICES]
+    unclipped = {ParamKey(name=tuple(f"{name}.weight" for name in MATRICES)): {"clip_grad": False}}
+
+    def norms(comm: ThreadComm) -> Mapping[str, float]:
+        optimizer = step_once(config(optimizer="muon", **SPREADS[spread]), comm, overrides=unclipped)
+        assert optimizer.last.grad_norm == optimizer.grad_norms_by_group[""]
+        return optimizer.grad_norms_by_group
+
+    for found in run_threads(3, norms):
+        assert found == pytest.approx({"": norm_of(rest), "mtp": 0.0, "muon": norm_of(MATRICES)}, rel=1e-6)
+
+
+@every_spread
+def test_clip_grad_false_leaves_the_gradients_as_they_are(spread: str) -> None:
+    """With SGD without momentum the update shows what it was given."""
+
+    def moved(comm: ThreadComm) -> dict[str, Tensor]:
+        net = Net(torch.float32)
+        start = {name: p.detach().clone() for name, p in net.named_parameters()}
+        sgd = config(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, **SPREADS[spread])
+        step_once(sgd, comm, overrides={ParamKey(name="first.weight"): {"clip_grad": False}}, net=net)
+        return {name: (start[name] - p.detach()) / LR for name, p in net.named_parameters()}
+
+    clip = 1.0 / (norm_of(name for name in SHAPES if name != "first") + 1e-6)
+    for found in run_threads(2, moved):
+        # What is left of a difference of weights below 1 after a division by lr: 2**-24 / 0.02.
+        torch.testing.assert_close(found["first.weight"], mean_grads()["first"], rtol=0, atol=5e-6)
+        torch.testing.assert_close(found["qkv.weight"], mean_grads()["qkv"] * clip, rtol=0, atol=5e-6)
+
+
+def test_clip_grad_of_a_group_is_yes_or_no() -> None:
+    with pytest.raises(ConfigError, match=r"clip_grad=0.5; True .* and False"):
+        get_optimizer(config(), [Net(torch.float32)], {ParamKey(name="first.weight"): {"clip_grad": 0.5}})
+
+
+@every_spread
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf], ids=["1", "3", "inf"])
+def test_other_norms_are_those_of_the_mean_gradient(spread: str, norm_type: float) -> None:
+    """Of unscaled gradients, each element counted once, whatever the layout."""
+
+    def norm(comm: ThreadComm) -> float:
+        net = Net(torch.float32)
+        adam = config(loss_scale=8.0, **SPREADS[spread])
+        optimizer = get_optimizer(adam, [net], {}, pg_collection=roles_over(comm))
+        optimizer.scale_loss(net(grads_of(0, comm.rank, comm.size))).backward()
+        assert not optimizer.prepare_grads()
+        return optimizer.get_grad_norm(norm_type)
+
+    everything = torch.cat([grad.double().flatten() for grad in mean_grads().values()])
+    want = torch.linalg.vector_norm(everything, norm_type).item()
+    assert run_threads(3, norm) == pytest.approx([want] * 3, rel=1e-6)
+
+
+def test_another_norm_needs_gradients_that_are_ready() -> None:
+    optimizer = step_once(config(), Alone())
+    with pytest.raises(RuntimeError, match="prepare_grads"):
+        optimizer.get_grad_norm(1.0)
+
+
+@every_spread
+def test_a_separate_norm_group_has_its_own_norm_and_its_own_clip(spread: str) -> None:
+    def norms(comm: ThreadComm) -> Mapping[str, float]:
+        net = Net(torch.float32)
+        net.second.weight.grad_norm_group = "mtp"
+        return step_once(config(**SPREADS[spread]), comm, net=net).grad_norms_by_group
+
+    rest = [name for name in SHAPES if name != "second"]
+    for found in run_threads(2, norms):
+        assert found == pytest.approx({"": norm_of(rest), "mtp": norm_of(["second"])}, rel=1e-6)
+
+
+@every_spread
+def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(spread: str) -> None:
+    def skipped(comm: ThreadComm) -> bool:
+        net = Net(torch.float32)
+        before = [p.detach().clone() for p in net.parameters()]
+        strict = config(grad_norm_skip_threshold=norm_of(SHAPES) * 0.99, **SPREADS[spread])
+        success = step_once(strict, comm, net=net).last.success
+        return not success and all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+    assert run_threads(2, skipped) == [True, True]
+
+
+@every_spread
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
+def test_a_norm_that_is_not_finite_refuses_the_step_where_the_reference_goes_on(spread: str, bad: float) -> None:
+    """The reference leaves gradients alone when the norm is NaN and steps with them, or zeroes them when it is infinite."""
+
+    def refused(comm: ThreadComm) -> bool:
+        net = Net(torch.float32)
+        optimizer = get_optimizer(config(**SPREADS[spread]), [net], {}, pg_collection=roles_over(comm))
+        before = [p.detach().clone() for p in net.parameters()]
+        net(grads_of(0, comm.rank, comm.size)).backward()
+        if comm.rank == 1:
+            net.bias.weight.grad[2] = bad
+        result = optimizer.step()
+        same = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        return same and not result.success and not math.isfinite(result.grad_norm)
+
+    assert run_threads(2, refused) == [True, True]
+
+
+# --- what travels ----------------------------------------------------------------------------------------------------
+
+
+def calls_of_a_step(spread: str, *, optimizer: str = "adam") -> tuple[list[Call], Optimizer]:
+    """The collectives of a second step, on the first of two ranks."""
+
+    def rank_main(comm: ThreadComm) -> tuple[list[Call], Optimizer]:
+        recorded = RecordingComm(comm)
+        made = step_once(config(optimizer=optimizer, **SPREADS[spread]), recorded)
+        recorded.calls.clear()
+        made.step()
+        return recorded.calls, made
+
+    return run_threads(2, rank_main)[0]
+
+
+@pytest.mark.parametrize(("spread", "rule"), [("flat", "adam"), ("whole", "muon"), ("whole", "adam")])
+def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_one_small_sum_tells_all(
+    spread: str, rule: str
+) -> None:
+    calls, optimizer = calls_of_a_step(spread, optimizer=rule)
+    in_buffers = sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
+    num_buckets = sum(len(buffer.layout.buckets) for buffer in optimizer.plan.buffers)
+    kinds = [call.kind for call in calls]
+    assert sum(call.numel for call in calls if call.kind == "reduce_scatter") == in_buffers
+    assert sum(call.numel for call in calls if call.kind == "all_gather") == in_buffers
+    assert (kinds.count("reduce_scatter"), kinds.count("all_gather")) == (num_buckets, num_buckets)
+    (statistics,) = [call for call in calls if call.kind == "all_reduce"]
+    assert statistics.numel <= 4 + len(SHAPES)  # two norms, non-finite, zeros; whether each parameter has a gradient
+    assert set(kinds) == {"reduce_scatter", "all_reduce", "all_gather"}
+
+
+def test_a_replicated_step_sums_each_gradient_once_and_gathers_nothing() -> None:
+    calls, optimizer = calls_of_a_step("replicated")
+    *grads, statistics = calls
+    assert {call.kind for call in calls} == {"all_reduce"}
+    assert sum(call.numel for call in grads) == sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
+    assert statistics.numel <= 4 + len(SHAPES)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_flat_ranks_state_is_its_share_to_a_percent(size: int) -> None:
+    """12 million parameters: AdamW's fp32 moments of bf16 parameters, and fp32 mains."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(11)), nn.Linear(1024, 500)).to(torch.bfloat16)
+    numel = sum(p.numel() for p in model.parameters())
+    assert numel > 10_000_000
+
+    class Pretended:
+        """One rank of a group that plans but does not step."""
+
+        rank = 0
+
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [value] * size
+
+    pretended: Any = Pretended()
+    pretended.size = size
+    axes = Axes(dp=pretended, mp=Alone(), tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=Alone())
+    optimizer = get_optimizer(config(bf16=True, use_distributed_optimizer=True), [model], {}, pg_collection=roles)
+    for rank in range(size):
+        assert optimizer.plan.state_bytes(rank) == pytest.approx(12 * numel / size, rel=0.01)
+    (unit,) = optimizer.stepper.units
+    assert unit.state_bytes() == optimizer.plan.state_bytes(0)
+    (buffer,) = optimizer.plan.buffers
+    assert buffer.layout.numel < 1.01 * numel
+
+
+# --- several chunks --------------------------------------------------------------------------------------------------
+
+
+def two_chunks(roles: Roles, *, first_early: bool) -> tuple[list[nn.Module], Optimizer]:
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=10**6
+    )
+    chunks: list[nn.Module] = [
+        DistributedDataParallel(ddp, Net(torch.float32), groups=roles, chunk=chunk) for chunk in range(2)
+    ]
+    overlaps = config(
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        overlap_param_gather_with_optimizer_step=first_early,
+    )
+    return chunks, get_optimizer(overlaps, chunks, {}, pg_collection=roles)
+
+
+def train_chunks(roles: Roles, watch: Callable[[Optimizer], None] = lambda optimizer: None, **how: Any) -> list[Tensor]:
+    chunks, optimizer = two_chunks(roles, **how)
+    watch(optimizer)
+    for step in range(2):
+        for chunk in chunks:
+            chunk(grads_of(step, roles.everyone.rank, roles.everyone.size)).backward()
+        assert optimizer.step().success
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    for chunk in chunks:
+        chunk.finish_param_sync()
+    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+
+
+def test_the_first_chunks_gather_starts_before_the_others_are_stepped() -> None:
+    """overlap_param_gather_with_optimizer_step: another order of the same work, so the same bits."""
+
+    def rank_main(comm: ThreadComm) -> tuple[list[str], list[Tensor]]:
+        events: list[str] = []
+        recorded = RecordingComm(comm)
+
+        def watch(optimizer: Optimizer) -> None:
+            for unit in optimizer.stepper.units:
+                unit.rule = Told(unit.rule, unit.name, events, recorded)
+
+        weights = train_chunks(roles_over(recorded), watch, first_early=True)
+        return events, weights
+
+    late = run_threads(2, lambda comm: train_chunks(roles_over(comm), first_early=False))
+    for (events, early), plain in zip(run_threads(2, rank_main), late, strict=True):
+        assert events == ["adam after 0 gathers", "adam/later chunks after 1 gathers"] * 2
+        assert all(torch.equal(a, b) for a, b in zip(early, plain, strict=True))
+
+
+class Told:
+    """A rule that notes how many gathers were issued since the step began when it is called."""
+
+    def __init__(self, rule: Any, name: str, events: list[str], comm: RecordingComm):
+        self._rule, self._name, self._events, self._comm = rule, name, events, comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def update_(self, *args: Any, **kwargs: Any) -> None:
+        last = max(i for i, call in enumerate(self._comm.calls) if call.kind == "all_reduce")  # the statistics
+        gathers = sum(call.kind == "all_gather" for call in self._comm.calls[last:])
+        self._events.append(f"{self._name} after {gathers} gathers")
+        self._rule.update_(*args, **kwargs)
+
+
+# --- several instances -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_two_instances_of_two_shards_have_the_weights_and_norm_of_one_process(wrapped: bool) -> None:
+    """Shards inside an instance, replicas between: gradients are means over four ranks, norms count one instance."""
+    instances, across = [World(2).comms() for _ in range(2)], [World(2).comms() for _ in range(2)]
+
+    def rank_main(comm: ThreadComm) -> tuple[float, list[Tensor]]:
+        instance, shard = divmod(comm.rank, 2)
+        axes = Axes(dp=instances[instance][shard], mp=Alone(), tp=Alone(), inter=across[shard][instance])
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        net = Net(torch.float32)
+        model: nn.Module = net
+        if wrapped:
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+            model = DistributedDataParallel(ddp, net, groups=roles)
+        optimizer = get_optimizer(config(use_distributed_optimizer=True), [model], {}, pg_collection=roles)
+        model(grads_of(0, comm.rank, 4)).backward()
+        return optimizer.step().grad_norm, [p.detach().clone() for p in net.parameters()]
+
+    net = Net(torch.float32)
+    step_once(config(), Alone(), net=net)
+    for norm, weights in run_threads(4, rank_main):
+        assert norm == pytest.approx(norm_of(SHAPES), rel=1e-6)
+        for got, want in zip(weights, net.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # the clip coefficient's last bits
