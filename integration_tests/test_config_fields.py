@@ -582,3 +582,20 @@ def test_gradients_are_reduced_in_the_step_or_in_backward(overlap: bool) -> None
         return in_backward
 
     assert run_threads(2, rank_main) == [int(overlap)] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_blocks_of_8_bit_moments_are_not_cut_between_ranks(size: int) -> None:
+    """A block of 128 elements shares a scale: cut, it would have two, and other bits on every number of ranks."""
+
+    def rank_main(comm: ThreadComm) -> list[int]:
+        config = OptimizerConfig(
+            **PLAIN, use_precision_aware_optimizer=True, exp_avg_dtype=torch.uint8, use_distributed_optimizer=True
+        )
+        model = Named(first=normal(1001, seed=1), second=normal(77, seed=2))
+        optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
+        return [piece.of_param.start for piece in pieces(optimizer)]
+
+    starts = [start for of_rank in run_threads(size, rank_main) for start in of_rank]
+    assert max(starts) > 0
+    assert {start % 128 for start in starts} == {0}

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Needs, Rule, StateKind
 from opt_paramgroups import ParamId, ParamMeta
@@ -79,11 +81,13 @@ def _plan_buffers(
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.shared_embedding)
         found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
+    # A block of a block-quantised state has one scale, so that no cut may go through it.
+    multiple = lcm(SHARD_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block))
     buffers = []
     for (dtype, is_expert, spread), params in found.items():
         size = sizes.expert if is_expert else sizes.dense
         name = f"{short(dtype)} {'experts' if is_expert else 'dense'}, {spread.value}"
-        layout = _layout(spread, params, num_shards=size, bucket_size=bucket_size)
+        layout = _layout(spread, params, num_shards=size, bucket_size=bucket_size, shard_multiple=multiple)
         buffers.append(
             BufferPlan(name=name, dtype=dtype, is_expert=is_expert, spread=spread, params=tuple(params), layout=layout)
         )
@@ -100,12 +104,14 @@ def _spread(sharding: Replicated | FlatShards | WholeParams, rule: Rule) -> Spre
             return Spread.WHOLE if rule.needs is Needs.MATRICES else Spread.FLAT
 
 
-def _layout(spread: Spread, params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None) -> Layout:
+def _layout(
+    spread: Spread, params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None, shard_multiple: int
+) -> Layout:
     match spread:
         case Spread.FLAT:
-            return flat_layout(params, num_shards=num_shards, bucket_size=bucket_size)
+            return flat_layout(params, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
         case Spread.WHOLE:
-            return whole_layout(params, num_shards=num_shards, bucket_size=bucket_size)
+            return whole_layout(params, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
         case Spread.REPLICATED | Spread.LAID_OUT:
             return replicated_layout(params, bucket_size=bucket_size)
 
