@@ -143,7 +143,7 @@ def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(spread: str) ->
 @every_spread
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_not_finite_refuses_the_step_where_the_reference_goes_on(spread: str, bad: float) -> None:
-    """The reference leaves gradients alone when the norm is NaN and steps with them, or zeroes them when it is infinite."""
+    """The reference steps with gradients whose norm is NaN, unclipped, and zeroes them where it is infinite."""
 
     def refused(comm: ThreadComm) -> bool:
         net = Net(torch.float32)

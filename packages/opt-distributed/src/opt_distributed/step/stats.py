@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
@@ -52,6 +53,9 @@ def reduce_stats(
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
     It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them.
+
+    Raises:
+        CollectiveError: a collective failed, or ran into the group's timeout.
     """
     counted = _by_source(ready)
     mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)
@@ -107,11 +111,18 @@ def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tens
     joined = torch.cat([beside, *flags])
     if joined.numel():
         for comm in comms:
-            comm.all_reduce_(joined)
+            _sum_(joined, comm)
     total, *summed = torch.split(joined, [beside.numel(), *(f.numel() for f in flags)])
     for source, of_source in zip(sources, summed, strict=True):
         source.settle_(of_source)
     return total
+
+
+def _sum_(x: Tensor, comm: Comm) -> None:
+    try:
+        comm.all_reduce_(x)
+    except Exception as error:  # whatever a backend raises when a peer is gone
+        raise CollectiveError(f"sum of the statistics: {error}") from error
 
 
 def _add_sweep_(mine: Tensor, grads: list[Tensor], *, slot: int, scale: float, count_zeros: bool) -> None:

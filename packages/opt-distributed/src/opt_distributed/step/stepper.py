@@ -7,12 +7,14 @@ No line here knows how parameters are sharded, which rule moves them or in which
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.scaler import Scaler
@@ -71,6 +73,7 @@ class Stepper:
         self.limits = limits
         self.spans = spans
         self.grad_norms_by_group: dict[str, float] = {}  # of the last step, by slot name
+        self.num_begun = 0  # steps since construction, for errors
         self._ready: _Prepared | None = None
 
     def step(self, groups: Groups) -> StepResult:
@@ -85,21 +88,14 @@ class Stepper:
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Reduces gradients, looks at them once, tells the scaler. True where they overflowed, on every rank alike."""
-        with self.spans("optimizer-copy-to-main-grad"):
-            for family in self.families:
-                for source in family.sources:
-                    source.reduce_()
-        with self.spans("optimizer-unscale-and-check-inf"):
-            ready = [unit.ready() for unit in self.units]
-            stats = reduce_stats(
-                self.families,
-                ready,
-                everyone=self.everyone,
-                device=self.device,
-                num_slots=len(self.limits.slots),
-                count_zeros=self.limits.count_zeros,
-            )
+        """Reduces gradients, looks at them once, tells the scaler. True where they overflowed, on every rank alike.
+
+        Raises:
+            CollectiveError: a peer is lost; it names the step and the collective. No weight has changed.
+        """
+        self.num_begun += 1
+        with self._naming_the_step():
+            stats, ready = self._reduced()
         self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
@@ -107,18 +103,24 @@ class Stepper:
 
     @torch.no_grad()
     def step_with_ready_grads(self, groups: Groups) -> bool:
-        """Clips, updates, publishes what `prepare_grads` made ready. False where the norm is above the limit."""
+        """Clips, updates, publishes what `prepare_grads` made ready. False where the norm is above the limit.
+
+        Raises:
+            RuntimeError: no gradients are ready.
+            CollectiveError: a peer was lost while parameters were gathered; it names the step and the collective.
+        """
         ready = self._take_ready()
         if self.grad_norms_by_group[self.limits.slots[0]] > self.limits.skip_above:
             return False
         with self.spans("optimizer-clip-main-grad"):
             scales = self._clip(ready)
-        for unit, of_unit in zip(self.units, ready.of_units, strict=True):
-            with self.spans("optimizer-inner-step"):
-                unit.update_(of_unit, groups, scale_of_slot=scales)
-            with self.spans("params-all-gather"):
-                for source in unit.completes:
-                    source.publish_()
+        with self._naming_the_step():
+            for unit, of_unit in zip(self.units, ready.of_units, strict=True):
+                with self.spans("optimizer-inner-step"):
+                    unit.update_(of_unit, groups, scale_of_slot=scales)
+                with self.spans("params-all-gather"):
+                    for source in unit.completes:
+                        source.publish_()
         return True
 
     def norm(self, norm_type: float) -> float:
@@ -148,6 +150,30 @@ class Stepper:
     def num_zeros(self) -> int | None:
         """Zero elements in the gradients that are ready; None unless they are counted."""
         return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
+
+    def _reduced(self) -> tuple[Stats, list[Ready]]:
+        with self.spans("optimizer-copy-to-main-grad"):
+            for family in self.families:
+                for source in family.sources:
+                    source.reduce_()
+        with self.spans("optimizer-unscale-and-check-inf"):
+            ready = [unit.ready() for unit in self.units]
+            stats = reduce_stats(
+                self.families,
+                ready,
+                everyone=self.everyone,
+                device=self.device,
+                num_slots=len(self.limits.slots),
+                count_zeros=self.limits.count_zeros,
+            )
+        return stats, ready
+
+    @contextmanager
+    def _naming_the_step(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError as error:
+            raise CollectiveError(f"step {self.num_begun}, {error}") from error
 
     def _used(self, ready: list[Ready]) -> list[Ready]:
         """Without those whose zeros stand for no gradient on any rank."""
