@@ -261,52 +261,10 @@ def test_mains_and_moments_are_kept_in_the_numbers_asked_for(name: str) -> None:
     torch.testing.assert_close(main.value(), want, rtol=1e-6, atol=atol)
 
 
-@pytest.mark.parametrize(("dtype", "flag"), [(FP16, "fp16=True"), (BF16, "bf16=True")], ids=["fp16", "bf16"])
-def test_parameters_of_a_dtype_that_no_field_allows_are_refused(dtype: torch.dtype, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"set {flag}"):
-        get_optimizer(OptimizerConfig(**PLAIN), [Named(weight=normal(5, seed=1).to(dtype))], {})
-
-
-REFUSED_NUMBERS: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "exp_avg of a rule that keeps none": (
-        {"optimizer": "sgd", "exp_avg_dtype": BF16},
-        "exp_avg_dtype=torch.bfloat16: sgd keeps no such state; leave it at torch.float32, or use optimizer='adam'",
-    ),
-    "exp_avg_sq of lion": (
-        {"optimizer": "lion", "exp_avg_sq_dtype": FP16},
-        "exp_avg_sq_dtype=torch.float16: lion keeps no such state; leave it at torch.float32, or use optimizer='adam'",
-    ),
-    "moments of soap": (
-        {"optimizer": "soap", "exp_avg_dtype": BF16},
-        "exp_avg_dtype=torch.bfloat16: optimizer='soap' keeps it in fp32; leave it at torch.float32, or use "
-        "optimizer='adam'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_NUMBERS)
-def test_a_narrow_moment_that_the_rule_does_not_keep_is_refused(case: str) -> None:
-    fields, message = REFUSED_NUMBERS[case]
-    with pytest.raises(ConfigError) as caught:
-        get_optimizer(
-            OptimizerConfig(**PLAIN, use_precision_aware_optimizer=True, **fields),
-            [Named(weight=normal(4, 3, seed=1))],
-            {},
-        )
-    assert str(caught.value) == message
-
-
 def test_lion_keeps_its_momentum_in_the_dtype_asked_for() -> None:
     config = OptimizerConfig(**PLAIN, optimizer="lion", use_precision_aware_optimizer=True, exp_avg_dtype=BF16)
     (piece,) = pieces(get_optimizer(config, [Named(weight=normal(9, seed=1))], {}))
     assert piece.state["exp_avg"].dtype == BF16
-
-
-@pytest.mark.parametrize("rule", ["lion", "soap"])
-def test_a_decay_in_the_gradient_is_refused_where_the_rule_has_none(rule: str) -> None:
-    config = OptimizerConfig(**PLAIN, optimizer=rule, decoupled_weight_decay=False)
-    with pytest.raises(ConfigError, match=f"decoupled_weight_decay=False: optimizer='{rule}' decays weights beside"):
-        get_optimizer(config, [Named(weight=normal(4, 3, seed=1))], {})
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
@@ -327,12 +285,6 @@ def test_gradients_are_summed_in_the_dtype_asked_for(dtype: torch.dtype, total: 
     for mains, num_bytes in run_threads(2, rank_main):
         assert [*mains] == pytest.approx([total], rel=2.0**-22)  # lr is no power of two
         assert num_bytes == 128 * dtype.itemsize
-
-
-def test_bf16_gradients_of_a_wrapper_that_keeps_fp32_ones_are_refused() -> None:
-    model = DistributedDataParallel(Config(grad_reduce_in_fp32=True), nn.Linear(3, 2).to(BF16))
-    with pytest.raises(ConfigError, match="but model chunk 0 was wrapped with grad_reduce_in_fp32=True"):
-        get_optimizer(OptimizerConfig(**PLAIN, **AWARE, main_grads_dtype=BF16), [model], {})
 
 
 # --- the scale of the loss --------------------------------------------------------------------------------------------

@@ -176,6 +176,7 @@ def plan_of(
 
     Writes to `groups`: each gets what its rule reads and it does not say itself. Raises ConfigError for what cannot be.
     """
+    config.validate()  # fields may have been assigned since it was built
     for group in groups:
         for key, value in rules[group["optimizer"]].hyper(config).items():
             group.setdefault(key, value)

@@ -13,11 +13,12 @@ def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
 
 
 def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
-    """What only the groups and the loss decide about a configuration.
+    """What a configuration says by itself, and what only the groups and the loss decide about it.
 
     Raises:
         ValueError: a field that does not go with the groups or with the loss.
     """
+    config.validate()  # fields may have been assigned since it was built
     instances = roles.dense.inter.size
     if config.num_distributed_optimizer_instances != instances:
         raise ValueError(
