@@ -222,11 +222,8 @@ NUMBERS: Mapping[str, tuple[Mapping[str, Any], Kept]] = {
     "use_precision_aware_optimizer": (AWARE, Kept(param=BF16, remainder=torch.int16)),
     "store_param_remainders": ({**AWARE, "store_param_remainders": False}, Kept(param=BF16, copy=FP32)),
     **{
-        f"{moment}_dtype {dtype}": (
-            {**AWARE, f"{moment}_dtype": dtype},
-            Kept(param=BF16, remainder=torch.int16, **{moment: stored}),
-        )
-        for moment in ("exp_avg", "exp_avg_sq")
+        f"{field} {dtype}": ({**AWARE, field: dtype}, Kept(param=BF16, remainder=torch.int16, **{moment: stored}))
+        for field, moment in (("exp_avg_dtype", "exp_avg"), ("exp_avg_sq_dtype", "exp_avg_sq"))
         for dtype, stored in ((BF16, BF16), (FP16, FP16), (torch.uint8, FLOAT8))
     },
     "exp_avg_dtype of fp32 parameters": (
