@@ -1,0 +1,96 @@
+"""What a step costs on the host: 2,000 small parameters against torch's fused AdamW and `clip_grad_norm_`.
+
+    python packages/opt-distributed/benchmarks/bench_step.py [--params 2000] [--rounds 40] [--numel 16]
+
+Prints the median processor time of either, interleaved, and their ratio; then what one step sends over two ranks.
+Needs opt_stack, which builds the step; nothing here is imported by the package.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_stack import get_optimizer
+
+
+def model_of(params: int, numel: int) -> nn.ParameterList:
+    """Small parameters with gradients: half of them vectors, half of them matrices."""
+    shapes = [(numel,), (2, numel // 2)]
+    model = nn.ParameterList(nn.Parameter(torch.randn(shapes[i % 2])) for i in range(params))
+    for param in model:
+        param.grad = torch.randn_like(param)
+    return model
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Processor time: what other processes do does not count."""
+    begun = time.process_time()
+    call()
+    return time.process_time() - begun
+
+
+def overhead(params: int, numel: int, rounds: int) -> None:
+    """Prints medians and the ratio of either's step on the same list of parameters."""
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
+    ours, theirs = model_of(params, numel), model_of(params, numel)
+    optimizer = get_optimizer(config, [ours], {})
+    fused = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+    def torch_step() -> None:
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        fused.step()
+
+    for _ in range(3):
+        optimizer.step()
+        torch_step()
+    pairs = [(seconds(optimizer.step), seconds(torch_step)) for _ in range(rounds)]
+    mine, peers = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(f"{params} parameters of {numel} elements, torch {torch.__version__}, {torch.get_num_threads()} thread")
+    print(f"  opt-distributed step                     {mine:7.2f} ms")
+    print(f"  clip_grad_norm_ and AdamW(fused=True)    {peers:7.2f} ms")
+    print(f"  ratio                                    {ratio:7.2f}")
+
+
+def traffic(params: int, numel: int) -> None:
+    """Prints the collectives of one flat step of the first of two ranks."""
+
+    def rank_main(comm: ThreadComm) -> RecordingComm:
+        recorded = RecordingComm(comm)
+        axes = Axes(dp=recorded, mp=Alone(), tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=recorded)
+        model = model_of(params, numel)
+        config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
+        recorded.calls.clear()
+        optimizer.step()
+        return recorded
+
+    recorded, _ = run_threads(2, rank_main)
+    print(f"one flat step over two ranks, parameters and gradients {params * numel * 4:,} bytes each")
+    for call in recorded.calls:
+        print(f"  {call.kind:<16} {call.num_bytes:>12,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=2000)
+    parser.add_argument("--numel", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    overhead(options.params, options.numel, options.rounds)
+    traffic(options.params, options.numel)
+
+
+if __name__ == "__main__":
+    main()
