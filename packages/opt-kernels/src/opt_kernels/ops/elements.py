@@ -84,13 +84,14 @@ def dense_run_of(work: Work, names: Sequence[str]) -> Run:
     """
     # Fused sweeps walk memory, whatever the strides say.
     grad, state = work.grad, work.state
-    alike = grad.is_contiguous()
-    for tensor in (work.main, work.out, work.remainder):
-        alike = alike and (tensor is None or (tensor.is_contiguous() and tensor.shape == grad.shape))
-    for name in names:
-        alike = alike and state[name].is_contiguous()
-    if not alike:
+    if not grad.is_contiguous():
         return run_of(work)
+    for tensor in (work.main, work.out, work.remainder):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == grad.shape):
+            return run_of(work)
+    for name in names:
+        if not state[name].is_contiguous():
+            return run_of(work)
     if len(state) != len(names):
         state = {name: state[name] for name in names}
     return Run(grad, work.main, work.out, work.remainder, state, work.first)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.ops.elements import Run, compute_dtype, dense_run_of, rounds_by_chance
@@ -56,10 +57,17 @@ def divided(works: Iterable[Work], codecs: Mapping[str, StateCodec], *, scale: f
 
 
 def tiles(
-    runs: Iterable[Run], codecs: Mapping[str, StateCodec], *, scale: float, stochastic_step: int | None = None
+    runs: Iterable[Run],
+    codecs: Mapping[str, StateCodec],
+    *,
+    scale: float,
+    stochastic_step: int | None = None,
+    flat_grads: bool = False,
 ) -> Iterator[Tile]:
     """The tiles of all `runs`; what the caller does to one is stored when it asks for the next.
 
+    With `flat_grads`, for a sweep that walks memory whatever the shapes, scaled gradients may be flat beside mains that
+    are not: giving each of thousands its shape back costs more than the sweep.
     With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
     """
     scratch = Scratch()
@@ -70,7 +78,7 @@ def tiles(
             pieces = [_flat(piece) for piece in pieces]
         stage = _Stage(pieces=pieces, dtype=dtype, scratch=scratch)
         states = {name: stage.decoded(name, codec) for name, codec in codecs.items()}
-        tile = Tile(stage.mains(), stage.grads(scale), states)
+        tile = Tile(stage.mains(), stage.grads(scale, flat=flat_grads), states)
         yield tile
         for name, codec in codecs.items():
             stage.encode_(name, codec, states[name])
@@ -121,10 +129,10 @@ class _Stage:
         for piece, code, value in zip(self.pieces, codes, values):
             codec.encode_(code, piece.state.get(scale_name(name)), value)
 
-    def grads(self, scale: float) -> list[Tensor]:
+    def grads(self, scale: float, *, flat: bool) -> list[Tensor]:
         grads = [piece.grad for piece in self.pieces]
         if grads[0].dtype is self.dtype:
-            return grads if scale == 1.0 else _scaled(grads, scale)
+            return grads if scale == 1.0 else _scaled(grads, scale, flat=flat)
         row = self._row("grad", self.dtype)
         parts = self._parts(row)
         torch._foreach_copy_(parts, grads)
@@ -174,13 +182,12 @@ class _Stage:
         return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
 
 
-def _scaled(grads: list[Tensor], scale: float) -> list[Tensor]:
+def _scaled(grads: list[Tensor], scale: float, *, flat: bool) -> list[Tensor]:
     """New tensors: for many small ones one allocation and one product, of which they are views."""
-    if len(grads) < FEW:
+    if len(grads) < FEW or not (flat or all(grad.dim() == 1 for grad in grads)):
         return list(torch._foreach_mul(grads, scale))
-    row = torch.cat([grad if grad.dim() == 1 else grad.view(-1) for grad in grads]).mul_(scale)
-    parts = torch.split(row, [grad.numel() for grad in grads])
-    return [part.view(grad.shape) if grad.dim() != 1 else part for part, grad in zip(parts, grads)]
+    row = _flatten_dense_tensors(grads).mul_(scale)  # type: ignore[no-untyped-call]
+    return list(torch.split(row, [grad.numel() for grad in grads]))
 
 
 def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
@@ -210,16 +217,18 @@ def _is_direct(codec: StateCodec, dtype: torch.dtype) -> bool:
 def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator[list[Run]]:
     """Pieces alike in their dtypes, in lists of at most TILE_NUMEL elements."""
     lists: dict[tuple[torch.dtype | None, ...], list[Run]] = {}
-    numels: dict[tuple[torch.dtype | None, ...], int] = {}
+    room: dict[tuple[torch.dtype | None, ...], int] = {}  # elements that still fit into the list
     for run in runs:
         kind = _kind(run)
         for piece in (run,) if run.grad.numel() <= TILE_NUMEL else _pieces(run, codecs):
             numel = piece.grad.numel()
-            if numels.get(kind, 0) + numel > TILE_NUMEL:
-                yield lists.pop(kind)
-                numels[kind] = 0
-            lists.setdefault(kind, []).append(piece)
-            numels[kind] = numels.get(kind, 0) + numel
+            left = room.get(kind, -1) - numel
+            if left < 0:
+                if kind in lists:
+                    yield lists[kind]
+                lists[kind], left = [], TILE_NUMEL - numel
+            lists[kind].append(piece)
+            room[kind] = left
     yield from lists.values()
 
 

@@ -37,7 +37,8 @@ def adam_(
             exp_avg_sqs = [run.state["exp_avg_sq"] for run in whole]
             update_(mains, [run.grad for run in whole], exp_avgs, exp_avg_sqs, row, decoupled=decoupled)
         stochastic_step = int(row.step) if stochastic_rounding else None
-        for tile in tiles(cut, codecs, scale=float(grad_scale), stochastic_step=stochastic_step):
+        is_fused = order == "torch"
+        for tile in tiles(cut, codecs, scale=float(grad_scale), stochastic_step=stochastic_step, flat_grads=is_fused):
             m, v = tile.states["exp_avg"], tile.states["exp_avg_sq"]
             update_(tile.mains, tile.grads, m, v, row, decoupled=decoupled)
 

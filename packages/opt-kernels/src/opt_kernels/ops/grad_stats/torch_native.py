@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from opt_kernels.ops.grad_stats import reference
 from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
@@ -42,15 +43,18 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
 
 
 def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Flat pieces of at most a tile; a call to reshape or split costs more than a small tensor's share of a norm."""
+    """Pieces of at most a tile. Small float32 ones keep their shape: to flatten each costs more than its share of a
+    norm. Others are flat."""
     pieces: list[Tensor] = []
     for grad in grads:
-        flat = grad if grad.dim() == 1 else grad.reshape(-1)
-        numel = flat.numel()
-        if numel > TILE_NUMEL:
-            pieces += torch.split(flat, TILE_NUMEL)
-        elif numel:
-            pieces.append(flat)
+        numel = grad.numel()
+        if numel <= SMALL_NUMEL and grad.dtype is torch.float32:
+            if numel:
+                pieces.append(grad)
+        elif numel <= TILE_NUMEL:
+            pieces.append(grad.reshape(-1))
+        else:
+            pieces += torch.split(grad.reshape(-1), TILE_NUMEL)
     return pieces
 
 
@@ -64,24 +68,23 @@ def _tiles(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
             yield piece
             continue
         if numel + length > TILE_NUMEL:
-            row = _packed(packed, row)
-            yield row[:numel]
+            row = row if row.numel() else torch.empty(TILE_NUMEL, dtype=torch.float32, device=piece.device)
+            yield _packed(packed, row[:numel])
             packed, numel = [], 0
         packed.append(piece)
         numel += length
     if packed:
-        yield _packed(packed, row)[:numel]
+        row = row if row.numel() else torch.empty(numel, dtype=torch.float32, device=packed[0].device)
+        yield _packed(packed, row[:numel])
 
 
 def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
-    """The pieces one after another in `row`; in a new row where there was none."""
-    if not row.numel():
-        row = torch.empty(TILE_NUMEL, dtype=torch.float32, device=pieces[0].device)
-    numels = [piece.numel() for piece in pieces]
+    """The pieces one after another, in `row` or, where nothing is converted, in a new tensor."""
     if all(piece.dtype is torch.float32 for piece in pieces):
-        torch.cat(pieces, out=row[: sum(numels)])
-    else:
-        torch._foreach_copy_(list(torch.split(row[: sum(numels)], numels)), pieces)
+        flat: Tensor = _flatten_dense_tensors(pieces)  # type: ignore[no-untyped-call]
+        return flat
+    parts = torch.split(row, [piece.numel() for piece in pieces])
+    torch._foreach_copy_(list(parts), [piece.reshape(-1) for piece in pieces])
     return row
 
 
