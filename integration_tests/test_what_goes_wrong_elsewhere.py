@@ -1,0 +1,223 @@
+"""Each test begins with what goes wrong in the reference, or in a run, and shows what happens here."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from parity import LR, Net, grads_of, roles_over
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_stack import get_optimizer
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": LR, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest", **changes})
+
+
+class Mixed(nn.Module):
+    """A bf16 parameter registered before a larger fp32 one, both in one parameter group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["replicated", "flat"])
+def test_a_group_of_two_dtypes_keeps_each_parameters_own_state(flat: bool) -> None:
+    """The reference finds states by an order that puts fp32 first, and gives each parameter the other one's."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, dict[str, Tensor]]:
+        net = Mixed()
+        adam = config(bf16=True, use_distributed_optimizer=flat)
+        optimizer = get_optimizer(adam, [net], {}, pg_collection=roles_over(comm))
+        net.narrow.grad, net.wide.grad = torch.full((4, 4), 2.0, dtype=torch.bfloat16), torch.full((8, 8), 3.0)
+        optimizer.step()
+        (group,) = optimizer.state_dict()["param_groups"]
+        state = optimizer.state_dict()["state"]
+        return {name: state[i] for i, name in zip(group["params"], group["param_names"], strict=True) if i in state}
+
+    found: dict[str, list[dict[str, Tensor]]] = {"narrow": [], "wide": []}
+    for of_rank in run_threads(2, rank_main):
+        for name, state in of_rank.items():
+            found[name].append(state)
+    for name, numel, grad in (("narrow", 16, 2.0), ("wide", 64, 3.0)):
+        moments = torch.cat([state["exp_avg"].flatten() for state in found[name]])
+        assert moments.numel() == numel * (1 if flat else 2)
+        torch.testing.assert_close(moments, torch.full_like(moments, 0.1 * grad), rtol=1e-6, atol=0)
+        assert all(("fp32_param" in state) == (name == "narrow") for state in found[name])
+
+
+@pytest.mark.parametrize("rule", ["sgd", "lion"])
+def test_sgd_and_lion_work_on_flat_shards(rule: str) -> None:
+    """The reference's distributed optimizer asserts that the rule is Adam, or has a function that makes its state."""
+
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        net = Net(torch.float32)
+        flat = config(optimizer=rule, use_distributed_optimizer=comm.size > 1)
+        optimizer = get_optimizer(flat, [net], {}, pg_collection=roles_over(comm))
+        net(grads_of(0, comm.rank, comm.size)).backward()
+        assert optimizer.step().success
+        return [p.detach().clone() for p in net.parameters()]
+
+    (want,) = run_threads(1, rank_main)
+    for got in run_threads(2, rank_main):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_layer_wise_muon_works_in_fp32() -> None:
+    """The reference leaves fp32 children unwrapped, and its first step dies of an attribute that they lack."""
+
+    def rank_main(comm: ThreadComm) -> bool:
+        net = Net(torch.float32)
+        muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+        optimizer = get_optimizer(muon, [net], {}, pg_collection=roles_over(comm))
+        net(grads_of(0, comm.rank, comm.size)).backward()
+        return optimizer.step().success
+
+    assert run_threads(2, rank_main) == [True, True]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_a_rank_may_own_nothing_of_a_bucket(wrapped: bool) -> None:
+    """40 elements over three ranks: the reference asserts "empty bucket encountered" when it saves such a rank."""
+
+    def rank_main(comm: ThreadComm) -> tuple[int, Tensor]:
+        layer = nn.Linear(8, 5, bias=False)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        model: nn.Module = layer
+        roles = roles_over(comm)
+        if wrapped:
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
+            model = DistributedDataParallel(ddp, layer, groups=roles)
+        optimizer = get_optimizer(config(use_distributed_optimizer=True), [model], {}, pg_collection=roles)
+        model(torch.ones(2, 8)).sum().backward()
+        assert optimizer.step().success
+        optimizer.load_state_dict(optimizer.state_dict())
+        return len(optimizer.state_dict()["state"]), layer.weight.detach().clone()
+
+    ranks = run_threads(3, rank_main)
+    assert [owned for owned, _ in ranks] == [1, 0, 0]
+    # The first step of Adam moves every weight by lr, after a decay of 1 - lr * 0.01.
+    want = torch.full((5, 8), 1.0 - LR * 0.01 - LR)
+    for _, weight in ranks:
+        torch.testing.assert_close(weight, want, rtol=1e-6, atol=0)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+        self.expert.allreduce = False
+
+
+def test_an_overflow_in_the_experts_alone_skips_all_and_moves_the_one_scale() -> None:
+    """Each member of the reference's chain has a scaler of its own: an inf in the experts halves theirs only, while the
+    loss goes on to be scaled by the other's."""
+    expert_worlds = [World(1).comms(), World(1).comms()]
+
+    def rank_main(comm: ThreadComm) -> tuple[bool, float, bool]:
+        expert = Axes(dp=expert_worlds[comm.rank][0], mp=comm, tp=Alone())
+        roles = Roles(dense=Axes(dp=comm, mp=Alone(), tp=Alone()), expert=expert, everyone=comm)
+        net = Mixture()
+        optimizer = get_optimizer(
+            config(loss_scale=None, fp16=True, initial_loss_scale=16.0, hysteresis=1), [net], {}, pg_collection=roles
+        )
+        net.dense.grad, net.expert.grad = torch.ones(3), torch.ones(5)
+        if comm.rank == 1:
+            net.expert.grad[4] = torch.inf
+        success = optimizer.step().success
+        same = all(torch.equal(p, torch.ones_like(p)) for p in net.parameters())
+        return success, optimizer.get_loss_scale().item(), same
+
+    assert run_threads(2, rank_main) == [(False, 8.0, True)] * 2
+
+
+def test_the_callers_overrides_and_configurations_stay_as_they_were() -> None:
+    """The reference updates config_overrides in place, and writes a bucket size into the caller's DDP configuration."""
+    overrides = {ParamKey(name="*.weight"): {"wd_mult": 0.5}}
+    muon = config(optimizer="muon")
+    ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    before = copy.deepcopy((overrides, muon, ddp))
+    net = Net(torch.float32)
+    get_optimizer(muon, [DistributedDataParallel(ddp, net, groups=roles_over(Alone()))], overrides)
+    assert (overrides, muon, ddp) == before
+
+
+# --- gradients that are not there, or come twice ---------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """A part that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.maybe = nn.Parameter(torch.ones(9)), nn.Parameter(torch.ones(70))
+
+    def forward(self, *, use: bool) -> Tensor:
+        return self.always.sum() + (self.maybe.sum() if use else 0.0)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["replicated", "flat"])
+@pytest.mark.parametrize("used_by", [(), (1,), (0, 1)], ids=["none", "one", "all"])
+def test_a_parameter_moves_where_any_rank_used_it_and_keeps_still_where_none_did(
+    used_by: tuple[int, ...], flat: bool
+) -> None:
+    """As torch does in one process: no gradient, no update. The gradient of one rank alone is halved by the mean."""
+
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        net = Optional()
+        sgd = config(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, use_distributed_optimizer=flat)
+        optimizer = get_optimizer(sgd, [net], {}, pg_collection=roles_over(comm))
+        net(use=comm.rank in used_by).backward()
+        assert optimizer.step().success
+        return [p.detach().clone() for p in net.parameters()]
+
+    for always, maybe in run_threads(2, rank_main):
+        torch.testing.assert_close(always, torch.full((9,), 1 - LR), rtol=1e-6, atol=0)
+        torch.testing.assert_close(maybe, torch.full((70,), 1 - LR * len(used_by) / 2), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_two_backward_passes_add_up(wrapped: bool) -> None:
+    def rank_main(comm: ThreadComm) -> float:
+        net = Optional()
+        roles = roles_over(comm)
+        model: Any = net
+        if wrapped:
+            model = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=roles)
+        optimizer = get_optimizer(config(optimizer="sgd"), [model], {}, pg_collection=roles)
+        for _ in range(2):
+            model(use=True).backward()
+        return optimizer.step().grad_norm
+
+    assert run_threads(2, rank_main) == pytest.approx([2 * 79**0.5] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"optimizer": "sgd"}, id="rule"),
+        pytest.param({"use_distributed_optimizer": True}, id="sharding"),
+        pytest.param({"decoupled_weight_decay": False}, id="structure"),
+    ],
+)
+def test_ranks_that_were_configured_differently_all_refuse(other: dict[str, Any]) -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        try:
+            get_optimizer(
+                config(**(other if comm.rank == 1 else {})), [Net(torch.float32)], {}, pg_collection=roles_over(comm)
+            )
+        except ValueError as error:
+            return str(error)
+        return "built"
+
+    for told in run_threads(2, rank_main):
+        assert "planned another step than rank 0" in told
