@@ -126,12 +126,12 @@ def tests(session: nox.Session, package: str) -> None:
         install_packages(session, *PACKAGES, groups=("test", "kernels", "lint"))
         report(session)
         session.run("lint-imports", "--no-cache")
-        session.run("pytest", "-n", "2", "integration_tests", "kernels", *session.posargs)
+        session.run("pytest", "-n", "2", "--dist", "loadfile", "integration_tests", "kernels", *session.posargs)
         return
     if package not in WITHOUT_TORCH:
         install_torch(session)
     install_packages(session, *requirements(package))
-    session.run("pytest", "-n", "2", f"packages/{package}/tests", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
@@ -173,7 +173,7 @@ def integration(session: nox.Session) -> None:
     """Only the tests of several packages and several processes."""
     install_torch(session)
     install_packages(session, *PACKAGES)
-    session.run("pytest", "-n", "2", "integration_tests", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -197,7 +197,7 @@ def matrix(session: nox.Session, torch: str) -> None:
         session.skip(f"torch {torch} cannot be installed on python {session.python}: {failure}")
     install_packages(session, *PACKAGES)
     report(session)
-    session.run("pytest", "-n", "2", "packages", "integration_tests", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -207,7 +207,7 @@ def minimums(session: nox.Session) -> None:
     install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
     session.run("uv", "pip", "list")
     report(session)
-    session.run("pytest", "-n", "2", "packages", "integration_tests", *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)

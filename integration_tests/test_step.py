@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from training import overflow_on_one_rank, train_here, train_rank
-from worlds import joined_batch, make_model, run_processes, weights
+from worlds import Job, joined_batch, make_model, run_jobs, weights
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
@@ -132,33 +132,61 @@ def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: Optim
 # --- more ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        pytest.param(adamw(), torch.float32, id="fp32"),
-        pytest.param(adamw(clip_grad=0.0), torch.float32, id="fp32-no-clip"),
-        pytest.param(adamw(optimizer="sgd"), torch.float32, id="sgd"),
-        pytest.param(adamw(use_distributed_optimizer=True), torch.float32, id="flat-fp32"),
-    ],
-)
-def test_any_number_of_ranks_gives_the_weights_of_one(config: OptimizerConfig, dtype: torch.dtype, size: int) -> None:
-    """Equal parts of a joined batch: the mean of the ranks' gradients is the joined one, up to summation order."""
-    want = train_here(config, steps=10, dtype=dtype)
-    for got in run_processes(size, train_rank, config, 10, dtype):
-        assert not isinstance(got, Exception), got
-        assert_close(
-            got.weights, want.weights, rtol=1e-4, atol=2e-5
-        )  # Adam divides by sqrt(v): noise of tiny gradients grows
+FP32_RUNS = {
+    "adamw": adamw(),
+    "no-clip": adamw(clip_grad=0.0),
+    "sgd": adamw(optimizer="sgd"),
+    "flat": adamw(use_distributed_optimizer=True),
+}
+BF16_RUNS = {
+    "bf16-replicated": adamw(bf16=True),
+    "bf16-flat": adamw(bf16=True, use_distributed_optimizer=True),
+}
+OVERFLOWS = {
+    f"{bad}-{'flat' if sharded else 'replicated'}": Job(
+        overflow_on_one_rank,
+        (
+            adamw(fp16=True, initial_loss_scale=64.0, hysteresis=2, use_distributed_optimizer=sharded),
+            torch.float16,
+            bad,
+        ),
+    )
+    for bad in (math.inf, math.nan)
+    for sharded in (False, True)
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Any]]:
+    """What two ranks made of everything below."""
+    fp32 = {name: Job(train_rank, (config, 10, torch.float32)) for name, config in FP32_RUNS.items()}
+    bf16 = {name: Job(train_rank, (config, 10, torch.bfloat16)) for name, config in BF16_RUNS.items()}
+    return run_jobs(2, fp32 | bf16 | OVERFLOWS)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, list[Any]]:
+    return run_jobs(4, {name: Job(train_rank, (config, 10, torch.float32)) for name, config in FP32_RUNS.items()})
+
+
+@pytest.mark.parametrize("world", ["two", "four"])
+@pytest.mark.parametrize("name", FP32_RUNS)
+def test_any_number_of_ranks_gives_the_weights_of_one(name: str, world: str, request: pytest.FixtureRequest) -> None:
+    """Equal parts of a joined batch: the mean of the ranks' gradients is the joined one, up to summation order.
+
+    Adam divides by sqrt(v), so the noise of tiny gradients grows: hence an absolute tolerance of lr / 150.
+    """
+    want = train_here(FP32_RUNS[name], steps=10)
+    for got in request.getfixturevalue(world)[name]:
+        assert_close(got.weights, want.weights, rtol=1e-4, atol=2e-5)
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "flat"])
-def test_ranks_of_a_bf16_model_stay_equal_and_near_one_rank(sharded: bool) -> None:
+@pytest.mark.parametrize("name", BF16_RUNS)
+def test_ranks_of_a_bf16_model_stay_equal_and_near_one_rank(name: str, two: dict[str, list[Any]]) -> None:
     """Ranks see other bf16 activations than one rank on the joined batch, so near; among themselves, bit for bit."""
-    config = adamw(bf16=True, use_distributed_optimizer=sharded)
-    want = train_here(config, steps=10, dtype=torch.bfloat16)
-    first, *others = run_processes(2, train_rank, config, 10, torch.bfloat16)
+    want = train_here(BF16_RUNS[name], steps=10, dtype=torch.bfloat16)
+    first, *others = two[name]
     for other in others:
         assert all(torch.equal(first.weights[name], other.weights[name]) for name in first.weights)
     torch.testing.assert_close(first.norms, want.norms, rtol=5e-2, atol=0)
@@ -168,12 +196,11 @@ def test_ranks_of_a_bf16_model_stay_equal_and_near_one_rank(sharded: bool) -> No
 # --- overflow -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "flat"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=["inf", "nan"])
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_changes_nothing(bad: float, sharded: bool) -> None:
-    config = adamw(fp16=True, initial_loss_scale=64.0, hysteresis=2, use_distributed_optimizer=sharded)
-    for rank in run_processes(2, overflow_on_one_rank, config, torch.float16, bad):
-        assert not isinstance(rank, Exception), rank
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_changes_nothing(
+    name: str, two: dict[str, list[Any]]
+) -> None:
+    for rank in two[name]:
         success, norm, _ = rank.result
         assert success is False
         assert not math.isfinite(norm)
