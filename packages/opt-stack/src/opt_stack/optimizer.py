@@ -74,8 +74,8 @@ class Optimizer(torch.optim.Optimizer):
     def get_grad_norm(self, norm_type: float = 2.0) -> float:
         """The model's gradient norm before clipping, unscaled: that of the last `prepare_grads` or `step`.
 
-        Any other than the 2-norm (`math.inf`: the largest element) is found from the gradients that are ready: all ranks
-        ask together, between `prepare_grads` and `step_with_ready_grads`.
+        Any other than the 2-norm (`math.inf`: the largest element) is found from the gradients that are ready: all
+        ranks ask together, between `prepare_grads` and `step_with_ready_grads`.
 
         Raises:
             RuntimeError: another norm, and no gradients are ready.
