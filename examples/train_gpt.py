@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
 
 The plan and the parameter groups; bf16 with fp32 mains, sharded over the ranks (ZeRO-1), gradients reduced during
-backward and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the background;
-and resuming on any number of ranks that divides the batch.
+backward and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the
+background; and resuming on any number of ranks that divides the batch.
 """
 
 import argparse

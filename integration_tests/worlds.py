@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 
 def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
-    """Runs one job after the other in one world, since starting it costs more than most jobs: results by job, by rank."""
+    """Runs the jobs in turn in one world, since starting it costs more than most of them: results by job, by rank."""
     by_rank = run_processes(size, _all_jobs, dict(jobs))
     for result in by_rank:
         if isinstance(result, Exception):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from models import Block, Experts, Model
+from torch import nn
+
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups import get_param_groups
-from torch import nn
 
 CONFIG = OptimizerConfig(lr=1e-2)
 OVERRIDES = {

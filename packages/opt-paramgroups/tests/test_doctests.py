@@ -6,8 +6,9 @@ import pkgutil
 import re
 from pathlib import Path
 
-import opt_paramgroups
 import pytest
+
+import opt_paramgroups
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(opt_paramgroups.__path__))
 

@@ -6,6 +6,8 @@ import dataclasses
 import pytest
 import torch
 from models import Experts, Model, mark
+from torch import nn
+
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups import (
     ParamId,
@@ -16,7 +18,6 @@ from opt_paramgroups import (
     matches,
     parameters_by_id,
 )
-from torch import nn
 
 CONFIG = OptimizerConfig(lr=1e-2, min_lr=1e-4, weight_decay=0.1)
 BIAS = ParamKey(name="*.bias")

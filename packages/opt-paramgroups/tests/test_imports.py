@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import opt_paramgroups
 import pytest
+
+import opt_paramgroups
 
 SOURCES = sorted(Path(opt_paramgroups.__file__).parent.glob("*.py"))
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from models import Experts, Model, mark
+from torch import nn
+
 from opt_config import ConfigError
 from opt_paramgroups import MeshPlacement, ParamId, describe
-from torch import nn
 
 
 def meta_of(shape: tuple[int, ...], name: str = "weight", **attributes: object):

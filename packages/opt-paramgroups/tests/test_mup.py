@@ -2,6 +2,8 @@
 
 import pytest
 from models import Model
+from torch import nn
+
 from opt_config import ConfigError, OptimizerConfig
 from opt_paramgroups import (
     ParamId,
@@ -10,7 +12,6 @@ from opt_paramgroups import (
     get_param_groups,
     shapes_of,
 )
-from torch import nn
 
 CONFIG = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8)
 DECOUPLED = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8, decoupled_lr=5e-3, decoupled_min_lr=5e-4)

@@ -2,6 +2,8 @@
 
 import pytest
 from models import Model, mark
+from torch import nn
+
 from opt_config import ConfigError, OptimizerConfig
 from opt_paramgroups import (
     get_layer_decay_overrides,
@@ -9,7 +11,6 @@ from opt_paramgroups import (
     get_param_groups,
     get_standard_config_overrides,
 )
-from torch import nn
 
 
 def entry_by_name(model, config, overrides, entry):

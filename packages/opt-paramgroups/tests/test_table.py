@@ -5,6 +5,7 @@ import json
 
 import pytest
 from models import Experts, Model
+
 from opt_config import OptimizerConfig
 from opt_paramgroups import (
     GroupRow,

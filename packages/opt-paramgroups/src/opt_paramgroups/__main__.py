@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from opt_config import ConfigError, OptimizerConfig, load_config
 from torch import nn
 
+from opt_config import ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
 from opt_paramgroups.presets import (
     MATRIX_RULES,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 from opt_config import ConfigError
-
 from opt_paramgroups.match import Entries
 
 Gather = Callable[[Any], Sequence[Any]]

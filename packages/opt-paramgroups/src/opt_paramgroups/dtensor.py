@@ -3,8 +3,9 @@
 import sys
 from typing import Any, NamedTuple
 
-from opt_config import ConfigError
 from torch import Tensor
+
+from opt_config import ConfigError
 
 
 class MeshPlacement(NamedTuple):

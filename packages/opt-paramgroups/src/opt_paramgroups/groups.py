@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey
 from torch import nn
 
+from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_paramgroups.align import Gather, GroupKey, Report, Seen, agree, alone
 from opt_paramgroups.match import check_all_matched, match_all
 from opt_paramgroups.meta import ParamMeta, describe

@@ -3,13 +3,13 @@
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
-from opt_config import ConfigError, ParamKey, did_you_mean, has_attribute, many
-from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
 from torch.nn import Parameter
 
+from opt_config import ConfigError, ParamKey, did_you_mean, has_attribute, many
 from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta
 from opt_paramgroups.names import ParamId
 from opt_paramgroups.overrides import Override
+from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
 
 Entries = tuple[tuple[str, Hashable], ...]
 """A merged override as pairs sorted by name: equal for equal overrides, in whatever order they were merged."""

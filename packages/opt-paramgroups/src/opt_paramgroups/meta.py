@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from opt_config import ConfigError, did_you_mean
 from torch import nn
 
+from opt_config import ConfigError, did_you_mean
 from opt_paramgroups.dtensor import DTensorLayout, MeshPlacement, dtensor_layout
 from opt_paramgroups.names import ParamId, parameters_by_id
 

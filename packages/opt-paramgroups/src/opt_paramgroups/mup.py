@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from torch import nn
 from torch.nn import Parameter
 
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups.meta import ParamMeta, describe
 from opt_paramgroups.names import ParamId
 from opt_paramgroups.presets import MUON_FAMILY, Overrides

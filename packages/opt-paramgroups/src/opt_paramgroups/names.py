@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from opt_config import ConfigError
 from torch import nn
+
+from opt_config import ConfigError
 
 # Wrappers hold the model as their only child, under one of these names, and have no parameters of their own.
 _WRAPPED = frozenset({"module", "_orig_mod"})

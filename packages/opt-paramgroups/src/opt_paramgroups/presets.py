@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from torch import nn
 from torch.nn import Parameter
 
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups.names import parameters_by_id
 from opt_paramgroups.overrides import Override
 
