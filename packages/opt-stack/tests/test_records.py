@@ -30,7 +30,7 @@ def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
         (1, "*.bias|<1-D>", "adam"),
     ]
     stored: dict[str, Any] = dict.fromkeys(GROUP_OF, -1)
-    load(stored, checkpoint_id=str(path), no_dist=True)
+    load(stored, checkpoint_id=str(path))
     assert stored == GROUP_OF
 
 

@@ -3,10 +3,13 @@
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
 from opt_distributed.comm.collectives import Comm, agree
@@ -87,13 +90,21 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
     index_of = merged(everyone.gather_objects(mine))
 
     def write() -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # rank 0 alone is what is meant
-            save_dcp(dict(index_of), checkpoint_id=str(path), no_dist=True)
+        _save_alone(dict(index_of), str(path))
         named = [{"index": i, "name": g["name"], "optimizer": g["optimizer"]} for i, g in enumerate(groups)]
         _write_json(Path(f"{path}.json"), {"groups": named, "group_of": index_of})
 
     _on_rank_0(everyone, write)
+
+
+def _save_alone(state: dict[str, Any], path: str) -> None:
+    """A torch.distributed.checkpoint directory, written by this process only, whatever world it lives in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch.distributed is not used, which is what is meant
+        if "no_dist" in signature(save_dcp).parameters:
+            save_dcp(state, checkpoint_id=path, no_dist=True)
+        else:  # torch 2.6
+            save_state_dict(state, FileSystemWriter(path), no_dist=True)
 
 
 def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
