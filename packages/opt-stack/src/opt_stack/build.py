@@ -107,6 +107,7 @@ def _pieces(
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
+        peers = tensor_parallel(axes.tp)  # one object: a rule batches only works that share it
         for number, (_, piece) in enumerate(buffer.layout.owned(rank)):
             if piece.id not in unit.ids:
                 continue
@@ -124,7 +125,7 @@ def _pieces(
                 state=unit.rule.init_state(main.value()),
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=_counted(buffer, meta, axes, param, number, spans_instances=roles.instance is None),
-                matrix=_matrix(unit, param, meta, axes, split_qkv=plan.config.muon_split_qkv),
+                matrix=_matrix(unit, param, meta, peers, split_qkv=plan.config.muon_split_qkv),
             )
 
 
@@ -151,15 +152,17 @@ def _counted(
     return buffer.layout.num_shards > 1 or number % axes.dp.size == axes.dp.rank
 
 
-def _matrix(unit: UnitPlan, param: nn.Parameter, meta: ParamMeta, axes: Axes, *, split_qkv: bool) -> MatrixSpec:
+def _matrix(
+    unit: UnitPlan, param: nn.Parameter, meta: ParamMeta, peers: TensorParallel, *, split_qkv: bool
+) -> MatrixSpec:
     split = tuple(meta.qkv_split_shapes) if split_qkv else ()
     if meta.is_dtensor and unit.rule.needs is Needs.MATRICES:
         cut = matrix_cut(meta.id, param)
         group = None if cut.dim is None else tensor_parallel(cut.comm)
         return MatrixSpec(split_rows=split, partition_dim=cut.dim, tensor_parallel=group)
-    if not meta.tensor_parallel or axes.tp.size == 1:
+    if not meta.tensor_parallel or peers.size == 1:
         return MatrixSpec(split_rows=split)
-    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=tensor_parallel(axes.tp))
+    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=peers)
 
 
 def tensor_parallel(comm: Comm) -> TensorParallel:
