@@ -1,9 +1,11 @@
 """Over gloo processes: parameters that `fully_shard` laid out, and ranks that fail."""
 
+from typing import Any
+
 import pytest
 import torch
 from laid_out_ranks import raise_in_backward, refuse_soap, train_fsdp, train_whole
-from worlds import run_processes
+from worlds import Job, run_jobs, run_processes
 
 from opt_config import OptimizerConfig
 
@@ -13,33 +15,42 @@ from opt_config import OptimizerConfig
 RTOL, ATOL = 1e-4, {"adam": 2e-5, "muon": 2e-5, "adaptive_muon": 2e-4}
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param({"optimizer": "adam"}, id="adamw"),
-        pytest.param({"optimizer": "muon"}, id="muon"),
-        pytest.param({"optimizer": "adaptive_muon", "muon_tp_mode": "distributed"}, id="adaptive-muon-distributed"),
-    ],
-)
-def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(rule: dict[str, str]) -> None:
+RULES = {
+    "adamw": {"optimizer": "adam"},
+    "muon": {"optimizer": "muon"},
+    "adaptive muon, distributed": {"optimizer": "adaptive_muon", "muon_tp_mode": "distributed"},
+}
+CONFIGS = {
+    name: OptimizerConfig(lr=0.02, weight_decay=0.1, clip_grad=0.1, muon_fp32_matmul_prec="highest", **rule)
+    for name, rule in RULES.items()
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Any]]:
+    """What two ranks made of sharded models."""
+    trained = {name: Job(train_fsdp, (config,)) for name, config in CONFIGS.items()}
+    return run_jobs(2, {**trained, "soap": Job(refuse_soap)})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(name: str, two: dict[str, list[Any]]) -> None:
     """Elementwise rules on the local shards, Muon on matrices brought together; norms count each element once.
 
     Muon's tensor-parallel mode is "blockwise" by default; what FSDP2 cuts is nobody's block, so it does not apply.
     """
-    config = OptimizerConfig(lr=0.02, weight_decay=0.1, clip_grad=0.1, muon_fp32_matmul_prec="highest", **rule)
+    config = CONFIGS[name]
     want = train_whole(config)
-    ranks = run_processes(2, train_fsdp, config)
-    for got in ranks:
-        assert not isinstance(got, Exception), got
-        for name, weight in want.weights.items():
-            torch.testing.assert_close(got.weights[name], weight, rtol=RTOL, atol=ATOL[config.optimizer])
+    for got in two[name]:
+        for param, weight in want.weights.items():
+            torch.testing.assert_close(got.weights[param], weight, rtol=RTOL, atol=ATOL[config.optimizer])
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
         assert got.inf_norm == pytest.approx(want.inf_norm, rel=1e-4)
-    assert sum(rank.state_bytes for rank in ranks) == want.state_bytes
+    assert sum(rank.state_bytes for rank in two[name]) == want.state_bytes
 
 
-def test_soap_on_parts_of_matrices_is_refused_when_it_is_planned() -> None:
-    for told in run_processes(2, refuse_soap):
+def test_soap_on_parts_of_matrices_is_refused_when_it_is_planned(two: dict[str, list[Any]]) -> None:
+    for told in two["soap"]:
         assert "keeps factors of whole matrices" in told
         assert "first.weight" in told
 
