@@ -1,0 +1,65 @@
+"""Muon, layer-wise: whole matrices dealt to ranks by cost, everything else on flat shards beside them.
+
+torchrun --nproc-per-node 2 examples/train_muon.py --steps 60
+"""
+
+import argparse
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.grouping import matrices_whole
+from opt_stack import DistributedDataParallel, get_optimizer
+
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    steps = parser.parse_args().steps
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    gpt = CharGPT().bfloat16()
+    # Nothing in torch says which matrix is an embedding: these attributes, of the reference's names, do.
+    for module in (gpt.embedding, gpt.position, gpt.head):
+        module.weight.is_embedding_or_output_parameter = True
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=True
+    )
+    model = DistributedDataParallel(ddp_config, gpt, is_whole=matrices_whole)
+    config = OptimizerConfig(
+        optimizer="muon",
+        use_layer_wise_distributed_optimizer=True,
+        overlap_param_gather=True,
+        lr=3e-3,
+        muon_extra_scale_factor=0.2,  # an update of AdamW's size, so that one lr suits both rules
+        muon_nesterov=True,
+        weight_decay=0.1,
+        bf16=True,
+    )
+    optimizer = get_optimizer(config, [model])
+    if rank == 0:
+        print(optimizer.plan)
+
+    text = stdlib_text()
+    for step in range(steps):
+        model.zero_grad_buffer()
+        loss = model(batch_at(step, text, size=BATCH, context=CONTEXT).chunk(world)[rank])
+        loss.backward()
+        result = optimizer.step()
+        if rank == 0 and step % 10 == 9:
+            print(f"step {step + 1}: {loss.item() / math.log(2):.2f} bits per character, norm {result.grad_norm:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
