@@ -1,12 +1,13 @@
 """The main job, told in runs: one that stops half-way, one that resumes it, one that was never interrupted.
 
-The resumed run must go on with the uninterrupted run's losses, bit for bit; resumed on one and on three ranks, it must
+The resumed run must go on with the uninterrupted run's losses, to the last digit; resumed on one and on three ranks, it must
 come as near as bf16 and another order of summation allow. And the model must beat a bigram on held-out text. Writes
 loss.png and schedule.png beside the logs.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -88,7 +89,7 @@ def draw_losses(first: dict, resumed: dict, whole: dict, path: Path) -> None:
         ("resumed from the checkpoint", resumed, {"color": "tab:orange"}),
     ):
         axis.plot(
-            [row["step"] for row in log["log"]], [row["loss"] / 0.6931 for row in log["log"]], label=label, **style
+            [row["step"] for row in log["log"]], [row["loss"] / math.log(2) for row in log["log"]], label=label, **style
         )
     axis.axhline(whole["bigram_bits"], color="black", linestyle=":", label="bigram, held-out")
     axis.axvline(resumed["log"][0]["step"] - 0.5, color="0.5", linewidth=0.8)

@@ -44,6 +44,10 @@ class ConfigError(ValueError):
         return error
 
 
+class UnknownFieldError(ConfigError, TypeError):
+    """A keyword that is no field of a configuration; a TypeError too, as for any call with an unexpected argument."""
+
+
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A sentence that offers the closest of `known`, or nothing when none is close.
 

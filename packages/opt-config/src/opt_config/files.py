@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, get_origin
 
 import torch
 
-from opt_config.errors import ConfigError, Problem, did_you_mean
+from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
 from opt_config.validate import accepts, field_types, in_words, options
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -29,6 +29,14 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 class Configuration(ABC):
     """A dataclass that is checked when built and can be read from files. Its subclasses add fields and their checks."""
+
+    def __new__(cls, *args: object, **values: object) -> Self:
+        """Refuses keywords that are no fields, before the dataclass's `__init__` calls them unexpected arguments."""
+        hints = field_types(cls)
+        unknown = [Problem(k, v, f"is no field.{did_you_mean(k, hints)}") for k, v in values.items() if k not in hints]
+        if unknown:
+            raise UnknownFieldError.of(cls.__name__, unknown)
+        return super().__new__(cls)
 
     @abstractmethod
     def validate(self) -> None:

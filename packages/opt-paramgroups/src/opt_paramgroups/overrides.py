@@ -47,6 +47,8 @@ def read_overrides(config: OptimizerConfig, config_overrides: Mapping[ParamKey, 
     for entries that a key may not set, and for values outside their range.
     """
     read: dict[ParamKey, Override] = {}
+    if not isinstance(config_overrides, Mapping):
+        raise ConfigError(f"config_overrides={config_overrides!r}: must map ParamKeys to overrides, or be None")
     for key, override in config_overrides.items():
         if not isinstance(key, ParamKey):
             raise ConfigError(

@@ -16,6 +16,8 @@ from opt_stack.plan import Plan
 from opt_stack.registry import Registry
 from opt_stack.torch_rule import torch_rule
 
+describe = describe_optimizer
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Registry",
     "RuleEntry",
     "StepResult",
+    "describe",
     "describe_optimizer",
     "get_megatron_optimizer",
     "get_optimizer",

@@ -1,4 +1,4 @@
-"""Megatron-Core's names: code written for its optimizer stack changes the module it imports from, and nothing else.
+"""Megatron-Core's documented names: code written for them changes the module it imports from.
 
     from opt_stack.megatron import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 
@@ -29,12 +29,14 @@ from opt_checkpoint.mapping import (
 from opt_config import (
     AdamOptimizerConfig,
     ConfigError,
+    DistributedDataParallelConfig,
     OptimizerConfig,
     ParamKey,
     ParamPredicate,
     ParamWithNamePredicate,
     SGDOptimizerConfig,
 )
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, roles_of
 from opt_paramgroups import (
     GroupsAndBuffers,
@@ -67,6 +69,8 @@ from opt_stack.wrapped import wrapped_buffers
 __all__ = [
     "KEEP_VARS_HINT",
     "AdamOptimizerConfig",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
     "LocalNonpersistentObject",
     "MegatronOptimizer",
     "OptimizerConfig",

@@ -6,15 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.local_state import (
+    check_form,
+    match_groups,
+    match_state,
+    packed_groups,
+    saved_scaler,
+    set_group_,
+)
 from opt_stack.plan import Plan
 from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
-_HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
 
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -103,6 +111,11 @@ class Optimizer(torch.optim.Optimizer):
     # --- what it holds ----------------------------------------------------------------------------------------------
 
     @property
+    def config(self) -> OptimizerConfig:
+        """What it was built from."""
+        return self.plan.config
+
+    @property
     def is_stub_optimizer(self) -> bool:
         """Whether this rank's part of the model has no trainable parameter."""
         return not self._ids
@@ -150,41 +163,64 @@ class Optimizer(torch.optim.Optimizer):
 
         Holds this rank's pieces: it loads on the same layout only. Live tensors, as torch's own.
         """
-        return {
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict: dict[str, Any] = {
             "version": VERSION,
             "state": {i: read_state(self._held[id].piece) for i, id in enumerate(self._ids) if id in self._held},
-            "param_groups": self._packed_groups(),
+            "param_groups": packed_groups(self.param_groups),
             "grad_scaler": self.stepper.scaler.state_dict(),
             "layout": self._layout_id,
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _replaced(after(self, state_dict), state_dict)
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
 
         Takes what `state_dict` gave, what torch's own optimizers give, or what `opt_checkpoint.load` made of
-        `sharded_state_dict`.
+        `sharded_state_dict`. In torch's own, a parameter without state is one that was never stepped.
 
         Raises:
-            ValueError: other parameters or groups, another layout, state of another rule or shape.
+            ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
+                another rule or shape; hyper-parameters that are no numbers.
         """
-        if "groups" in state_dict:
-            if self._described is None:
-                raise ValueError(
-                    "a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first"
-                )
-            load_sharded_(state_dict, self._described, self.param_groups, self._held, self.stepper.scaler)
-            return
-        saved_groups = self._match_groups(state_dict)
-        by_id = self._match_state(state_dict, saved_groups)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _replaced(before(self, dict(state_dict)), state_dict)
+        if isinstance(state_dict, Mapping) and "groups" in state_dict:
+            self._load_sharded(state_dict)
+        else:
+            self._load_local(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _load_sharded(self, state_dict: Mapping[str, Any]) -> None:
+        if self._described is None:
+            raise ValueError(
+                "a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first"
+            )
+        load_sharded_(state_dict, self._described, self.param_groups, self._held, self.stepper.scaler)
+
+    def _load_local(self, state_dict: Mapping[str, Any]) -> None:
+        check_form(state_dict, version=VERSION, layout_id=self._layout_id)
+        saved_groups = match_groups(state_dict, self.param_groups)
+        by_id = match_state(state_dict, self.param_groups, saved_groups)
         for id, (_, piece, _) in self._held.items():
             check_state(piece, by_id.get(id, {}))
+        scaler = saved_scaler(state_dict, self.stepper.scaler)
         for id, (unit, piece, _) in self._held.items():
-            fresh = unit.rule.init_state(piece.main.value())
-            load_state_(piece, by_id.get(id, {}), fresh=fresh)
+            load_state_(piece, by_id.get(id, {}), fresh=unit.rule.init_state(piece.main.value()))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            _set_group(group, saved)
-        if state_dict.get("grad_scaler"):
-            self.stepper.scaler.load_state_dict(state_dict["grad_scaler"])
+            set_group_(group, saved)
+        if scaler:
+            self.stepper.scaler.load_state_dict(scaler)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an Optimizer holds process groups and memory shared with its model, so it is not copied or pickled; build "
+            "another with get_optimizer and load this one's state_dict"
+        )
 
     def sharded_state_dict(
         self,
@@ -208,54 +244,6 @@ class Optimizer(torch.optim.Optimizer):
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 
-    def _packed_groups(self) -> list[dict[str, Any]]:
-        packed, start = [], 0
-        for group in self.param_groups:
-            names = [_name(id) for id in group["param_ids"]]
-            kept = {key: value for key, value in group.items() if key not in _HELD}
-            packed.append({**kept, "params": list(range(start, start + len(names))), "param_names": names})
-            start += len(names)
-        return packed
-
-    def _match_groups(self, state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The saved group of each of ours: by name where saved groups have names, else by position."""
-        saved = list(state_dict["param_groups"])
-        layout = state_dict.get("layout", self._layout_id)
-        if layout != self._layout_id:
-            raise ValueError(
-                f"state_dict was saved on layout {layout}, this optimizer has {self._layout_id}; "
-                "sharded_state_dict loads on any layout"
-            )
-        if len(saved) != len(self.param_groups):
-            raise ValueError(f"state_dict has {len(saved)} parameter groups, this optimizer {len(self.param_groups)}")
-        if all("name" in group for group in saved):
-            by_name = {group["name"]: group for group in saved}
-            missing = [group["name"] for group in self.param_groups if group["name"] not in by_name]
-            if missing:
-                raise ValueError(f"state_dict has no group {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
-            saved = [by_name[group["name"]] for group in self.param_groups]
-        for ours, theirs in zip(self.param_groups, saved, strict=True):
-            if len(ours["params"]) != len(theirs["params"]):
-                raise ValueError(
-                    f"group {ours['name']!r} has {len(ours['params'])} parameters, "
-                    f"the saved one {len(theirs['params'])}"
-                )
-        return saved
-
-    def _match_state(
-        self, state_dict: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]]
-    ) -> dict[ParamId, Mapping[str, Any]]:
-        """Saved state by parameter: by name inside a group where names were saved, else by position."""
-        found: dict[ParamId, Mapping[str, Any]] = {}
-        for ours, theirs in zip(self.param_groups, saved_groups, strict=True):
-            names = [_name(id) for id in ours["param_ids"]]
-            index = dict(zip(theirs.get("param_names", names), theirs["params"], strict=True))
-            for id, name in zip(ours["param_ids"], names, strict=True):
-                if name not in index:
-                    raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
-                found[id] = state_dict["state"].get(index[name], {})
-        return found
-
     def _device(self) -> torch.device:
         return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
 
@@ -269,25 +257,14 @@ class Optimizer(torch.optim.Optimizer):
 MegatronOptimizer = Optimizer  # the reference's name
 
 
-def _name(id: ParamId) -> str:
-    """A parameter's name in a state dict; the first chunk's are the module's own."""
-    return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
+def _replaced(found: Any, state_dict: Any) -> Any:
+    """What a hook gave back in place of the state dict, if anything."""
+    return state_dict if found is None else found
 
 
 def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The hyper-parameters that every group has, as the first has them: torch's OneCycleLR looks for betas there."""
     return {key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)}
-
-
-def _set_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Takes over a saved group's hyper-parameters; a tensor is written in place, so that who holds it sees it."""
-    for key, value in saved.items():
-        if key in _HELD:
-            continue
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(float(value))
-        else:
-            group[key] = value
 
 
 def _find(state_dict: Mapping[str, Any], id: ParamId) -> Tensor:

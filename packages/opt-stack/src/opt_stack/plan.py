@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from opt_config import OptimizerConfig
+from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
 from opt_distributed.layout import Layout, ParamShape
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Rule, StateKind, StateSpec
@@ -167,10 +167,20 @@ def _total_lines(plan: Plan) -> Iterator[str]:
     yield f"state beside parameters and gradients: {shown} bytes on {on}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
-    yield f"clip: {clip}; loss scale: {config.loss_scaling}"
+    yield f"clip: {clip}; loss scale: {_scale_in_words(config.loss_scaling)}"
 
 
 def short(dtype: torch.dtype) -> str:
     """`fp32`, `bf16`, ... as people say it; other dtypes under torch's name."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _scale_in_words(choice: LossScaling) -> str:
+    match choice:
+        case NoScale():
+            return "none"
+        case ConstantScale(scale=scale):
+            return f"constant {scale:g}"
+        case DynamicScale():
+            return f"dynamic from {choice.initial:g}"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
 from opt_distributed.comm.collectives import Comm, agree
-from opt_paramgroups import ParamId
+from opt_stack.local_state import param_name
 from opt_stack.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
 
 CONFIG_FILE = "optimizer_config.json"
@@ -58,7 +58,7 @@ def _unit_record(plan: Plan, unit: UnitPlan) -> dict[str, Any]:
         "numbers": {short(dtype): numbers.name.lower() for dtype, numbers in unit.numbers.items()},
         "state": {spec.name: short(spec.dtype) for spec in unit.rule.state_specs},
         "state_bytes_of_rank_0": unit_bytes(plan, unit, rank=0),
-        "params": sorted(map(param_key, unit.ids)),
+        "params": sorted(map(param_name, unit.ids)),
     }
 
 
@@ -86,7 +86,7 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
 
     Raises OSError, or ValueError on the other ranks, where nothing can be written.
     """
-    mine = {param_key(id): index for index, group in enumerate(groups) for id in group["param_ids"]}
+    mine = {param_name(id): index for index, group in enumerate(groups) for id in group["param_ids"]}
     index_of = merged(everyone.gather_objects(mine))
 
     def write() -> None:
@@ -118,11 +118,6 @@ def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
         for name, index in of_rank.items():
             found[name if len(groups_of[name]) == 1 else f"rank {rank}: {name}"] = index
     return found
-
-
-def param_key(id: ParamId) -> str:
-    """A parameter's name in files; the first chunk's are the module's own."""
-    return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

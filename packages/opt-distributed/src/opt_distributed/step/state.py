@@ -37,6 +37,12 @@ def check_state(piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
             f"state of {piece.id.name!r} lacks {', '.join(missing)} (it has {', '.join(saved)}): "
             "it was saved by another rule, or in other numbers"
         )
+    unknown = [name for name in saved if name not in piece.state and name not in (STEP, MAIN)]
+    if unknown:
+        raise StateError(
+            f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep "
+            f"({', '.join(piece.state) or 'nothing'}): it was saved by another rule"
+        )
     for name, tensor in piece.state.items():
         if name in saved and tuple(saved[name].shape) != tuple(tensor.shape):
             raise StateError(

@@ -1,0 +1,125 @@
+"""A state dict in torch's form, held against the optimizer it is for. Only `set_group_` changes anything: its group."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from opt_distributed.step.scaler import Scaler
+from opt_paramgroups import ParamId
+
+logger = logging.getLogger("opt_stack")
+
+Group = Mapping[str, Any]
+HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
+NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # what must be a number where a saved group has it
+
+
+def param_name(id: ParamId) -> str:
+    """A parameter's name in a state dict; the first chunk's are the module's own."""
+    return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
+
+
+def packed_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Groups as torch saves them: `params` are indices over all groups, `param_names` the names at these."""
+    packed, start = [], 0
+    for group in groups:
+        names = [param_name(id) for id in group["param_ids"]]
+        kept = {key: value for key, value in group.items() if key not in HELD}
+        packed.append({**kept, "params": list(range(start, start + len(names))), "param_names": names})
+        start += len(names)
+    return packed
+
+
+def check_form(state_dict: Any, *, version: int, layout_id: str) -> None:
+    """Raises ValueError for what is no state dict, is of a newer version, or was saved on another layout."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        found = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        raise ValueError(f"state_dict needs 'state' and 'param_groups'; this has {found or 'nothing'}")
+    saved_version = state_dict.get("version", version)
+    if saved_version != version:
+        raise ValueError(f"state_dict has version {saved_version!r}; this release reads version {version}")
+    layout = state_dict.get("layout", layout_id)
+    if layout != layout_id:
+        raise ValueError(
+            f"state_dict was saved on layout {layout}, this optimizer has {layout_id}; sharded_state_dict loads on any"
+        )
+
+
+def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
+    """The saved group of each of `groups`: by name where saved groups have names, else by position.
+
+    Raises ValueError for other groups, or hyper-parameters that are no numbers.
+    """
+    saved = list(state_dict["param_groups"])
+    if len(saved) != len(groups):
+        raise ValueError(f"state_dict has {len(saved)} parameter groups, this optimizer {len(groups)}")
+    if all("name" in group for group in saved):
+        by_name = {group["name"]: group for group in saved}
+        missing = [group["name"] for group in groups if group["name"] not in by_name]
+        if missing:
+            raise ValueError(f"state_dict has no group {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
+        saved = [by_name[group["name"]] for group in groups]
+    for ours, theirs in zip(groups, saved, strict=True):
+        _check_group(ours, theirs)
+    return saved
+
+
+def _check_group(ours: Group, theirs: Group) -> None:
+    if len(ours["params"]) != len(theirs["params"]):
+        raise ValueError(
+            f"group {ours['name']!r} has {len(ours['params'])} parameters, the saved one {len(theirs['params'])}"
+        )
+    for key in NUMBERS:
+        value = theirs.get(key)
+        if value is not None and not isinstance(value, Real | Tensor):
+            raise ValueError(f"{key}={value!r} of the saved group for {ours['name']!r}: must be a number or a tensor")
+
+
+def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequence[Group]) -> dict[ParamId, Group]:
+    """Saved state by parameter: by name inside a group where names were saved, else by position.
+
+    Raises ValueError for a parameter that is not in its saved group, and, in a state dict of ours that has any state,
+    for one without.
+    """
+    complete = "version" in state_dict and bool(state_dict["state"])
+    found: dict[ParamId, Group] = {}
+    for ours, theirs in zip(groups, saved_groups, strict=True):
+        names = [param_name(id) for id in ours["param_ids"]]
+        index = dict(zip(theirs.get("param_names", names), theirs["params"], strict=True))
+        for id, name in zip(ours["param_ids"], names, strict=True):
+            if name not in index:
+                raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
+            if index[name] in state_dict["state"]:
+                found[id] = state_dict["state"][index[name]]
+            elif complete and state_dict.get("layout") == "replicated":
+                raise ValueError(f"state_dict has no state of {name!r}, though of others; it is damaged")
+    return found
+
+
+def saved_scaler(state_dict: Group, scaler: Scaler) -> dict[str, Any]:
+    """The saved loss scale, tried on a copy of `scaler`. Raises ValueError where it cannot be loaded."""
+    saved = dict(state_dict.get("grad_scaler") or {})
+    if saved and not scaler.state_dict():
+        logger.info("the saved loss scale is not used: this optimizer's does not change")
+        return {}
+    try:
+        if saved:
+            copy.copy(scaler).load_state_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"grad_scaler={saved!r} of the state_dict cannot be loaded: {error!r}") from None
+    return saved
+
+
+def set_group_(group: dict[str, Any], saved: Group) -> None:
+    """Takes over a saved group's hyper-parameters; a tensor is written in place, so that who holds it sees it."""
+    for key, value in saved.items():
+        if key in HELD:
+            continue
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(float(value))
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,109 @@
+"""A state dict that does not fit is refused whole, before anything has changed."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_stack import Optimizer, describe, get_optimizer
+
+FP16 = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=8.0)
+
+
+def stepped(config: OptimizerConfig = FP16) -> Optimizer:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(config.precision.params)
+    optimizer = get_optimizer(config, [model])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return optimizer
+
+
+def tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [value.clone() for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+def edited(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """A state dict that would change every number, but for what `edit` broke."""
+    state_dict = copy.deepcopy(stepped().state_dict())
+    for state in state_dict["state"].values():
+        for name in ("exp_avg", "exp_avg_sq", "fp32_param"):
+            state[name].add_(1.0)
+    edit(state_dict)
+    return state_dict
+
+
+BROKEN = {
+    "a scaler without its counts": (lambda d: d.update(grad_scaler={"scale": 2.0}), "grad_scaler="),
+    "a learning rate that is a word": (lambda d: d["param_groups"][0].update(lr="abc"), "lr='abc'"),
+    "a version to come": (lambda d: d.update(version=99), "version 99"),
+    "a parameter without state": (lambda d: d["state"].pop(0), "no state of"),
+    "state that nobody keeps": (lambda d: d["state"][0].update(junk=torch.ones(1)), "has junk"),
+    "no state at all": (lambda d: d.pop("state"), "needs 'state' and 'param_groups'"),
+    "another layout": (lambda d: d.update(layout="rank 0 of another"), "sharded_state_dict loads on any"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_state_dict_is_refused_and_changes_nothing(case: str) -> None:
+    edit, told = BROKEN[case]
+    optimizer = stepped()
+    before, scale = tensors(optimizer), optimizer.get_loss_scale().item()
+    with pytest.raises(ValueError, match=told):
+        optimizer.load_state_dict(edited(edit))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(optimizer), strict=True))
+    assert optimizer.get_loss_scale().item() == scale
+
+
+def test_what_is_not_broken_loads() -> None:
+    optimizer = stepped()
+    optimizer.load_state_dict(edited(lambda state_dict: None))
+    assert not torch.equal(tensors(optimizer)[1], tensors(stepped())[1])
+
+
+def test_a_loaded_tensor_is_the_optimizers_own() -> None:
+    saved = stepped().state_dict()
+    saved["param_groups"][0]["lr"] = torch.tensor(0.3)
+    optimizer = stepped()
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    assert saved["param_groups"][0]["lr"].item() == pytest.approx(0.3)
+
+
+def test_torchs_hooks_run() -> None:
+    optimizer, seen = stepped(), []
+    optimizer.register_state_dict_pre_hook(lambda opt: seen.append("save"))
+    optimizer.register_state_dict_post_hook(lambda opt, state_dict: {**state_dict, "note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state_dict: seen.append("load"))
+    optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("loaded"))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert (saved["note"], seen) == (1, ["save", "load", "loaded"])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_is_not_copied_or_pickled_by_halves(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="load this one's state_dict"):
+        copied(stepped())
+
+
+def test_a_field_that_does_not_exist_is_a_configuration_error_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"clipgrad=1: is no field\. Did you mean clip_grad\?"):
+        OptimizerConfig(lr=1e-3, clipgrad=1)  # type: ignore[call-arg]
+
+
+def test_overrides_that_are_no_mapping_are_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="must map ParamKeys"):
+        get_optimizer(FP16, [nn.Linear(2, 2).half()], [1])  # type: ignore[arg-type]
+
+
+def test_an_optimizer_says_what_it_was_built_from_and_is() -> None:
+    optimizer = stepped()
+    assert optimizer.config is optimizer.plan.config
+    assert describe("adam").startswith("adam: Adam")
