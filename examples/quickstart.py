@@ -1,8 +1,8 @@
 """The main job, told in runs: one that stops half-way, one that resumes it, one that was never interrupted.
 
-The resumed run must go on with the uninterrupted run's losses, to the last digit; resumed on one and on three ranks, it must
-come as near as bf16 and another order of summation allow. And the model must beat a bigram on held-out text. Writes
-loss.png and schedule.png beside the logs.
+The resumed run must go on with the uninterrupted run's losses, to the last digit; resumed on one and on three ranks, it
+must come as near as bf16 and another order of summation allow. And the model must beat a bigram on held-out text.
+Writes loss.png and schedule.png beside the logs.
 """
 
 import argparse
