@@ -1,28 +1,12 @@
 """A run saved on two ranks goes on alike: on two bit for bit, on four and on one as near as summation order allows."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from worlds import Job, Tiny, joined_batch, make_model, my_batch, run_jobs
-
-from opt_checkpoint import load, save, sharded_model
-from opt_config import OptimizerConfig
-from opt_stack import Optimizer, get_optimizer
-
-BEFORE, AFTER = 4, 8  # steps until the save, and in all
-
-
-class Case(NamedTuple):
-    """What the saving and the loading run are; they differ in layout or numbers where the names say so."""
-
-    saved: dict[str, Any]
-    loaded: dict[str, Any]
-    dtype: torch.dtype = torch.float32
-    near: float = 1e-4  # of losses on another number of ranks: fp32 summation order, grown by a few steps of Adam
-
+from resuming import AFTER, BEFORE, Case, begin, resume, run_and_save, train
+from worlds import Job, run_jobs
 
 ZERO = {"use_distributed_optimizer": True}
 WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
@@ -35,43 +19,6 @@ CASES = {
     "remainders to copies, narrow moments to wide": Case(ZERO | BF16 | NARROW, ZERO | BF16, torch.bfloat16, near=0.02),
     "layer-wise to replicated muon": Case(WHOLE, {**WHOLE, "use_layer_wise_distributed_optimizer": False}),
 }
-
-
-def begin(options: dict[str, Any], dtype: torch.dtype) -> tuple[Tiny, Optimizer]:
-    model = make_model(dtype)
-    for module in (model.embedding, model.head):
-        module.weight.is_embedding_or_output_parameter = True
-    return model, get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.3, **options), [model])
-
-
-def state_of(model: Tiny, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(model)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
-def train(model: Tiny, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of the joined batch, so that they compare between numbers of ranks."""
-    losses = []
-    for step in steps:
-        model(my_batch(step) if dist.is_initialized() else joined_batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(model(joined_batch(step)).item())
-    return losses
-
-
-def run_and_save(case: Case, path: str) -> list[float]:
-    model, optimizer = begin(case.saved, case.dtype)
-    train(model, optimizer, range(BEFORE))
-    save(state_of(model, optimizer), path)
-    return train(model, optimizer, range(BEFORE, AFTER))
-
-
-def resume(options: dict[str, Any], dtype: torch.dtype, path: str) -> list[float]:
-    model, optimizer = begin(options, dtype)
-    loaded = load(state_of(model, optimizer), path, dtype="cast").state
-    optimizer.load_state_dict(loaded["optimizer"])
-    return train(model, optimizer, range(BEFORE, AFTER))
 
 
 class Losses(NamedTuple):
