@@ -131,7 +131,9 @@ def main(scenario: str, rank: int, size: int, port: int) -> None:
         timeout=timedelta(seconds=timeout),
     )
     SCENARIOS[scenario]()
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # all is told; gloo's threads may abort a process that takes its time to end
 
 
 if __name__ == "__main__":
