@@ -80,6 +80,7 @@ def main() -> None:
     if rank == 0:
         (args.dir / f"{args.name}.json").write_text(json.dumps(found))
         print(f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after")
+    dist.barrier()  # nobody leaves while another rank may still be talking to it
     dist.destroy_process_group()
 
 
