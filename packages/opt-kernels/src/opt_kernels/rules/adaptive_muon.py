@@ -8,9 +8,10 @@ from torch import Tensor
 
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Work
-from opt_kernels.rules.matrices import Task, matrix_dim, read_state, stacks, write_state_
-from opt_kernels.rules.muon import Muon, descend_, directions, scale_
+from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
+from opt_kernels.rules.matrices import matrix_dim, read_state, update_in_phases_, write_state_
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import TpMode
 
 SECOND_MOMENT = "moment2_buffer"
 
@@ -57,35 +58,49 @@ class AdaptiveMuon:
     def state_specs(self) -> tuple[StateSpec, ...]:
         if self.second_moment is SecondMoment.ADAMUON:
             return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT))
-        return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,)))
+        return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,), whole=True))
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         shape = main.shape if self.second_moment is SecondMoment.ADAMUON else main.shape[:-1]
         second = torch.zeros(shape, dtype=torch.float32, device=main.device)
         return self.muon.init_state(main) | {SECOND_MOMENT: second}
 
+    @property
+    def tp_mode(self) -> TpMode:
+        """Muon's."""
+        return self.muon.tp_mode
+
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        for tasks in stacks(batches):
-            updates = directions(self.muon, tasks, grad_scale, skip)
-            for update, task in zip(updates, tasks):
-                self._adapt_(task, update, skip)
-            scale_(self.muon, tasks[0].work, updates)
-            for update, task in zip(updates, tasks):
-                descend_(self.muon, task, update, skip)
+        update_in_phases_(self, batches, grad_scale=grad_scale, skip=skip)
 
-    def _adapt_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Divides `update` (*shape), O, by its history, and updates the history."""
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Muon's."""
+        self.muon.prepare_(task, grad, skip)
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+        """O; by row, divided by its history, and with its norm."""
+        updates = self.muon.transform_(tasks, inputs, skip)
+        if self.second_moment is SecondMoment.NORMUON:
+            for update, task in zip(updates, tasks):
+                second = self._seen(task, _row_mean(task.work, update), skip)
+                _divide_rows_(task.work, update, second, task.hyper)
+        return updates
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """By element, divides O by its history; then Muon's."""
+        if self.second_moment is SecondMoment.ADAMUON:
+            second = self._seen(task, update.square(), skip)
+            update.div_(second.sqrt_().add_(task.hyper.eps))
+        self.muon.apply_(task, update, skip)
+
+    def _seen(self, task: Task, squares: Tensor, skip: Tensor | None) -> Tensor:
+        """v, with `squares` in it."""
         hyper, work = task
-        by_element = self.second_moment is SecondMoment.ADAMUON
-        squares = update.square() if by_element else _row_mean(work, update)
         second = read_state(work, SECOND_MOMENT, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
         write_state_(work, SECOND_MOMENT, Plain(), second, skip)
-        if by_element:
-            update.div_(second.sqrt_().add_(hyper.eps))
-        else:
-            _divide_rows_(work, update, second, hyper)
+        return second
 
 
 def _row_mean(work: Work, update: Tensor) -> Tensor:

@@ -4,16 +4,17 @@ A rule is structure. What varies from step to step and group to group comes in a
 The caller owns all memory: a rule writes `main`, `out`, `remainder` and `state`, never `grad`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from opt_kernels.codecs import StateCodec  # which declares its scales with the types of this module
+    from opt_kernels.rules.orthogonalization import TpMode  # likewise
 
 
 class Needs(Enum):
@@ -42,6 +43,7 @@ class StateSpec:
     dtype: torch.dtype = torch.float32
     dims: tuple[int, ...] = ()  # REDUCED: the dims removed; MATRIX: the one dim
     block: int = 0  # BLOCK_SCALES: elements per scale
+    whole: bool = False  # of a whole matrix, though ranks store parts of it: it is where `MatrixRule.transform_` is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,14 @@ class TensorParallel:
     all_gather: Callable[[Tensor, int], Tensor]  # concatenate over the group along a dim
 
 
+class MatrixPart(NamedTuple):
+    """Which part of a larger matrix a work is, where that is known and may be any run of its rows and columns."""
+
+    whole: Hashable  # the matrix, in any naming the caller keeps
+    whole_shape: tuple[int, ...]
+    first_row: int  # of the part, in the matrix
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixSpec:
     """What a matrix rule must know of a matrix beside its shape."""
@@ -73,6 +83,7 @@ class MatrixSpec:
     split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
     partition_dim: int | None = None  # the dim that tensor parallelism cuts; None: the whole matrix is here
     tensor_parallel: TensorParallel | None = None
+    part: MatrixPart | None = None  # None: the whole is here, or as equal parts as `tensor_parallel` has ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +110,13 @@ class Batch(NamedTuple):
 
     hyper: Hyper
     works: Sequence[Work]
+
+
+class Task(NamedTuple):
+    """A work with the hyper-parameters of its batch."""
+
+    hyper: Hyper
+    work: Work
 
 
 class Rule(Protocol):
@@ -132,4 +150,33 @@ class Rule(Protocol):
         skip: Tensor | None = None,  # 0-d; where it is not zero, nothing at all is written
     ) -> None:
         """Writes `main`, `out`, `remainder` and `state` of every work; reads `grad`."""
+        ...
+
+
+@runtime_checkable
+class MatrixRule(Rule, Protocol):
+    """A matrix rule in three phases, of which one looks at whole matrices: parts may be brought together for it alone.
+
+    `update_` is the three in a row. Elsewhere the first and the last run on the parts that a rank stores, and the
+    second where the whole is: on works without a main, whose state is what `state_specs` declare as `whole`.
+    """
+
+    @property
+    def tp_mode(self) -> "TpMode | None":
+        """How it wants matrices that tensor parallelism cuts; None: whole, whoever brings them together."""
+        ...
+
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Makes of `grad` (*shape), scaled and in the compute dtype, what is to be transformed; element by element."""
+        ...
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+        """The directions (len(tasks), *shape) of matrices of one layout and batch, from what `prepare_` made of them.
+
+        Writes the state of the tasks, where it is declared as `whole`.
+        """
+        ...
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Moves `main` along `update` (*shape), which it may write over; element by element."""
         ...

@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.remainder import reference as remainder
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Work
+from opt_kernels.rules.base import Batch, MatrixRule, MatrixSpec, Task, Work
 
 # Elements of a stack: enough that small matrices share their calls. On a CPU no more than stays in the cache, where a
 # matrix of 512 x 2048 is faster alone than in company.
@@ -20,13 +20,6 @@ class MatrixError(ValueError):
     """A work is not something a matrix rule can move."""
 
 
-class Task(NamedTuple):
-    """A work with the hyper-parameters of its batch."""
-
-    hyper: Hyper
-    work: Work
-
-
 class Layout(NamedTuple):
     """What must agree for works to be stacked. Tensor-parallel groups are told apart by identity."""
 
@@ -34,6 +27,18 @@ class Layout(NamedTuple):
     dtype: torch.dtype  # of the computation
     device: torch.device
     spec: MatrixSpec
+
+
+def update_in_phases_(
+    rule: MatrixRule, batches: Sequence[Batch], *, grad_scale: float | Tensor, skip: Tensor | None
+) -> None:
+    """`Rule.update_` of a rule of three phases, where every work is all that the second one has to see."""
+    for tasks in stacks(batches):
+        inputs = scaled_grads(tasks, grad_scale)
+        for grad, task in zip(inputs, tasks):
+            rule.prepare_(task, grad, skip)
+        for update, task in zip(rule.transform_(tasks, inputs, skip), tasks):
+            rule.apply_(task, update, skip)
 
 
 def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
@@ -84,6 +89,17 @@ def matrix_dim(work: Work) -> int | None:
         return None
     dim = spec.partition_dim - work.grad.dim()
     return dim if dim >= -2 else None  # the batch dim of a stack: whole matrices are dealt to ranks
+
+
+def whole_size(work: Work) -> tuple[int, int]:
+    """Rows and columns of the matrix that the work is all of, or a part of."""
+    spec = work.matrix
+    if spec.part is not None:
+        return spec.part.whole_shape[-2], spec.part.whole_shape[-1]
+    rows, cols = work.grad.shape[-2:]
+    ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
+    cut = matrix_dim(work)
+    return rows * (ranks if cut == -2 else 1), cols * (ranks if cut == -1 else 1)
 
 
 def split(stack: Tensor, rows: tuple[int, ...]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -9,16 +10,15 @@ from torch import Tensor
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
 from opt_kernels.dispatch import parse_backend
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
-from opt_kernels.rules.base import Batch, Needs, StateSpec, Work
+from opt_kernels.rules.base import Batch, Needs, StateSpec, Task, Work
 from opt_kernels.rules.matrices import (
-    Task,
     join,
     matrix_dim,
     read_main,
     read_state,
-    scaled_grads,
     split,
-    stacks,
+    update_in_phases_,
+    whole_size,
     write_main_,
     write_state_,
 )
@@ -93,60 +93,57 @@ class Muon:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        for tasks in stacks(batches):
-            updates = directions(self, tasks, grad_scale, skip)
-            scale_(self, tasks[0].work, updates)
-            for update, task in zip(updates, tasks):
-                descend_(self, task, update, skip)
+        update_in_phases_(self, batches, grad_scale=grad_scale, skip=skip)
+
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """The momentum, and from it u."""
+        hyper, work = task
+        if not self.decoupled:
+            grad.add_(read_main(work) * hyper.weight_decay)
+        codec, stored = self.codecs[MOMENTUM], work.state[MOMENTUM]
+        in_place = skip is None and stored.dtype is grad.dtype
+        momentum = stored if in_place else read_state(work, MOMENTUM, codec)
+        momentum.lerp_(grad, 1.0 - hyper.momentum)
+        if not in_place:
+            write_state_(work, MOMENTUM, codec, momentum, skip)
+        if self.nesterov:
+            grad.lerp_(momentum, hyper.momentum)
+        else:
+            grad.copy_(momentum)
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+        """O, not scaled."""
+        work = tasks[0].work
+        rows = work.matrix.split_rows
+        parts = [
+            self.orthogonalization(part, cut_dim=matrix_dim(work), tensor_parallel=work.matrix.tensor_parallel)
+            for part in split(inputs, rows)
+        ]
+        return join(parts, rows).reshape(inputs.shape)
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Scales the direction, and goes along it."""
+        scale_(self, task.work, update)
+        descend_(self, task, update, skip)
 
 
-def directions(rule: Muon, tasks: Sequence[Task], grad_scale: float | Tensor, skip: Tensor | None) -> Tensor:
-    """The orthogonalised momenta of works of one layout, not scaled: a new (len(tasks), *shape). Updates momenta."""
-    momenta = scaled_grads(tasks, grad_scale)
-    for momentum, task in zip(momenta, tasks):
-        accumulate_(rule, task, momentum, skip)
-    work = tasks[0].work
-    rows = work.matrix.split_rows
-    parts = [
-        rule.orthogonalization(part, cut_dim=matrix_dim(work), tensor_parallel=work.matrix.tensor_parallel)
-        for part in split(momenta, rows)
+def scale_(rule: Muon, work: Work, update: Tensor) -> None:
+    """Multiplies `update` (*shape) by s e: the rows of each of its split parts by its own s, that of the whole part."""
+    rows, cols = whole_size(work)
+    sizes = work.matrix.split_rows or (rows,)
+    factors = [
+        scale_factor(rule.scale_mode, rows=size * (rows // sum(sizes)), cols=cols) * rule.extra_scale_factor
+        for size in sizes
     ]
-    return join(parts, rows).reshape(momenta.shape)
-
-
-def accumulate_(
-    rule: Muon,
-    task: Task,
-    grad: Tensor,  # (*shape) scaled, in the compute dtype; becomes u, what is to be orthogonalised
-    skip: Tensor | None,
-) -> None:
-    """Updates the momentum buffer, and writes over `grad`."""
-    hyper, work = task
-    if not rule.decoupled:
-        grad.add_(read_main(work) * hyper.weight_decay)
-    codec, stored = rule.codecs[MOMENTUM], work.state[MOMENTUM]
-    in_place = skip is None and stored.dtype is grad.dtype
-    momentum = stored if in_place else read_state(work, MOMENTUM, codec)
-    momentum.lerp_(grad, 1.0 - hyper.momentum)
-    if not in_place:
-        write_state_(work, MOMENTUM, codec, momentum, skip)
-    if rule.nesterov:
-        grad.lerp_(momentum, hyper.momentum)
-    else:
-        grad.copy_(momentum)
-
-
-def scale_(rule: Muon, work: Work, updates: Tensor) -> None:
-    """Multiplies `updates` (..., rows, cols), of works like `work`, by s e: each of its split parts by its own s."""
-    rows, cols = updates.shape[-2:]
-    cut_dim, group = matrix_dim(work), work.matrix.tensor_parallel
-    ranks = 1 if group is None else group.size
-    split_rows = work.matrix.split_rows or (rows,)
-    grouped = updates.view(*updates.shape[:-2], -1, sum(split_rows), cols)
-    for part, part_rows in zip(torch.split(grouped, list(split_rows), dim=-2), split_rows):
-        whole_rows = part_rows * grouped.shape[-3] * (ranks if cut_dim == -2 else 1)
-        whole_cols = cols * (ranks if cut_dim == -1 else 1)
-        part.mul_(scale_factor(rule.scale_mode, rows=whole_rows, cols=whole_cols) * rule.extra_scale_factor)
+    if len(sizes) == 1:
+        update.mul_(factors[0])
+        return
+    first = 0 if work.matrix.part is None else work.matrix.part.first_row
+    of_group = torch.arange(first, first + update.shape[-2], device=update.device).remainder_(sum(sizes))
+    scales = torch.full_like(of_group, factors[-1], dtype=update.dtype)
+    for factor, end in reversed(list(zip(factors[:-1], accumulate(sizes)))):
+        scales.masked_fill_(of_group < end, factor)
+    update.mul_(scales.unsqueeze(-1))
 
 
 def descend_(rule: Muon, task: Task, update: Tensor, skip: Tensor | None) -> None:

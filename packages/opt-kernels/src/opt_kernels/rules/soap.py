@@ -13,8 +13,8 @@ from opt_kernels.dispatch import parse_backend, version
 from opt_kernels.ops.elements import skipped
 from opt_kernels.ops.orthogonal_basis import reference
 from opt_kernels.ops.orthogonal_basis.reference import Eigenbasis
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec
-from opt_kernels.rules.matrices import MatrixError, Task, matrix_dim, read_main, scaled_grads, stacks, write_main_
+from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
+from opt_kernels.rules.matrices import MatrixError, matrix_dim, read_main, update_in_phases_, write_main_
 
 
 class Orthonormalization(Choice):
@@ -81,16 +81,16 @@ class SOAP:
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         specs = [
-            StateSpec(name="exp_avg"),  # in the basis
-            StateSpec(name="exp_avg_sq"),  # in the basis
-            StateSpec(name="L", kind=StateKind.MATRIX, dims=(-2,)),
-            StateSpec(name="R", kind=StateKind.MATRIX, dims=(-1,)),
-            StateSpec(name="Q_L", kind=StateKind.MATRIX, dims=(-2,)),
-            StateSpec(name="Q_R", kind=StateKind.MATRIX, dims=(-1,)),
+            StateSpec(name="exp_avg", whole=True),  # in the basis
+            StateSpec(name="exp_avg_sq", whole=True),  # in the basis
+            StateSpec(name="L", kind=StateKind.MATRIX, dims=(-2,), whole=True),
+            StateSpec(name="R", kind=StateKind.MATRIX, dims=(-1,), whole=True),
+            StateSpec(name="Q_L", kind=StateKind.MATRIX, dims=(-2,), whole=True),
+            StateSpec(name="Q_R", kind=StateKind.MATRIX, dims=(-1,), whole=True),
         ]
         if self.use_kl_shampoo:
-            specs.append(StateSpec(name="eigvals_L", kind=StateKind.REDUCED, dims=(-1,)))
-            specs.append(StateSpec(name="eigvals_R", kind=StateKind.REDUCED, dims=(-2,)))
+            specs.append(StateSpec(name="eigvals_L", kind=StateKind.REDUCED, dims=(-1,), whole=True))
+            specs.append(StateSpec(name="eigvals_R", kind=StateKind.REDUCED, dims=(-2,), whole=True))
         return tuple(specs)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
@@ -111,8 +111,40 @@ class SOAP:
         if skipped(skip):
             return
         for batch in batches:
-            for tasks in stacks([batch]):
-                _step_(self, tasks, grad_scale)
+            update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
+
+    @property
+    def tp_mode(self) -> None:
+        """It needs whole matrices."""
+        return None
+
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Nothing: gradients are transformed as they are."""
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+        """Q_L U Q_Rᵀ of gradients; zeros at the first step. Updates moments, factors and bases."""
+        _check_whole(tasks[0].work)
+        updates = torch.zeros_like(inputs)
+        if skipped(skip):
+            return updates
+        hyper = tasks[0].hyper
+        stack = _Stack(tasks, inputs.dtype)
+        step = int(hyper.step)
+        if step > 1:
+            left, right = stack.load("Q_L"), stack.load("Q_R")
+            updates = left @ _adam_(stack, left.mT @ inputs @ right, hyper) @ right.mT
+        _update_factors_(self, stack, inputs, hyper)
+        if (step - 1) % self.precondition_frequency == 0:
+            _turn_(self, stack, first=step == 1)
+        return updates
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """p <- p - lr wd p - lr update, but at the first step."""
+        hyper, work = task
+        if int(hyper.step) == 1 or skipped(skip):
+            return
+        main = read_main(work)
+        write_main_(work, main - hyper.lr * (hyper.weight_decay * main + update), None)
 
 
 class _Stack:
@@ -131,28 +163,14 @@ class _Stack:
             work.state[name].copy_(value)
 
 
-def _step_(rule: SOAP, tasks: Sequence[Task], grad_scale: float | Tensor) -> None:
-    """One step of works that share shape and hyper-parameters."""
-    hyper, first = tasks[0]
-    _check_shape(first.grad.shape)
-    group = first.matrix.tensor_parallel
-    if matrix_dim(first) is not None and group is not None and group.size > 1:
+def _check_whole(work: Work) -> None:
+    _check_shape(work.grad.shape)
+    group = work.matrix.tensor_parallel
+    if matrix_dim(work) is not None and group is not None and group.size > 1:
         raise MatrixError(
-            f"SOAP needs whole matrices, but dim {first.matrix.partition_dim} of this one is cut over {group.size} "
+            f"SOAP needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over {group.size} "
             "tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
         )
-    grads = scaled_grads(tasks, grad_scale)
-    stack = _Stack(tasks, grads.dtype)
-    step = int(hyper.step)
-    if step > 1:
-        left, right = stack.load("Q_L"), stack.load("Q_R")
-        updates = left @ _adam_(stack, left.mT @ grads @ right, hyper) @ right.mT
-        for update, (_, work) in zip(updates, tasks):
-            main = read_main(work)
-            write_main_(work, main - hyper.lr * (hyper.weight_decay * main + update), None)
-    _update_factors_(rule, stack, grads, hyper)
-    if (step - 1) % rule.precondition_frequency == 0:
-        _turn_(rule, stack, first=step == 1)
 
 
 def _check_shape(shape: torch.Size) -> None:
