@@ -39,6 +39,7 @@ class Scales(nn.Module):
         self.own = nn.Parameter(torch.ones(70, dtype=torch.float64))
         self.partial.sequence_parallel = True  # type: ignore[attr-defined]
         self.equal.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+        self.equal.sequence_parallel = True  # type: ignore[attr-defined]  # what is both is averaged
 
     def forward(self, value: float) -> Tensor:
         return value * (self.partial.sum() + self.equal.sum() + self.own.sum())
@@ -113,6 +114,111 @@ def test_stages_sum_the_gradients_of_the_tied_embedding(config: DistributedDataP
         assert numel == (128 if rank % 2 == 0 else 72) or config is CONFIGS["replicated"]
 
 
+class Everywhere(nn.Module):
+    """One chunk of a stage: what every chunk has, and positions, among parameters that differ from stage to stage."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))
+        self.conditions = nn.Linear(7, 11, dtype=torch.float64)
+        self.positions = nn.Parameter(torch.ones(33, 5, dtype=torch.float64))
+        self.after = nn.Parameter(torch.ones(sizes[1], dtype=torch.float64))
+        for param in self.conditions.parameters():
+            param.pipeline_parallel = True  # type: ignore[attr-defined]
+        self.positions.shared_position_embedding = True  # type: ignore[attr-defined]
+
+    def forward(self, value: float) -> Tensor:
+        return value * torch.stack([param.sum() for param in self.parameters()]).sum()
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_stages_sum_what_all_chunks_hold_and_the_position_embedding(config: DistributedDataParallelConfig) -> None:
+    """Two stages of two chunks. Positions are summed over stages only: a stage holds them once, in its first chunk."""
+    rows, columns = [World(2), World(2)], [World(2), World(2)]  # of data-parallel ranks, of stages
+
+    def rank_main(comm: ThreadComm) -> list[dict[str, set[float]]]:
+        stage, dp = divmod(comm.rank, 2)
+        sizes = [(7, 300), (129, 1)][stage]
+        chunks = [
+            DistributedDataParallel(config, Everywhere(*sizes), groups=over(ThreadComm(rows[stage], dp)), chunk=number)
+            for number in range(2)
+        ]
+        for number, chunk in enumerate(chunks):
+            backward(chunk(10.0**comm.rank * (1 + number)))
+        column = ThreadComm(columns[dp], stage)
+        finalize_model_grads(chunks, pg_collection=Peers(stages=column, positions=column))
+        return [owned_values(chunk) for chunk in chunks]
+
+    found = run_threads(4, rank_main)
+    means = [(1 + 10) / 2, (100 + 1000) / 2]
+    for number in range(2):
+        for stage in range(2):
+            one, other = (found[2 * stage + dp][number] for dp in range(2))
+            whole = {name: one.get(name, set()) | other.get(name, set()) for name in one.keys() | other.keys()}
+            own, positions = {means[stage] * (1 + number)}, {sum(means) * (1 + number)}
+            conditions = {3 * sum(means)}
+            assert whole == {
+                "before": own,
+                "conditions.weight": conditions,
+                "conditions.bias": conditions,
+                "positions": positions,
+                "after": own,
+            }
+
+
+@pytest.mark.parametrize("qk_layernorm", [False, True])
+def test_norms_of_queries_and_keys_are_partial_if_the_caller_says_so(qk_layernorm: bool) -> None:
+    """Each tensor-parallel rank applies them to its own heads, also without sequence parallelism."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, set[float]]:
+        norms = nn.ModuleDict({name: nn.RMSNorm(8) for name in ("q_layernorm", "k_layernorm", "input_layernorm")})
+        ddp = DistributedDataParallel(CONFIGS["flat"], norms, groups=over(Alone()))
+        backward(torch.stack([param.sum() * 10.0**comm.rank for param in norms.parameters()]).sum())
+        finalize_model_grads([ddp], pg_collection=Peers(tensor=comm), qk_layernorm=qk_layernorm)
+        return owned_values(ddp)
+
+    for rank, values in enumerate(run_threads(2, rank_main)):
+        heads = {11.0} if qk_layernorm else {10.0**rank}
+        assert values == {
+            "q_layernorm.weight": heads,
+            "k_layernorm.weight": heads,
+            "input_layernorm.weight": {10.0**rank},
+        }
+
+
+class Router(nn.Module):
+    """What a balancing router is known by, and a weight of its own."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("expert_bias", torch.tensor([0.5, 0.0, -0.5, 0.0]))
+        self.register_buffer("local_tokens_per_expert", tokens)
+
+
+def test_router_biases_follow_the_tokens_of_all_ranks_that_route_with_them() -> None:
+    """Expert 1 has the mean, though no rank alone says so; a router without a bias stays as it is."""
+    tokens = torch.tensor([[[9, 1, 0, 2], [0, 4, 0, 0]], [[0, 0, 0, 2], [0, 1, 0, 5]]])  # by tp, by dp; sums 9 6 0 9
+    rows, columns = [World(2), World(2)], [World(2), World(2)]
+
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        tp, dp = divmod(comm.rank, 2)
+        without = Router(tokens[tp, dp].clone())
+        without.expert_bias = None
+        routers = nn.ModuleList([Router(tokens[tp, dp].clone()), without, Router(tokens[tp, dp].double())])
+        ddp = DistributedDataParallel(CONFIGS["flat"], routers, groups=over(ThreadComm(rows[tp], dp)))
+        peers = Peers(tensor=ThreadComm(columns[dp], tp))
+        finalize_model_grads([ddp], pg_collection=peers, router_bias_update_rate=0.25)
+        assert without.local_tokens_per_expert.equal(tokens[tp, dp])
+        assert not any(routers[i].local_tokens_per_expert.any() for i in (0, 2))
+        finalize_model_grads([ddp], pg_collection=peers, router_bias_update_rate=0.25)  # no tokens: no change
+        return [routers[0].expert_bias, routers[2].expert_bias]
+
+    for biases in run_threads(4, rank_main):
+        for bias in biases:
+            assert bias.tolist() == [0.25, 0.0, -0.25, -0.25]
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_counts_them(
     config: DistributedDataParallelConfig,
@@ -147,6 +253,10 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
             [DistributedDataParallel(CONFIGS["flat"], nn.Linear(2, 2), groups=over(Alone()))], torch.tensor(1)
         ),
         "takes means; wrap it with calculate_per_token_loss=True",
+    ),
+    "biases that flee the balance": (
+        lambda: finalize_model_grads([], router_bias_update_rate=-0.1),
+        "router_bias_update_rate is -0.1; give 0, which",
     ),
 }
 

@@ -30,7 +30,7 @@ def run_world(scenario: str, *, size: int) -> list[list[str]]:
 
 def test_four_processes_train_what_one_process_trains() -> None:
     found = run_world("trains", size=4)
-    assert found == [["overlap True", "fp32 sums True", "in the step True", "instances True"]] * 4
+    assert found == [["overlap True", "fp32 sums True", "in the step True", "instances True", "finalized True"]] * 4
 
 
 @pytest.mark.parametrize("absence", ["dies", "never comes"])

@@ -30,7 +30,17 @@ def meta_of(shape: tuple[int, ...], name: str = "weight", **attributes: object):
         pytest.param({"allreduce": False}, {"is_expert": True, "expert_tp": True}, id="expert"),
         pytest.param({"allreduce": True}, {"is_expert": False, "expert_tp": False}, id="dense"),
         pytest.param({"shared": True}, {"shared": True}, id="shared"),
-        pytest.param({"shared_embedding": True}, {"shared_embedding": True}, id="shared embedding"),
+        pytest.param(
+            {"shared_embedding": True}, {"shared_embedding": True, "is_on_several_stages": True}, id="shared embedding"
+        ),
+        pytest.param(
+            {"shared_position_embedding": True},
+            {"shared_position_embedding": True, "is_on_several_stages": True},
+            id="shared position embedding",
+        ),
+        pytest.param(
+            {"pipeline_parallel": True}, {"pipeline_parallel": True, "is_on_several_stages": True}, id="on every stage"
+        ),
         pytest.param(
             {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 2},
             {"tensor_parallel": True, "partition_dim": 1, "partition_stride": 2},
@@ -121,7 +131,8 @@ def test_the_caller_may_know_better():
         (
             {"output.weight": {"is_expret": True}},
             "overrides['output.weight']: 'is_expret' is no such role; there are is_expert, expert_tp, shared, "
-            "shared_embedding, tensor_parallel, partition_dim, partition_stride, sequence_parallel, "
+            "shared_embedding, shared_position_embedding, pipeline_parallel, tensor_parallel, partition_dim, "
+            "partition_stride, sequence_parallel, "
             "average_gradients_across_tp, is_embedding_or_output, is_embedding, use_muon, grad_norm_group, "
             "qkv_split_shapes. Did you mean is_expert?",
         ),

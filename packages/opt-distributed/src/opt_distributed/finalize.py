@@ -1,8 +1,9 @@
 """`finalize_model_grads`: what a parallel model's gradients need between backward and step."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,14 @@ from torch import Tensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm, comm_of
 from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed.comm.joined import sum_together_
+from opt_distributed.routers import update_router_biases_
 from opt_paramgroups import ParamMeta
+
+QK_NORMS = ("q_layernorm", "k_layernorm")
+"""In the names of norms that every tensor-parallel rank applies to its own heads."""
+ROUTER_BIAS_UPDATE_RATE = 1e-3
+"""The reference's, and that of the paper (see `routers`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +28,7 @@ class Peers:
     tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of dense parameters
     expert_tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of experts
     embedding: Comm = field(default_factory=Alone)  # stages that hold the tied embedding
+    positions: Comm = field(default_factory=Alone)  # stages that hold the position embedding
     stages: Comm = field(default_factory=Alone)  # pipeline stages; the last one knows the loss
 
     @classmethod
@@ -31,6 +40,7 @@ class Peers:
             tensor=comm_of(groups.tp),
             expert_tensor=comm_of(groups.expt_tp),
             embedding=comm_of(groups.embd),
+            positions=comm_of(groups.pos_embd),
             stages=comm_of(groups.pp),
         )
 
@@ -41,26 +51,37 @@ def finalize_model_grads(
     num_tokens: Tensor | None = None,
     *,
     pg_collection: ProcessGroups | Peers | None = None,
+    qk_layernorm: bool = False,
+    router_bias_update_rate: float = ROUTER_BIAS_UPDATE_RATE,
 ) -> None:
-    """Completes gradients, on every rank alike: writes the gradient buffers of `model_chunks`.
+    """Completes gradients, on every rank alike: writes the gradient buffers of `model_chunks`, and routers' biases.
 
-    In order: finishes the data-parallel reduction; sums over tensor-parallel ranks what sequence parallelism left
-    partial (`sequence_parallel` parameters) and averages what is kept equal there
-    (`average_gradients_across_tp_domain`); sums the tied embedding's gradients over the stages that hold it
-    (`shared_embedding`); divides by the number of tokens.
+    In this order:
 
-    Only this rank's own parts travel: peers shard alike, so they own the same parts, and a tied embedding is alone in
-    its bucket on every stage.
+    1. finishes the data-parallel reduction;
+    2. sums over all stages, and over the chunks of a stage, what all of them hold (`pipeline_parallel` parameters);
+    3. sums over tensor-parallel ranks what is partial there (`sequence_parallel` parameters; norms of queries and keys
+       where `qk_layernorm` is set) and averages what is kept equal (`average_gradients_across_tp_domain`);
+    4. sums the tied embedding (`shared_embedding`) and the position embedding (`shared_position_embedding`) over the
+       stages that hold them;
+    5. moves the biases of routers that balance their experts (`routers.update_router_biases_`);
+    6. divides by the number of tokens.
+
+    Parameters say what they are by attributes of these names, set before they are wrapped. Only this rank's own parts
+    travel: peers shard alike, so they own the same parts, and what several stages hold is alone in its bucket.
 
     Args:
         model_chunks: the chunks of this rank.
         num_tokens: () or (1,) tokens in this rank's losses of the iteration; read on the last stage only, and not
-        written.
-            None: losses were means.
-        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pp` are read), or ready `Peers`.
+            written. None: losses were means.
+        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd`, `pp` are read), or ready `Peers`.
+        qk_layernorm: parameters with `q_layernorm` or `k_layernorm` in their names are applied to each rank's own
+            heads, so that their gradients are partial also without sequence parallelism.
+        router_bias_update_rate: how far a router's biases move; 0 leaves them as they are.
 
     Raises:
-        ValueError: a chunk is not wrapped; `num_tokens` is given for chunks that take means, which would divide twice.
+        ValueError: a chunk is not wrapped; `num_tokens` is given for chunks that take means, which would divide twice;
+            `router_bias_update_rate` is below 0.
         CollectiveError: a reduction failed, or ran into the group's timeout.
     """
     chunks = tuple(model_chunks)
@@ -68,57 +89,75 @@ def finalize_model_grads(
     peers = pg_collection if isinstance(pg_collection, Peers) else Peers.of_groups(pg_collection)
     for chunk in chunks:
         chunk.finish_grad_sync()
+    _sum_over_stages_(chunks, peers.stages)
     for is_expert, comm in ((False, peers.tensor), (True, peers.expert_tensor)):
-        sum_together_(_owned_grads(chunks, partial(_is_partial, is_expert=is_expert)), comm)
-        sum_together_(_owned_grads(chunks, partial(_is_equal, is_expert=is_expert)), comm, scale=1.0 / comm.size)
-    for grad in _owned_grads(chunks, lambda meta: meta.shared_embedding):
+        partly = partial(_is_partial, is_expert=is_expert, qk_layernorm=qk_layernorm)
+        sum_together_(_grads(chunks, partly), comm)
+        sum_together_(_grads(chunks, partial(_is_equal, is_expert=is_expert)), comm, scale=1.0 / comm.size)
+    for grad in _grads(chunks, lambda meta: meta.shared_embedding):
         peers.embedding.all_reduce_(grad)
+    sum_together_(_grads(chunks, lambda meta: meta.shared_position_embedding), peers.positions)
+    update_router_biases_(chunks, rate=router_bias_update_rate, comms=[peers.tensor, *_replicas(chunks)])
     if num_tokens is not None:
         _divide_by_tokens_(chunks, num_tokens, peers)
 
 
-def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) -> None:
-    """Writes small contiguous tensors: `scale` times their sums over ranks, in one all-reduce per dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        joined = torch.cat([tensor.view(-1) for tensor in same])
-        comm.all_reduce_(joined)
-        joined.mul_(scale)
-        start = 0
-        for tensor in same:
-            tensor.view(-1).copy_(joined[start : start + tensor.numel()])
-            start += tensor.numel()
-
-
-def _is_partial(meta: ParamMeta, *, is_expert: bool) -> bool:
-    return meta.is_expert == is_expert and meta.sequence_parallel
+def _is_partial(meta: ParamMeta, *, is_expert: bool, qk_layernorm: bool) -> bool:
+    """What is both is averaged, as in the reference."""
+    says_so = meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))
+    return meta.is_expert == is_expert and says_so and not meta.average_gradients_across_tp
 
 
 def _is_equal(meta: ParamMeta, *, is_expert: bool) -> bool:
     return meta.is_expert == is_expert and meta.average_gradients_across_tp
 
 
-def _owned_grads(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[Tensor]:
-    """What this rank owns of the gradients of some parameters, in the order of the layouts. Views."""
+class _Owned(NamedTuple):
+    name: str  # of the parameter in its chunk
+    grad: Tensor  # what this rank owns of it, a view
+
+
+def _owned(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[_Owned]:
+    """What this rank owns of some parameters' gradients, in the order of the layouts."""
     for chunk in chunks:
         for buffer in chunk.synced_buffers:
             for piece in buffer.owned():
                 if chosen(chunk.metas[piece.id]):
-                    yield buffer.memory.grad_piece(piece.id, piece.of_param)
+                    yield _Owned(piece.id.name, buffer.memory.grad_piece(piece.id, piece.of_param))
+
+
+def _grads(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[Tensor]:
+    return (owned.grad for owned in _owned(chunks, chosen))
+
+
+def _sum_over_stages_(chunks: Sequence[DistributedDataParallel], stages: Comm) -> None:
+    """Parameters of one name are one parameter, in all chunks of all stages."""
+    copies: dict[str, list[Tensor]] = {}
+    for name, grad in _owned(chunks, lambda meta: meta.pipeline_parallel):
+        copies.setdefault(name, []).append(grad)
+    for first, *others in copies.values():
+        for other in others:
+            first.add_(other)
+    sum_together_([copies[name][0] for name in sorted(copies)], stages)
+    for first, *others in copies.values():
+        for other in others:
+            other.copy_(first)
 
 
 def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, peers: Peers) -> None:
     """A batch without any token leaves its gradients, which are zeros then, as they are."""
     total = num_tokens.detach().clone().to(torch.float32)
     peers.stages.broadcast_(total, src=peers.stages.size - 1)
-    for chunk in chunks[:1]:
-        chunk.roles.dense.dp.all_reduce_(total)
-        chunk.roles.dense.inter.all_reduce_(total)
+    for comm in _replicas(chunks):
+        comm.all_reduce_(total)
     factor = total.clamp(min=1).reciprocal()
     for chunk in chunks:
         chunk.scale_gradients(factor)
+
+
+def _replicas(chunks: Sequence[DistributedDataParallel]) -> Sequence[Comm]:
+    """The data-parallel ranks: over one, then the other."""
+    return [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
 
 
 def _check(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None) -> None:

@@ -27,7 +27,9 @@ class ParamMeta:
     is_expert: bool = False  # reduced over the expert data-parallel ranks only
     expert_tp: bool = False  # tensor-parallel over the experts' group
     shared: bool = False  # a copy of a parameter that another rank counts
-    shared_embedding: bool = False  # embedding tied to the output over pipeline stages: alone in its bucket
+    shared_embedding: bool = False  # embedding tied to the output over pipeline stages
+    shared_position_embedding: bool = False  # position embedding that several pipeline stages hold
+    pipeline_parallel: bool = False  # held by every pipeline stage, such as an embedder of conditions
     tensor_parallel: bool = False  # tensor-parallel ranks hold different parts
     partition_dim: int | None = None  # the dim that tensor parallelism cuts
     partition_stride: int = 1
@@ -71,6 +73,11 @@ class ParamMeta:
         """Whether a matrix rule, where there is one, moves it: a matrix, but not an embedding or output."""
         return self.use_muon and len(self.shape) == 2 and not self.is_embedding_or_output
 
+    @property
+    def is_on_several_stages(self) -> bool:
+        """Whether its gradients are summed over pipeline stages. It is alone in its bucket: so all cut it alike."""
+        return self.shared_embedding or self.shared_position_embedding or self.pipeline_parallel
+
     def has_attribute(self, attr: str) -> bool | None:
         """Whether the reference's attribute of that name is true of this parameter; None: only the tensor can tell.
 
@@ -87,6 +94,8 @@ _ATTRIBUTE_OF_FIELD = MappingProxyType(
         "expert_tp": "expert_tp",
         "shared": "shared",
         "shared_embedding": "shared_embedding",
+        "shared_position_embedding": "shared_position_embedding",
+        "pipeline_parallel": "pipeline_parallel",
         "tensor_parallel": "tensor_model_parallel",
         "partition_dim": "partition_dim",
         "partition_stride": "partition_stride",

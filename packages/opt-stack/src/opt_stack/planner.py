@@ -79,7 +79,7 @@ def _plan_buffers(
             continue
         spread = Spread.LAID_OUT if meta.is_dtensor else _spread(config.sharding, rules[rule_of[id]])
         stored = meta.local_shape if meta.is_dtensor else meta.shape
-        shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.shared_embedding)
+        shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
         found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
     # A block of a block-quantised state has one scale, so that no cut may go through it.
     multiple = lcm(SHARD_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block))

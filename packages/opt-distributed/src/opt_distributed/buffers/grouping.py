@@ -83,7 +83,7 @@ def plan_buffers(
                 f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
             )
         key = _key(meta, config, is_whole)
-        shape = ParamShape(id=meta.id, shape=meta.shape, shared_embedding=meta.shared_embedding)
+        shape = ParamShape(id=meta.id, shape=meta.shape, shared_embedding=meta.is_on_several_stages)
         by_key.setdefault(key, []).append(shape)
     numel = sum(meta.numel for meta in metas.values())
     bucket_size = _bucket_size(config, numel=numel, num_ranks=num_ranks)

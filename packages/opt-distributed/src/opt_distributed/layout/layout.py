@@ -33,7 +33,7 @@ class ParamShape:
 
     id: ParamId
     shape: tuple[int, ...]
-    shared_embedding: bool = False  # tied over pipeline stages: its bucket is summed by itself, so it is alone in it
+    shared_embedding: bool = False  # on several pipeline stages, which must cut it alike: alone in its bucket
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):

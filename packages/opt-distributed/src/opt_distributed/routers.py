@@ -1,0 +1,45 @@
+"""Expert biases of mixture-of-experts routers: moved by how many tokens came, not by gradients.
+
+A router that balances its experts so (Wang et al. 2024, arXiv 2408.15664) adds a bias to each expert's score when it
+chooses. It is a module with two tensors of shape (num_experts,): `expert_bias`, floating point and not trained, and
+`local_tokens_per_expert`, which its forward adds this rank's token counts to.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.joined import sum_together_
+
+
+@torch.no_grad()
+def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm]) -> None:
+    """Writes the routers among `modules` and in them: each `expert_bias` moves by `rate`, up where an expert had fewer
+    tokens than the mean, down where it had more; then `local_tokens_per_expert` is zero again.
+
+    bias += rate * sign(mean(tokens) - tokens), of tokens summed over `comms`: all ranks that route with the same bias,
+    which are the data-, context- and tensor-parallel ones. Every rank of them calls it, so that biases stay equal.
+
+    Raises:
+        ValueError: `rate` is below 0.
+    """
+    if rate < 0:
+        raise ValueError(f"router_bias_update_rate is {rate}; give 0, which leaves biases as they are, or more")
+    routers = list(_routers(modules))
+    for comm in comms:
+        sum_together_([tokens for _, tokens in routers], comm)
+    for bias, tokens in routers:
+        counts = tokens.to(torch.float32)
+        bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
+        tokens.zero_()
+
+
+def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Biases and token counts; a router without a bias (None) has no part in this."""
+    for module in modules:
+        for inner in module.modules():
+            bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
+            if isinstance(bias, Tensor) and isinstance(tokens, Tensor):
+                yield bias, tokens
