@@ -159,6 +159,43 @@ def test_a_norm_that_is_not_finite_refuses_the_step_where_the_reference_goes_on(
     assert run_threads(2, refused) == [True, True]
 
 
+# --- parameters without a gradient -----------------------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """Parameters of which a step uses some, and one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle, self.lone = (nn.Parameter(torch.ones(numel)) for numel in (5, 70, 3))
+        self.expert = nn.Parameter(torch.ones(4))
+        self.expert.allreduce = False
+
+
+@pytest.mark.parametrize("spread", ["replicated", "flat"])
+def test_zeros_of_a_parameter_that_no_rank_used_are_not_counted(spread: str) -> None:
+    """Two ranks hold each expert: nobody uses the first, one rank the second."""
+    expert_dp, ep = [World(2).comms() for _ in range(2)], [World(2).comms() for _ in range(2)]
+
+    def rank_main(comm: ThreadComm) -> list[int | None]:
+        row, expert = divmod(comm.rank, 2)
+        experts = Axes(dp=expert_dp[expert][row], mp=ep[row][expert], tp=Alone())
+        roles = Roles(dense=Axes(dp=comm, mp=Alone(), tp=Alone()), expert=experts, everyone=comm)
+        net = Partly()
+        counts = config(log_num_zeros_in_grad=True, **SPREADS[spread])
+        optimizer = get_optimizer(counts, [net], {}, pg_collection=roles)
+        net.used.grad = torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0])
+        if comm.rank == 0:
+            net.lone.grad = torch.tensor([1.0, 0.0, 2.0])
+        if comm.rank == 3:
+            net.expert.grad = torch.tensor([0.0, 0.0, 0.0, 1.0])
+        first = optimizer.step().num_zeros_in_grad
+        net.idle.grad = torch.zeros(70)
+        return [first, optimizer.step().num_zeros_in_grad]
+
+    assert run_threads(4, rank_main) == [[2 + 1 + 3, 2 + 1 + 3 + 70]] * 4
+
+
 # --- what travels ----------------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ class SyncedBuffer:
     """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
 
     grad_scale = 1.0
+    doubtful: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
 
     def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, axes: Axes, chunk: "DistributedDataParallel"):
         self.plan, self.memory, self.axes = plan, memory, axes
@@ -54,10 +55,10 @@ class SyncedBuffer:
         self._chunk.finish_grad_sync()
 
     def flags(self) -> Tensor:
-        """(0,) float64: a parameter without a gradient has zeros in the buffer, on every rank."""
+        """(0,) float64."""
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def settle_(self, flags: Sequence[float]) -> None:
         """Nothing is in doubt."""
 
     def unused(self) -> Collection[ParamId]:

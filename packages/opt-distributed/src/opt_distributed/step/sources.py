@@ -1,6 +1,6 @@
 """Where gradients come from and where parameters go: the one seam between the step and how data is laid out."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -33,11 +33,16 @@ class Source(Protocol):
         """Completes the reduction of this step's gradients over the data-parallel ranks."""
         ...
 
-    def flags(self) -> Tensor:
-        """(n,) float64: one for each parameter whose gradient this rank has; empty where there can be no doubt."""
+    @property
+    def doubtful(self) -> Sequence[ParamId]:
+        """Parameters that this rank may have no gradient of while others do, (n,); none where that cannot be."""
         ...
 
-    def settle_(self, flags: Tensor) -> None:
+    def flags(self) -> Tensor:
+        """(n,) float64: one where this rank has the gradient of a doubtful parameter, zero elsewhere."""
+        ...
+
+    def settle_(self, flags: Sequence[float]) -> None:
         """Takes the flags summed over ranks."""
         ...
 
@@ -62,6 +67,8 @@ class OwnGrads:
     have come to it, and the loss is their mean.
     """
 
+    doubtful: Sequence[ParamId] = ()
+
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, num_replicas: int):
         self.params = params
         self.grad_scale = 1.0 / num_replicas
@@ -72,7 +79,7 @@ class OwnGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def settle_(self, flags: Sequence[float]) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
@@ -97,6 +104,7 @@ class LaidOutGrads:
     """DTensor parameters, as `fully_shard` makes them: gradients arrive reduced, in the parameters' own shards."""
 
     grad_scale = 1.0
+    doubtful: Sequence[ParamId] = ()
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter]):
         self.params = params
@@ -107,7 +115,7 @@ class LaidOutGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def settle_(self, flags: Sequence[float]) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
@@ -136,12 +144,12 @@ class BufferedGrads:
         self.params = params
         self.axes = axes
         self.grad_scale = 1.0 / num_replicas
-        self._ids = [slot.id for slot in memory.layout.slots()]
-        self._places = [memory.grad_view(id) for id in self._ids]
+        self.doubtful: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
+        self._places = [memory.grad_view(id) for id in self.doubtful]
         self._unused = _NONE
 
     def reduce_(self) -> None:
-        grads = [self.params[id].grad for id in self._ids]
+        grads = [self.params[id].grad for id in self.doubtful]
         for place, grad in zip(self._places, grads, strict=True):
             if grad is None:
                 place.zero_()
@@ -151,11 +159,10 @@ class BufferedGrads:
         self.memory.reduce_(self.axes)
 
     def flags(self) -> Tensor:
-        return torch.tensor([self.params[id].grad is not None for id in self._ids], dtype=torch.float64)
+        return torch.tensor([self.params[id].grad is not None for id in self.doubtful], dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
-        counts = flags.tolist()
-        self._unused = frozenset(id for id, count in zip(self._ids, counts, strict=True) if not count)
+    def settle_(self, flags: Sequence[float]) -> None:
+        self._unused = frozenset(id for id, count in zip(self.doubtful, flags, strict=True) if not count)
 
     def unused(self) -> Collection[ParamId]:
         return self._unused

@@ -43,7 +43,7 @@ class Family:
 
 def reduce_stats(
     families: Sequence[Family],
-    ready: Iterable[Ready],
+    ready: Sequence[Ready],
     *,
     everyone: Comm,
     device: torch.device,
@@ -52,22 +52,25 @@ def reduce_stats(
 ) -> Stats:
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
-    It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them.
+    It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them
+    first. Zeros that stand for no gradient are not counted: beside its flags, a source tells how many it brought.
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
     """
-    counted = _by_source(ready)
     mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)
-    for source, of_slots in counted.items():
+    for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
             _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
-    mine = _settle_with_(shared, [everyone], mine)
     for family in families:
         if not family.is_on_all_of(everyone):
             _settle_with_(family.sources, [family.axes.dp, family.axes.inter], mine[:0])
-    *squares, nonfinite, zeros = mine.tolist()  # the step's one host read
+            mine[-1] -= _of_unused(family.sources, _numels(family.sources, ready) if count_zeros else ())
+    brought = _numels(shared, ready) if count_zeros else []
+    summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor(brought)]))
+    *squares, nonfinite, zeros = summed[: mine.numel()]
+    zeros -= _of_unused(shared, summed[mine.numel() :])
     norms = [math.sqrt(s) if s >= 0 else math.nan for s in squares]
     if nonfinite:
         norms = [n if not math.isfinite(n) else math.inf for n in norms]
@@ -105,17 +108,31 @@ def _by_source(ready: Iterable[Ready]) -> Counted:
     return found
 
 
-def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor) -> Tensor:
+def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor) -> list[float]:
     """Sums the sources' flags over `comms` and settles them. Returns the sum of `beside` (n,), which travels along."""
     flags = [source.flags().to(beside.device) for source in sources]
     joined = torch.cat([beside, *flags])
     if joined.numel():
         for comm in comms:
             _sum_(joined, comm)
-    total, *summed = torch.split(joined, [beside.numel(), *(f.numel() for f in flags)])
-    for source, of_source in zip(sources, summed, strict=True):
-        source.settle_(of_source)
-    return total
+    summed: list[float] = joined.tolist()  # the step's one host read
+    start = beside.numel()
+    for source, own in zip(sources, flags, strict=True):
+        source.settle_(summed[start : start + own.numel()])
+        start += own.numel()
+    return summed[: beside.numel()]
+
+
+def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
+    """Elements that this rank counts of each parameter that may turn out to have no gradient."""
+    counted = {p.id: g.numel() for pieces, grads in ready for p, g in zip(pieces, grads, strict=True) if p.counted}
+    return [counted.get(id, 0) for source in sources for id in source.doubtful]
+
+
+def _of_unused(sources: Sequence[Source], numels: Sequence[float]) -> float:
+    """The sum of those `numels`, one for each doubtful parameter (or none at all), that turned out to have none."""
+    doubtful = ((id, source) for source in sources for id in source.doubtful)
+    return sum(numel for numel, (id, source) in zip(numels, doubtful, strict=False) if id in source.unused())
 
 
 def _sum_(x: Tensor, comm: Comm) -> None:
