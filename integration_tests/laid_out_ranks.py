@@ -79,16 +79,6 @@ def _full(param: Tensor) -> Tensor:
     return found.full_tensor() if isinstance(found, dist.tensor.DTensor) else found.clone()
 
 
-def refuse_soap() -> str:
-    model = Mlp()
-    fully_shard(model)
-    try:
-        get_optimizer(OptimizerConfig(lr=0.1, optimizer="soap"), [model], {})
-    except ValueError as error:
-        return str(error)
-    return "built"
-
-
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from laid_out_ranks import raise_in_backward, refuse_soap, train_fsdp, train_whole
+from laid_out_ranks import raise_in_backward, train_fsdp, train_whole
 from worlds import Job, run_jobs, run_processes
 
 from opt_config import OptimizerConfig
@@ -30,7 +30,7 @@ CONFIGS = {
 def two() -> dict[str, list[Any]]:
     """What two ranks made of sharded models."""
     trained = {name: Job(train_fsdp, (config,)) for name, config in CONFIGS.items()}
-    return run_jobs(2, {**trained, "soap": Job(refuse_soap)})
+    return run_jobs(2, trained)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -47,12 +47,6 @@ def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(name: str,
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
         assert got.inf_norm == pytest.approx(want.inf_norm, rel=1e-4)
     assert sum(rank.state_bytes for rank in two[name]) == want.state_bytes
-
-
-def test_soap_on_parts_of_matrices_is_refused_when_it_is_planned(two: dict[str, list[Any]]) -> None:
-    for told in two["soap"]:
-        assert "keeps factors of whole matrices" in told
-        assert "first.weight" in told
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])

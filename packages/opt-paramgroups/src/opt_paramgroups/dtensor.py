@@ -7,6 +7,9 @@ from torch import Tensor
 
 from opt_config import ConfigError
 
+TENSOR_PARALLEL_AXES = ("tp",)
+"""The names of mesh axes that mean tensor parallelism."""
+
 
 class MeshPlacement(NamedTuple):
     """What one axis of the device mesh does to a tensor."""
@@ -14,6 +17,7 @@ class MeshPlacement(NamedTuple):
     axis: str  # the mesh's name for it, or its number
     size: int
     shard_dim: int | None  # the dim it cuts; None: replicas
+    cuts_last: bool = False  # after the axes behind it: FSDP2 cuts what tensor parallelism has left of a dim
 
 
 class DTensorLayout(NamedTuple):
@@ -36,7 +40,7 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
     dtensor: Any = tensor
     names = dtensor.device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(dtensor.device_mesh.ndim))
     placements = tuple(
-        MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement))
+        MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement), hasattr(placement, "split_factor"))
         for index, (axis, placement) in enumerate(zip(names, dtensor.placements, strict=True))
     )
     return DTensorLayout(tuple(dtensor.to_local().shape), placements)
@@ -45,4 +49,4 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
 def _shard_dim(placement: Any) -> int | None:
     if placement.is_partial():
         raise ConfigError(f"a parameter is placed as {placement}: reduce it to shards or replicas first")
-    return placement.dim if placement.is_shard() else None
+    return None if placement.is_replicate() else int(placement.dim)  # is_shard() knows no strided shards, since 2.13

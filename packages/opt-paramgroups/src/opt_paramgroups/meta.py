@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.dtensor import DTensorLayout, MeshPlacement, dtensor_layout
+from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES, DTensorLayout, MeshPlacement, dtensor_layout
 from opt_paramgroups.names import ParamId, parameters_by_id
 
 
@@ -122,7 +122,7 @@ def describe(
     model_chunks: Sequence[nn.Module],
     *,
     overrides: Roles | None = None,
-    tensor_parallel_axes: Sequence[str] = ("tp",),
+    tensor_parallel_axes: Sequence[str] = TENSOR_PARALLEL_AXES,
     model_chunk_offset: int = 0,
 ) -> dict[ParamId, ParamMeta]:
     """What is known of every trainable parameter: tied ones once, under their first name; frozen ones never.

@@ -9,9 +9,9 @@ from torch import nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.step.dtensor import is_first_replica, local, matrix_cut
+from opt_distributed.step.compute import init_state
+from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.mains import make_main
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
@@ -19,8 +19,8 @@ from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.rules.base import MatrixSpec, Needs, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
 
 NORM_SLOTS = ("", "mtp")  # the model's own gradient norm, and the one name the reference keeps apart
@@ -40,12 +40,7 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
     own = {buffer.name: sources.get(buffer.name) or _source(plan, buffer, model, roles) for buffer in plan.buffers}
     units = [
-        Unit(
-            name=unit.name,
-            rule=unit.rule,
-            pieces=list(_pieces(plan, unit, model, roles, own)),
-            completes=[own[name] for name in completed],
-        )
+        _unit(plan, unit, model, roles, own, completes=[own[name] for name in completed])
         for unit, completed in zip(plan.units, _completed(plan), strict=True)
     ]
     return Stepper(
@@ -100,14 +95,33 @@ def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterat
         yield Family(sources=of_family, axes=axes)
 
 
+def _unit(
+    plan: Plan,
+    unit: UnitPlan,
+    model: Model,
+    roles: Roles,
+    sources: Mapping[str, Source],
+    *,
+    completes: Sequence[Source],
+) -> Unit:
+    axes = roles.expert if unit.is_expert else roles.dense
+    placed = place_matrices(unit, model.params, model.metas, axes.tp, split_qkv=plan.config.muon_split_qkv)
+    pieces = list(_pieces(plan, unit, model, roles, sources, placed))
+    return Unit(name=unit.name, rule=unit.rule, pieces=pieces, completes=completes, stages=stages_of(placed.values()))
+
+
 def _pieces(
-    plan: Plan, unit: UnitPlan, model: Model, roles: Roles, sources: Mapping[str, Source]
+    plan: Plan,
+    unit: UnitPlan,
+    model: Model,
+    roles: Roles,
+    sources: Mapping[str, Source],
+    placed: Mapping[ParamId, PlacedMatrix],
 ) -> Iterator[OwnedPiece]:
     slots = norm_slots(plan)
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
-        peers = tensor_parallel(axes.tp)  # one object: a rule batches only works that share it
         for number, (_, piece) in enumerate(buffer.layout.owned(rank)):
             if piece.id not in unit.ids:
                 continue
@@ -122,10 +136,11 @@ def _pieces(
                 group=group,
                 source=sources[buffer.name],
                 main=main,
-                state=unit.rule.init_state(main.value()),
+                state=init_state(unit.rule, main.value(), id=piece.id, stage=placed[piece.id].stage),
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=_counted(buffer, meta, axes, param, number, spans_instances=roles.instance is None),
-                matrix=_matrix(unit, param, meta, peers, split_qkv=plan.config.muon_split_qkv),
+                matrix=placed[piece.id].spec,
+                stage=placed[piece.id].stage,
             )
 
 
@@ -150,35 +165,6 @@ def _counted(
     if axes.tp.rank > 0 and not meta.tensor_parallel:
         return False
     return buffer.layout.num_shards > 1 or number % axes.dp.size == axes.dp.rank
-
-
-def _matrix(
-    unit: UnitPlan, param: nn.Parameter, meta: ParamMeta, peers: TensorParallel, *, split_qkv: bool
-) -> MatrixSpec:
-    split = tuple(meta.qkv_split_shapes) if split_qkv else ()
-    if meta.is_dtensor and unit.rule.needs is Needs.MATRICES:
-        cut = matrix_cut(meta.id, param)
-        group = None if cut.dim is None else tensor_parallel(cut.comm)
-        return MatrixSpec(split_rows=split, partition_dim=cut.dim, tensor_parallel=group)
-    if not meta.tensor_parallel or peers.size == 1:
-        return MatrixSpec(split_rows=split)
-    return MatrixSpec(split_rows=split, partition_dim=meta.partition_dim, tensor_parallel=peers)
-
-
-def tensor_parallel(comm: Comm) -> TensorParallel:
-    """The ranks that hold equal parts of a matrix, as the callables a rule takes."""
-
-    def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        total = x.contiguous().clone()
-        comm.all_reduce_(total)
-        return total
-
-    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
-        full = x.new_empty(comm.size * x.numel())
-        comm.all_gather_(full, x.contiguous().view(-1))
-        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
-
-    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
 
 
 def _limits(plan: Plan) -> Limits:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -153,7 +152,12 @@ def _build(
     part: str = "",
 ) -> Optimizer:
     """The one way from groups to an optimizer."""
-    sizes = WorldSizes(dense=roles.dense.dp.size, expert=roles.expert.dp.size)
+    sizes = WorldSizes(
+        dense=roles.dense.dp.size,
+        expert=roles.expert.dp.size,
+        dense_tp=roles.dense.tp.size,
+        expert_tp=roles.expert.tp.size,
+    )
     plan = _agreed(roles.everyone, lambda: plan_of(config, chunks, groups, rules, sizes=sizes))
     _check_peers(plan, roles)
     if roles.everyone.rank == 0:
@@ -182,15 +186,12 @@ def plan_of(
             group.setdefault(key, value)
     names = {group["optimizer"] for group in groups}
     made = {name: rules[name].make(config) for name in names}
-    # A matrix that FSDP2 cut is no tensor-parallel one: what it is cut into is nobody's block.
-    gathers = replace(config, muon_tp_mode="duplicated") if config.muon_tp_mode == "blockwise" else config
-    gathering = {name: rules[name].make(gathers) for name in names}
     check_wrapped(config, chunks)
     trained = {id for group in groups for id in group["param_ids"]}
     ready = [
         buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
     ]
-    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready, gathering=gathering)
+    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready)
 
 
 def _check_peers(plan: Plan, roles: Roles) -> None:

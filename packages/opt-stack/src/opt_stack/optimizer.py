@@ -210,7 +210,7 @@ class Optimizer(torch.optim.Optimizer):
             check_state(piece, by_id.get(id, {}))
         scaler = saved_scaler(state_dict, self.stepper.scaler)
         for id, (unit, piece, _) in self._held.items():
-            load_state_(piece, by_id.get(id, {}), fresh=unit.rule.init_state(piece.main.value()))
+            load_state_(piece, by_id.get(id, {}), fresh=unit.fresh_state(piece))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             set_group_(group, saved)
         if scaler:

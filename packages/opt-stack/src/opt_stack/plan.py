@@ -14,6 +14,7 @@ from opt_distributed.layout import Layout, ParamShape
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Rule, StateKind, StateSpec
 from opt_paramgroups import ParamId
+from opt_stack.compute import ComputePlan, compute_lines
 
 MAX_RANKS_SHOWN = 64  # state bytes are counted for so many ranks when a plan is printed
 NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
@@ -58,6 +59,7 @@ class UnitPlan:
     is_expert: bool
     ids: frozenset[ParamId]
     numbers: Mapping[torch.dtype, Numbers]  # where the main values of a parameter of each dtype are kept
+    compute: tuple[ComputePlan, ...] = ()  # of matrices that ranks store parts of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,7 @@ def _unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {short(dtype)} parameters: {NUMBERS_TOLD[numbers]}"
         state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
         yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+        yield from (f"  {line}" for line in compute_lines(unit.compute))
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """From a configuration, what is known of the parameters and the world's sizes to a plan; what cannot be ends here."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -13,15 +13,18 @@ from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Needs, Rule, StateKind
 from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.compute import plan_compute
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSizes:
-    """Ranks that share dense parameters, and experts."""
+    """Ranks that share dense parameters, and experts; and ranks that hold the parts of a matrix of theirs."""
 
     dense: int = 1
     expert: int = 1
+    dense_tp: int = 1
+    expert_tp: int = 1
 
 
 def make_plan(
@@ -33,7 +36,6 @@ def make_plan(
     sizes: WorldSizes,
     bucket_size: int | None = None,
     ready_buffers: Sequence[BufferPlan] = (),  # of chunks that come with buffers of their own
-    gathering: Mapping[str, Rule] | None = None,  # for matrices that come cut over ranks; None: `rules`
 ) -> Plan:
     """Plans the step for these parameters.
 
@@ -46,10 +48,11 @@ def make_plan(
     ours = {id: name for id, name in rule_of.items() if id not in in_buffers}
     planned = _plan_buffers(config, metas, ours, rules, sizes=sizes, bucket_size=bucket_size)
     buffers = (*ready_buffers, *planned)
-    units = _plan_units(config, metas, rule_of, rules, rules if gathering is None else gathering)
+    units = _plan_units(config, metas, rule_of, rules)
     for unit in units:
         _check_unit(unit, buffers, config.sharding)
-        _check_factors(unit, metas)
+        _check_matrices(unit, metas)
+    units = tuple(_with_compute(config, unit, metas, buffers, sizes) for unit in units)
     _check_moments(config, rules)
     return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
 
@@ -121,13 +124,12 @@ class _UnitKey(NamedTuple):
 
     is_later: bool  # not of the first model chunk, where that is stepped and published before the others
     is_expert: bool
-    is_cut: bool  # a matrix that comes cut over ranks
     rule: str
 
     @property
     def name(self) -> str:
         """`muon/experts`, ..."""
-        told = {"later chunks": self.is_later, "experts": self.is_expert, "cut": self.is_cut}
+        told = {"later chunks": self.is_later, "experts": self.is_expert}
         return "/".join([self.rule, *(name for name, said in told.items() if said)])
 
 
@@ -136,25 +138,23 @@ def _plan_units(
     metas: Mapping[ParamId, ParamMeta],
     rule_of: Mapping[ParamId, str],
     rules: Mapping[str, Rule],
-    gathering: Mapping[str, Rule],
 ) -> tuple[UnitPlan, ...]:
     """One unit for each (rule, family), in order of first appearance; experts last, as their groups are others."""
     first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
     found: dict[_UnitKey, list[ParamId]] = {}
     for id, meta in metas.items():
         if id in rule_of:
-            is_cut = meta.is_dtensor and not meta.tensor_parallel and rules[rule_of[id]].needs is Needs.MATRICES
-            key = _UnitKey(first is not None and id.chunk != first, meta.is_expert, is_cut, rule_of[id])
+            key = _UnitKey(first is not None and id.chunk != first, meta.is_expert, rule_of[id])
             found.setdefault(key, []).append(id)
     return tuple(
         UnitPlan(
             name=key.name,
-            rule=gathering[key.rule] if key.is_cut else rules[key.rule],
+            rule=rules[key.rule],
             is_expert=key.is_expert,
             ids=frozenset(ids),
             numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].dtype for id in ids}},
         )
-        for key, ids in sorted(found.items(), key=lambda item: item[0][:3])
+        for key, ids in sorted(found.items(), key=lambda item: item[0][:2])
     )
 
 
@@ -183,17 +183,50 @@ def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replica
             )
 
 
-def _check_factors(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
-    """A rule that keeps a square factor of each side cannot be given a part of a matrix."""
-    if not any(spec.kind is StateKind.MATRIX for spec in unit.rule.state_specs):
+def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
+    """A matrix rule moves matrices and stacks of them; one that keeps a square factor of each side, single ones."""
+    if unit.rule.needs is not Needs.MATRICES:
         return
-    cut = [id for id in sorted(unit.ids) if metas[id].is_dtensor and metas[id].local_shape != metas[id].shape]
-    if cut:
+    has_factors = any(spec.kind is StateKind.MATRIX for spec in unit.rule.state_specs)
+    allowed = (2,) if has_factors else (2, 3)
+    wrong = [id for id in sorted(unit.ids) if len(metas[id].shape) not in allowed]
+    if wrong:
         raise ConfigError(
-            f"optimizer={unit.rule.name!r} keeps factors of whole matrices, but {cut[0]} is a DTensor of which "
-            f"this rank stores {metas[cut[0]].local_shape} of {metas[cut[0]].shape}; use optimizer='muon', or an "
-            "unsharded model and use_layer_wise_distributed_optimizer=True"
+            f"optimizer={unit.rule.name!r} moves matrices ({' or '.join(f'{dims}-D' for dims in allowed)} parameters), "
+            f"but {wrong[0]} has shape {metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
         )
+
+
+def _with_compute(
+    config: OptimizerConfig,
+    unit: UnitPlan,
+    metas: Mapping[ParamId, ParamMeta],
+    buffers: Sequence[BufferPlan],
+    sizes: WorldSizes,
+) -> UnitPlan:
+    """The unit, and who computes those of its matrices that ranks store parts of."""
+    if unit.rule.needs is not Needs.MATRICES:
+        return unit
+    tensor_parallel = sizes.expert_tp if unit.is_expert else sizes.dense_tp
+    compute = plan_compute(
+        unit.rule,
+        [metas[param.id] for buffer in buffers for param in buffer.params if param.id in unit.ids],
+        tensor_parallel=tensor_parallel,
+        team_of=_shard_of(buffers) if tensor_parallel > 1 else {},
+        split_qkv=config.muon_split_qkv,
+    )
+    return replace(unit, compute=compute)
+
+
+def _shard_of(buffers: Sequence[BufferPlan]) -> dict[ParamId, int]:
+    """The one shard in which a parameter lies whole."""
+    return {
+        owned.piece.id: rank
+        for buffer in buffers
+        if buffer.spread is Spread.WHOLE
+        for rank in range(buffer.layout.num_shards)
+        for owned in buffer.layout.owned(rank)
+    }
 
 
 def _check_moments(config: OptimizerConfig, rules: Mapping[str, Rule]) -> None:

@@ -1,8 +1,8 @@
 """The collectives the step and the buffers use, as a protocol: over a process group, or alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,6 +27,13 @@ class _Done:
 
 
 DONE: Pending = _Done()
+
+
+class Sizes(NamedTuple):
+    """Elements of the parts of an `all_to_all_`, by rank; the rank itself is among them."""
+
+    received: Sequence[int]  # of `out`, from each
+    sent: Sequence[int]  # of `x`, to each
 
 
 class Comm(Protocol):
@@ -54,8 +61,8 @@ class Comm(Protocol):
         """Writes `full` (size * n,): the shards (n,) of all ranks, in rank order."""
         ...
 
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        """Writes `out` (size * n,): part r is what rank r's `x` held for this rank."""
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        """Writes `out`: part r is what rank r's `x` held for this rank. Parts are equal unless `sizes` are given."""
         ...
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
@@ -82,7 +89,7 @@ class Alone:
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
         return self.all_to_all_(full, shard)
 
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return DONE
@@ -117,8 +124,9 @@ class TorchComm:
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
         return _all_gather(full, shard, group=self.group, async_op=async_op) or DONE
 
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        return dist.all_to_all_single(out, x, group=self.group, async_op=async_op) or DONE
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        received, sent = (None, None) if sizes is None else (list(sizes.received), list(sizes.sent))
+        return dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=async_op) or DONE
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         dist.broadcast(x, src=dist.get_global_rank(self.group, src), group=self.group)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_distributed.comm.collectives import Comm, Op, Pending
+from opt_distributed.comm.collectives import Comm, Op, Pending, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class RecordingComm:
         self._note("all_gather", full)
         return self.inner.all_gather_(full, shard, async_op=async_op)
 
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        self._note("all_to_all", x)
-        return self.inner.all_to_all_(out, x, async_op=async_op)
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        self._note("all_to_all", x if x.numel() >= out.numel() else out)
+        return self.inner.all_to_all_(out, x, sizes=sizes, async_op=async_op)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         self._note("broadcast", x)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.collectives import DONE, Op, Pending
+from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes
 
 
 class World:
@@ -45,8 +45,10 @@ class ThreadComm:
         full.copy_(torch.cat(self._everyone(shard)))
         return DONE
 
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        out.copy_(torch.cat([part.chunk(self.size)[self.rank] for part in self._everyone(x)]))
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        sent = [x.numel() // self.size] * self.size if sizes is None else list(sizes.sent)
+        told = self._exchange(torch.split(x.detach().clone(), sent))
+        out.copy_(torch.cat([parts[self.rank] for parts in told]))
         return DONE
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:

@@ -1,11 +1,12 @@
 """Pure layouts: which element of which parameter lives on which rank. Integers only."""
 
-from opt_distributed.layout.compute import ComputeLayout, Computes, ComputeSlot, SplitMatrix, compute_layout
+from opt_distributed.layout.compute import Block, ComputeLayout, Computes, ComputeSlot, SplitMatrix, compute_layout
 from opt_distributed.layout.flat import flat_layout, replicated_layout
 from opt_distributed.layout.layout import Bucket, Layout, LayoutError, Owned, ParamShape, Piece, Slot
 from opt_distributed.layout.whole import imbalance, update_cost, whole_layout
 
 __all__ = [
+    "Block",
     "Bucket",
     "ComputeLayout",
     "ComputeSlot",

@@ -41,11 +41,21 @@ class SavedPiece:
     piece: OwnedPiece
     tensors: dict[str, Tensor] = field(default_factory=dict)
     specs: dict[str, StateSpec] = field(default_factory=dict)
+    of_whole: set[str] = field(default_factory=set)  # those of them that belong to a matrix of which this is a part
 
     def sharded(self, param: ShardedParam, *, is_owner: bool) -> dict[str, ShardedBase]:
         """Each tensor as its spec says, under the parameter's key. `is_owner`: no other data-parallel rank has it."""
         held = _held(param, self.piece, is_owner=is_owner)
-        return {name: make_sharded_state(held, tensor, name, self.specs[name]) for name, tensor in self.tensors.items()}
+        whole = _whole(param, self.piece, is_owner=is_owner)
+        found = {}
+        for name, tensor in self.tensors.items():
+            if name not in self.of_whole:
+                found[name] = make_sharded_state(held, tensor, name, self.specs[name])
+            elif whole is not None:
+                found[name] = make_sharded_state(whole, tensor, name, self.specs[name])
+            else:
+                found[name] = make_sharded_state(held, tensor, name, _bound(self.piece))
+        return found
 
     @torch.no_grad()
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
@@ -65,9 +75,11 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     saved = SavedPiece(unit=unit, piece=piece)
     saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
     for spec in unit.rule.state_specs:
-        if spec.kind is not StateKind.BLOCK_SCALES:
+        if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
             saved.tensors[spec.name] = _decoded(unit, piece, spec)
             saved.specs[spec.name] = _spec(spec, piece)
+            if spec.whole and piece.stage is not None:
+                saved.of_whole.add(spec.name)
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
     return saved
@@ -82,6 +94,35 @@ def _held(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedP
     if isinstance(param, ShardedTensor):
         return param.flat(None, piece.of_param.start, piece.of_param.stop)
     return replace(param, data=None, flattened_range=piece.of_param)
+
+
+def _whole(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedTensor | None:
+    """The description of the block of the parameter that is one matrix to the rule, of which the piece is a part.
+
+    None where the parts do not make up the parameter as it is saved: rows of fused ones may be saved in another order.
+    """
+    stage = piece.stage
+    if stage is None or not isinstance(param, ShardedTensor):
+        return None
+    prepended = param.prepend_axis_num
+    if param.global_shape[prepended:] != stage.shape(piece.id):
+        return None
+    block = stage.whole(piece.id)
+    replica_id = _sole_replica(param.replica_id) if is_owner else param.replica_id
+    return replace(
+        param,
+        data=None,
+        local_shape=block.shape,
+        global_offset=(*param.global_offset[:prepended], *block.offset),
+        axis_fragmentations=None,
+        replica_id=replica_id if stage.counts(piece.id) else 1,
+    )
+
+
+def _bound(piece: OwnedPiece) -> StateSpec:
+    """State of a whole that means something only where the same parts make it up."""
+    assert piece.stage is not None
+    return LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
 
 
 def _sole_replica(replica_id: Any) -> Any:

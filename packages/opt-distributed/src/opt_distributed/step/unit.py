@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
@@ -29,6 +30,7 @@ class OwnedPiece:
     norm_slot: int = 0  # which of the step's gradient norms it belongs to
     counted: bool = True  # False where another rank counts these elements in norms and zeros
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
+    stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
     step: int = 0  # updates made so far; the only state a step keeps on the host
     read_grad: ReadGrad = field(init=False)
     _main: Tensor | None = field(init=False)  # these two are asked for at every step, and never change
@@ -76,6 +78,7 @@ class Unit:
     rule: Rule
     pieces: Sequence[OwnedPiece]
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
+    stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
 
     def ready(self) -> Ready:
         """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
@@ -94,9 +97,13 @@ class Unit:
             batch = Batch(read_hyper(groups[row.group], step=row.step), works)
             by_scale.setdefault(scale, []).append(batch)
         for scale, batches in by_scale.items():
-            self.rule.update_(batches, grad_scale=scale)
+            update_(self.rule, batches, grad_scale=scale, stages=self.stages)
         for piece in ready.pieces:
             piece.step += 1
+
+    def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
+        """The state of one of its pieces, as it is before the first step."""
+        return init_state(self.rule, piece.main.value(), id=piece.id, stage=piece.stage)
 
     def state_bytes(self) -> int:
         """Bytes this rank keeps for the unit beside parameters and gradients."""

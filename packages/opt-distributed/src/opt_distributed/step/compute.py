@@ -1,0 +1,268 @@
+"""The compute stage: matrices that ranks store parts of come together before a rule, and are dealt out after it.
+
+    parts ─ prepare_ ─▶ gather ─▶ whole matrices, on who computes them ─ transform_ ─▶ scatter ─▶ parts ─ apply_
+
+Main values and state of elements stay with the parts; state that a rule declares as `whole` is where the matrix is
+computed. Whole matrices exist only in between. A `ComputeLayout` says who computes.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm.collectives import Comm, Sizes
+from opt_distributed.layout import Block, ComputeLayout, Computes
+from opt_kernels.rules.base import Batch, MatrixRule, MatrixSpec, Rule, Task, Work
+from opt_kernels.rules.matrices import scaled_grads, stacks
+from opt_paramgroups import ParamId
+
+WHOLE_NUMEL = 1 << 26
+"""Elements of whole matrices that a rank computes from one gather, at least one matrix: what bounds their memory."""
+
+Parts = Mapping[ParamId, Tensor]
+
+
+class ComputeStage:
+    """The matrices of one `ComputeLayout`, on the rank whose coordinate `comms` tell: one for each axis.
+
+    Every rank of the grid makes the same calls with the same matrices in the same order. All tensors of a call share
+    dtype and device. A gather and a scatter are one collective for each axis that is not kept, however many matrices.
+    """
+
+    def __init__(self, layout: ComputeLayout, comms: Sequence[Comm], *, of_whole: Mapping[ParamId, MatrixSpec]):
+        self.layout = layout
+        self.comms = tuple(comms)
+        self.at = tuple(comm.rank for comm in comms)
+        self.of_whole = of_whole  # what the rule must know of each matrix where it is whole
+        self._slots = {slot.matrix.id: slot for slot in layout.slots}
+        self._gathered = range(layout.kept, len(layout.sizes))
+
+    def __contains__(self, id: Hashable) -> bool:
+        return id in self._slots
+
+    def shape(self, id: ParamId) -> tuple[int, ...]:
+        """Of the whole parameter, over all axes."""
+        return self._slots[id].matrix.shape
+
+    def whole(self, id: ParamId) -> Block:
+        """The block of the parameter that is one matrix to the rule."""
+        return self.layout.whole(self._slots[id], self.at)
+
+    def computes(self, id: ParamId) -> bool:
+        """Whether this rank is one that runs the rule on it."""
+        return self.layout.computes_at(self._slots[id], self.at)
+
+    def counts(self, id: ParamId) -> bool:
+        """Whether this rank is the one that saves the state of the whole, among those that compute it."""
+        return self.computes(id) and (self._slots[id].owner is not None or not any(self.at[self.layout.kept :]))
+
+    def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
+        """`tasks` in runs that are gathered together: the same on every rank."""
+        limit = WHOLE_NUMEL * (self.layout.num_ranks if self.layout.computes is Computes.OWNER else 1)
+        run: list[Task] = []
+        numel = 0
+        for task in tasks:
+            size = self.whole(matrix_of(task.work)).numel
+            if run and numel + size > limit:
+                yield run
+                run, numel = [], 0
+            run.append(task)
+            numel += size
+        if run:
+            yield run
+
+    def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
+        """The whole of each matrix that this rank computes, from every rank's part of all of them."""
+        held = dict(parts)
+        if held:
+            for axis in reversed(self._gathered):
+                held = self._joined_everywhere(axis, held) if self._every else self._joined_at_owners(axis, held)
+        return held
+
+    def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
+        """This rank's part of each matrix of `like`, from those that this rank computed."""
+        if self._every:
+            return {id: _narrow(whole, self._block(id, self.at), self.whole(id)) for id, whole in wholes.items()}
+        held = dict(wholes)
+        if like:
+            for axis in self._gathered:
+                held = self._parted(axis, held, like)
+        return {id: held[id] for id in like}
+
+    @property
+    def _every(self) -> bool:
+        return self.layout.computes is Computes.EVERY
+
+    def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
+        return self.layout.block(self._slots[id], at)
+
+    def _owner(self, id: ParamId, axis: int) -> int:
+        owner = self._slots[id].owner
+        assert owner is not None
+        return owner[axis - self.layout.kept]
+
+    def _along(self, axis: int, ids: Iterable[ParamId], peer: int) -> list[Block]:
+        """What the peer along `axis` holds of matrices that the axes behind it have brought together."""
+        return [self._block(id, (*self.at[:axis], peer)) for id in ids]
+
+    def _cat(self, axis: int, ids: Sequence[ParamId], by_peer: Sequence[Sequence[Tensor]]) -> dict[ParamId, Tensor]:
+        dims = (self._slots[id].matrix.dims[axis] for id in ids)
+        return {id: torch.cat(list(parts), dim) for id, dim, parts in zip(ids, dims, zip(*by_peer, strict=True))}
+
+    def _joined_at_owners(self, axis: int, held: Parts) -> dict[ParamId, Tensor]:
+        """Every matrix goes to the rank along `axis` that its owner shares; what it was cut into is put together."""
+        comm = self.comms[axis]
+        of_peer = [[id for id in held if self._owner(id, axis) == peer] for peer in range(comm.size)]
+        mine = of_peer[comm.rank]
+        received = _exchange(
+            comm,
+            [[held[id] for id in ids] for ids in of_peer],
+            [self._along(axis, mine, peer) for peer in range(comm.size)],
+            like=next(iter(held.values())),
+        )
+        return self._cat(axis, mine, received)
+
+    def _parted(self, axis: int, held: Parts, like: Parts) -> dict[ParamId, Tensor]:
+        """The inverse: owners along `axis` send every peer its part."""
+        comm = self.comms[axis]
+        # Those that the axes behind this one have an owner of beside this rank.
+        here = [id for id in like if all(self._owner(id, k) == self.at[k] for k in self._gathered if k > axis)]
+        of_peer = [[id for id in here if self._owner(id, axis) == peer] for peer in range(comm.size)]
+        mine = of_peer[comm.rank]
+        sent = [
+            [_narrow(held[id], block, self._block(id, self.at[:axis])) for id, block in zip(mine, blocks)]
+            for blocks in (self._along(axis, mine, peer) for peer in range(comm.size))
+        ]
+        expected = [self._along(axis, ids, comm.rank) for ids in of_peer]
+        received = _exchange(comm, sent, expected, like=next(iter(like.values())))
+        return {id: part for ids, parts in zip(of_peer, received) for id, part in zip(ids, parts)}
+
+    def _joined_everywhere(self, axis: int, held: Parts) -> dict[ParamId, Tensor]:
+        """Every rank along `axis` puts every matrix together. Shorter parts are padded: an all-gather's are equal."""
+        comm, ids = self.comms[axis], list(held)
+        expected = [self._along(axis, ids, peer) for peer in range(comm.size)]
+        length = max(sum(block.numel for block in blocks) for blocks in expected)
+        flat = torch.cat([part.reshape(-1) for part in held.values()])
+        shard = torch.cat([flat, flat.new_zeros(length - flat.numel())])
+        full = flat.new_empty(comm.size * length)
+        with _naming("gather"):
+            comm.all_gather_(full, shard)
+        return self._cat(axis, ids, [_cut(row, blocks) for row, blocks in zip(full.view(comm.size, length), expected)])
+
+
+def matrix_of(work: Work) -> ParamId:
+    """The parameter that a staged work is a part of."""
+    assert work.matrix.part is not None
+    id = work.matrix.part.whole
+    assert isinstance(id, ParamId)
+    return id
+
+
+def init_state(rule: Rule, main: Tensor, *, id: ParamId, stage: ComputeStage | None) -> dict[str, Tensor]:
+    """The state this rank keeps of a parameter of which it stores `main`, as it is before the first step."""
+    whole = {spec.name for spec in rule.state_specs if spec.whole} if stage is not None else set()
+    if stage is None or not whole:
+        return rule.init_state(main)
+    state = {}
+    if len(whole) < len(rule.state_specs):
+        state = {name: value for name, value in rule.init_state(main).items() if name not in whole}
+    if stage.computes(id):
+        made = rule.init_state(main.new_empty(stage.whole(id).shape))
+        state |= {name: value for name, value in made.items() if name in whole}
+    return state
+
+
+def update_(rule: Rule, batches: Sequence[Batch], *, grad_scale: float, stages: Sequence[ComputeStage]) -> None:
+    """`rule.update_`, with the matrices of `stages` brought together in between; they come after the others."""
+    if not stages:
+        rule.update_(batches, grad_scale=grad_scale)
+        return
+    assert isinstance(rule, MatrixRule)
+    here: list[Batch] = []
+    staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}
+    for hyper, works in batches:
+        left = []
+        for work in works:
+            stage = _stage_of(work, stages)
+            if stage is None:
+                left.append(work)
+            else:
+                staged[stage].append(Task(hyper, work))
+        if left:
+            here.append(Batch(hyper, left))
+    rule.update_(here, grad_scale=grad_scale)
+    for stage, tasks in staged.items():
+        for run in stage.runs(tasks):
+            _update_run_(rule, stage, run, grad_scale)
+
+
+def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None:
+    part = work.matrix.part
+    return None if part is None else next((stage for stage in stages if part.whole in stage), None)
+
+
+def _update_run_(rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float) -> None:
+    of_id = {matrix_of(task.work): task for task in run}
+    parts = {}
+    for id, task in of_id.items():
+        parts[id] = scaled_grads([task], grad_scale)[0]
+        rule.prepare_(task, parts[id], None)
+    updates = _transformed(rule, stage, of_id, stage.gather(parts))
+    for id, update in stage.scatter(updates, like=parts).items():
+        rule.apply_(of_id[id], update, None)
+
+
+def _transformed(rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, Task], wholes: Parts) -> Parts:
+    """The directions of whole matrices; those of one layout and row of the hyper table are stacked."""
+    updates = dict(wholes)  # one without elements has no direction
+    batches: dict[int, list[Task]] = {}
+    names = {}
+    for name, whole in wholes.items():
+        hyper, part = of_id[name]
+        work = Work(grad=whole, main=None, state=part.state, matrix=stage.of_whole[name])
+        names[id(work)] = name
+        batches.setdefault(id(hyper), []).append(Task(hyper, work))
+    for tasks in batches.values():
+        for stack in stacks([Batch(tasks[0].hyper, [task.work for task in tasks])]):
+            moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), None)
+            updates.update(zip((names[id(task.work)] for task in stack), moved))
+    return updates
+
+
+def _narrow(tensor: Tensor, part: Block, of: Block) -> Tensor:
+    """The block `part` of `tensor`, which is the block `of`: a view."""
+    for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
+        tensor = tensor.narrow(dim, start - base, length)
+    return tensor
+
+
+def _cut(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+    sizes = [block.numel for block in blocks]
+    return [part.view(block.shape) for part, block in zip(torch.split(flat[: sum(sizes)], sizes), blocks)]
+
+
+def _exchange(
+    comm: Comm, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Block]], *, like: Tensor
+) -> list[list[Tensor]]:
+    """Sends `sent[r]` to rank r, and gives what rank r sent here: `expected[r]`. One collective."""
+    flat = [part.reshape(-1) for parts in sent for part in parts]
+    x = torch.cat(flat) if flat else like.new_empty(0)
+    sizes = Sizes(
+        received=[sum(block.numel for block in blocks) for blocks in expected],
+        sent=[sum(part.numel() for part in parts) for parts in sent],
+    )
+    out = like.new_empty(sum(sizes.received))
+    with _naming("exchange"):
+        comm.all_to_all_(out, x, sizes=sizes)
+    return [_cut(part, blocks) for part, blocks in zip(torch.split(out, list(sizes.received)), expected)]
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a backend raises when a peer is gone
+        raise CollectiveError(f"{what} of matrices that ranks store parts of: {error}") from error

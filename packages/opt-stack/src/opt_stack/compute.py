@@ -1,0 +1,187 @@
+"""Who computes the matrices that ranks store parts of: from what is known of the parameters to `ComputeLayout`s."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from opt_config import ConfigError
+from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
+from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.rules.orthogonalization import TpMode
+from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
+
+TENSOR_PARALLEL = "tensor parallel"
+
+
+class CutAxis(NamedTuple):
+    """Ranks that a matrix is cut over."""
+
+    name: str
+    size: int
+    of_mesh: int | None  # which axis of the DTensor's mesh; None: the tensor-parallel group
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        return self.of_mesh is None or self.name in TENSOR_PARALLEL_AXES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputePlan:
+    """Matrices that the same axes cut, and who computes them."""
+
+    axes: tuple[CutAxis, ...]  # in the order in which they cut; first those over which nothing is gathered
+    layout: ComputeLayout
+
+    @property
+    def tensor_parallel_axis(self) -> int | None:
+        """Which axis, if any, holds what the rule takes for tensor-parallel parts."""
+        kept = self.axes[: self.layout.kept]
+        return next((number for number, axis in enumerate(kept) if axis.is_tensor_parallel), None)
+
+
+class _Cut(NamedTuple):
+    """An axis and the dim it cuts."""
+
+    axis: CutAxis
+    dim: int
+
+
+class _Arranged(NamedTuple):
+    """How a matrix is computed; matrices that agree in all of it share collectives."""
+
+    axes: tuple[CutAxis, ...]
+    kept: int
+    computes: Computes
+    team: int
+
+
+def plan_compute(
+    rule: Rule,
+    metas: Iterable[ParamMeta],  # of the unit's parameters, in the order of their collectives
+    *,
+    tensor_parallel: int,  # ranks that hold the parts of a matrix that is marked as tensor parallel
+    team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
+    split_qkv: bool,
+) -> tuple[ComputePlan, ...]:
+    """Who computes what of a matrix rule's parameters; those that are whole on their ranks are in no plan.
+
+    Matrices that tensor parallelism alone cuts follow the rule's `tp_mode`. All others are brought together on one rank
+    each, but for tensor-parallel blocks in mode "blockwise", and but for stacks of matrices, which may be cut anywhere.
+
+    Raises:
+        ConfigError: a matrix that cannot be brought together, or must be and the rule has no phases for it.
+        LayoutError: unequal parts where the mode needs equal ones.
+    """
+    found: dict[_Arranged, list[SplitMatrix]] = {}
+    for meta in metas:
+        cuts = _cuts(meta, tensor_parallel)
+        if cuts:
+            arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
+            found.setdefault(arranged, []).append(matrix)
+            if split_qkv and meta.qkv_split_shapes:
+                _check_groups(meta, arranged, matrix)
+    return tuple(
+        ComputePlan(
+            axes=arranged.axes,
+            layout=compute_layout(
+                matrices,
+                sizes=tuple(axis.size for axis in arranged.axes),
+                computes=arranged.computes,
+                kept=arranged.kept,
+            ),
+        )
+        for arranged, matrices in found.items()
+    )
+
+
+def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
+    """How a parameter is cut, in the order of the cuts."""
+    if not meta.is_dtensor:
+        if not meta.tensor_parallel or meta.partition_dim is None or tensor_parallel == 1:
+            return []
+        return [_Cut(CutAxis(TENSOR_PARALLEL, tensor_parallel, None), meta.partition_dim)]
+    first: list[_Cut] = []
+    last: list[_Cut] = []
+    for number, placed in enumerate(meta.placements):
+        if placed.shard_dim is not None and placed.size > 1:
+            cut = _Cut(CutAxis(placed.axis, placed.size, number), placed.shard_dim)
+            (last if placed.cuts_last else first).append(cut)
+    return [*first, *reversed(last)]
+
+
+def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[_Arranged, SplitMatrix]:
+    sides = [cut for cut in cuts if cut.dim >= len(meta.shape) - 2]  # the others deal whole matrices of a stack
+    by_mode = all(cut.axis.is_tensor_parallel for cut in sides) and len(sides) <= 1
+    mode = rule.tp_mode if isinstance(rule, MatrixRule) else None
+    kept = [cut for cut in cuts if cut not in sides or (cut.axis.is_tensor_parallel and mode is TpMode.BLOCKWISE)]
+    computes = Computes.OWNER
+    takes_parts = mode is TpMode.BLOCKWISE or not isinstance(rule, MatrixRule)  # which sees to its peers itself
+    if not sides or (by_mode and takes_parts):
+        kept, computes = cuts, Computes.PART
+    elif by_mode and mode is TpMode.DISTRIBUTED:
+        kept, computes = cuts, Computes.JOINT
+    elif by_mode and mode is TpMode.DUPLICATED:
+        computes = Computes.EVERY
+    if computes.gathers and not isinstance(rule, MatrixRule):
+        raise ConfigError(
+            f"optimizer={rule.name!r} needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts "
+            f"cannot be brought together for it, but {_told(meta, cuts)}; use 'muon', 'adaptive_muon' or 'soap'"
+        )
+    gathered = [cut for cut in cuts if cut not in kept]
+    _check_order(meta, cuts, kept)
+    ordered = [*kept, *gathered]
+    # What is stored here is a part under tensor parallelism by attributes, and the meta's shape that of the part.
+    shape = list(meta.shape)
+    if not meta.is_dtensor:
+        shape[cuts[0].dim] *= cuts[0].axis.size
+    matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
+    return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team), matrix
+
+
+def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
+    """A tensor-parallel block is one only if tensor parallelism cut its dim before the others did."""
+    for number, cut in enumerate(cuts):
+        earlier = [other for other in cuts[:number] if other.dim == cut.dim and other not in kept]
+        if cut in kept and earlier:
+            raise ConfigError(
+                f"muon_tp_mode='blockwise', but {_told(meta, cuts)}: what one rank of {cut.axis.name!r} holds is no "
+                "block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
+            )
+
+
+def _check_groups(meta: ParamMeta, arranged: _Arranged, matrix: SplitMatrix) -> None:
+    """Query groups of fused rows are whole in whatever the rule sees as one matrix."""
+    rows, sizes = sum(meta.qkv_split_shapes), tuple(axis.size for axis in arranged.axes)
+    for at in product(*map(range, sizes[: arranged.kept])):
+        block = matrix.block(sizes, at)
+        if block.shape[-2] % rows or block.offset[-2] % rows:
+            raise ConfigError(
+                f"{meta.id}: qkv_split_shapes={meta.qkv_split_shapes}: query groups of {rows} rows are cut: "
+                f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; deal whole groups to ranks, or set "
+                "muon_tp_mode='duplicated'"
+            )
+
+
+def _told(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:
+    told = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
+    return f"{meta.id} is cut {told}"
+
+
+WORDS: Mapping[Computes, str] = {
+    Computes.PART: "each rank computes its own block",
+    Computes.EVERY: "all ranks gather them, compute all, keep their parts",
+    Computes.JOINT: "ranks compute their parts, products are summed",
+    Computes.OWNER: "one rank gathers, computes and returns each, dealt by cost",
+}
+
+
+def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
+    """For people: matrices by axes and by who computes them."""
+    counts: dict[tuple[str, Computes], int] = {}
+    for plan in plans:
+        axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.axes)
+        counts[axes, plan.layout.computes] = counts.get((axes, plan.layout.computes), 0) + len(plan.layout.slots)
+    for (axes, computes), count in counts.items():
+        yield f"{count} matrices cut over {axes}: {WORDS[computes]}"

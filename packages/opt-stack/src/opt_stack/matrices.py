@@ -1,0 +1,132 @@
+"""What the rule and the compute stage are told of a unit's parameters: from the plan to live groups."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from opt_distributed.comm.collectives import Comm, TorchComm
+from opt_distributed.layout import ComputeSlot, LayoutError
+from opt_distributed.step.compute import ComputeStage
+from opt_distributed.step.dtensor import mesh_comms
+from opt_kernels.rules.base import MatrixPart, MatrixSpec, TensorParallel
+from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.compute import ComputePlan
+from opt_stack.plan import UnitPlan
+
+
+class PlacedMatrix(NamedTuple):
+    """What the rule must know of what is stored here, and who brings it together with the other parts."""
+
+    spec: MatrixSpec
+    stage: ComputeStage | None = None
+
+
+def place_matrices(
+    unit: UnitPlan,
+    params: Mapping[ParamId, nn.Parameter],
+    metas: Mapping[ParamId, ParamMeta],
+    tensor_parallel_comm: Comm,
+    *,
+    split_qkv: bool,
+) -> dict[ParamId, PlacedMatrix]:
+    """Of every parameter of the unit. Makes no collective calls.
+
+    Raises:
+        LayoutError: a DTensor whose local part is not what its placements say.
+    """
+    rows = {id: tuple(metas[id].qkv_split_shapes) if split_qkv else () for id in unit.ids}
+    placed = {id: PlacedMatrix(MatrixSpec(split_rows=rows[id])) for id in unit.ids}
+    peers = _Peers()
+    for plan in unit.compute:
+        by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share the names of their axes
+        for slot in plan.layout.slots:
+            comms = _comms(plan, params[slot.matrix.id], tensor_parallel_comm)
+            by_comms.setdefault(tuple(map(peers.one, comms)), []).append(slot)
+        for comms, slots in by_comms.items():
+            placed |= _placed(plan, comms, slots, metas, rows, peers)
+    return placed
+
+
+def stages_of(placed: Iterable[PlacedMatrix]) -> list[ComputeStage]:
+    """Their stages, each once, in the order of the plan."""
+    return list(dict.fromkeys(matrix.stage for matrix in placed if matrix.stage is not None))
+
+
+def tensor_parallel(comm: Comm) -> TensorParallel:
+    """The ranks that hold equal parts of a matrix, as the callables a rule takes."""
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        total = x.contiguous().clone()
+        comm.all_reduce_(total)
+        return total
+
+    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+        full = x.new_empty(comm.size * x.numel())
+        comm.all_gather_(full, x.contiguous().view(-1))
+        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
+
+    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
+
+
+class _Peers:
+    """One object for each group of ranks: rules batch only matrices that share it."""
+
+    def __init__(self) -> None:
+        self._comms: dict[object, Comm] = {}
+        self._peers: dict[Comm, TensorParallel] = {}
+
+    def one(self, comm: Comm) -> Comm:
+        """The first `Comm` seen of its group."""
+        return self._comms.setdefault(comm.group if isinstance(comm, TorchComm) else comm, comm)
+
+    def of(self, comm: Comm) -> TensorParallel:
+        """The group as callables."""
+        if comm not in self._peers:
+            self._peers[comm] = tensor_parallel(comm)
+        return self._peers[comm]
+
+
+def _comms(plan: ComputePlan, param: nn.Parameter, tensor_parallel_comm: Comm) -> tuple[Comm, ...]:
+    of_mesh = [axis.of_mesh for axis in plan.axes if axis.of_mesh is not None]
+    return mesh_comms(param, of_mesh) if of_mesh else (tensor_parallel_comm,)
+
+
+def _placed(
+    plan: ComputePlan,
+    comms: tuple[Comm, ...],
+    slots: list[ComputeSlot],
+    metas: Mapping[ParamId, ParamMeta],
+    rows: Mapping[ParamId, tuple[int, ...]],
+    peers: _Peers,
+) -> dict[ParamId, PlacedMatrix]:
+    """Matrices of one plan whose parts one grid of ranks has."""
+    number, at = plan.tensor_parallel_axis, tuple(comm.rank for comm in comms)
+    group = None if number is None else peers.of(comms[number])
+    of_whole, of_part = {}, {}
+    for slot in slots:
+        matrix = slot.matrix
+        block = plan.layout.block(slot, at)
+        if block.shape != metas[matrix.id].local_shape:
+            raise LayoutError(
+                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
+                f"should have {block.shape} on this rank and has {metas[matrix.id].local_shape}; shard it as "
+                "fully_shard or parallelize_module do, or give it an elementwise rule through config_overrides"
+            )
+        dim = None if number is None else matrix.dims[number]
+        of_whole[matrix.id] = MatrixSpec(split_rows=rows[matrix.id], partition_dim=dim, tensor_parallel=group)
+        of_part[matrix.id] = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
+    if not plan.layout.computes.gathers:
+        return {id: PlacedMatrix(_in_place(spec, of_part[id], metas[id].local_shape)) for id, spec in of_whole.items()}
+    stage = ComputeStage(plan.layout, comms, of_whole=of_whole)
+    return {id: PlacedMatrix(MatrixSpec(split_rows=rows[id], part=part), stage) for id, part in of_part.items()}
+
+
+def _in_place(spec: MatrixSpec, part: MatrixPart, local_shape: tuple[int, ...]) -> MatrixSpec:
+    """With the part, where it is not the one that equal parts tell: a rule stacks only matrices of one spec."""
+    ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
+    dims = range(len(local_shape) - 2, len(local_shape))
+    told = [local_shape[dim] * (ranks if dim == spec.partition_dim else 1) for dim in dims]
+    return spec if told == list(part.whole_shape[-2:]) else replace(spec, part=part)
