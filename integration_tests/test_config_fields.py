@@ -529,14 +529,18 @@ def test_gradients_are_reduced_in_the_step_or_in_backward(overlap: bool) -> None
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_blocks_of_8_bit_moments_are_not_cut_between_ranks(size: int) -> None:
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
+def test_blocks_of_8_bit_moments_are_not_cut_between_ranks(size: int, wraps: bool) -> None:
     """A block of 128 elements shares a scale: cut, it would have two, and other bits on every number of ranks."""
 
     def rank_main(comm: ThreadComm) -> list[int]:
         config = OptimizerConfig(
             **PLAIN, use_precision_aware_optimizer=True, exp_avg_dtype=torch.uint8, use_distributed_optimizer=True
         )
-        model = Named(first=normal(1001, seed=1), second=normal(77, seed=2))
+        model: nn.Module = Named(first=normal(1001, seed=1), second=normal(77, seed=2))
+        if wraps:
+            ddp = Config(use_distributed_optimizer=True)
+            model = DistributedDataParallel(ddp, model, groups=roles_over(comm), shard_multiple=128)
         optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
         return [piece.of_param.start for piece in pieces(optimizer)]
 

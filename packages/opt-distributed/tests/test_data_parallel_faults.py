@@ -1,11 +1,14 @@
 """Faults: what goes wrong in a wrapped model is an error with a remedy, on every rank that would go on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.bucket import GradientError
@@ -72,6 +75,28 @@ def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:
 
     for error in errors_of(2, rank_main):
         assert "data-parallel ranks [1] laid their buffers out differently" in error
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of one rank, which suffices for placements."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_parameter_that_is_laid_out_already_is_refused_on_every_rank(mesh: DeviceMesh) -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        model = nn.Linear(4, 4)
+        if comm.rank == 1:
+            model.weight = nn.Parameter(laid_out)
+        DistributedDataParallel(SHARDED, model, groups=over(comm))
+
+    laid_out = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
+    refused = "is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
+    other, own = errors_of(2, rank_main)
+    assert own == f"LayoutError: weight {refused}"
+    assert other == f"LayoutError: data-parallel rank 1 refused: weight {refused}"
 
 
 def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None:

@@ -130,6 +130,16 @@ CASES = {
         "the optimizer's configuration means use_distributed_optimizer=False, but model chunk 0 was wrapped with "
         "use_distributed_optimizer=True; give both the same",
     ),
+    "blocks that a wrapper cuts": (
+        {
+            "model": wrapped(use_distributed_optimizer=True),
+            "use_distributed_optimizer": True,
+            "use_precision_aware_optimizer": True,
+            "exp_avg_dtype": torch.uint8,
+        },
+        "exp_avg_scale is kept for blocks of 128 elements, but model chunk 0 was wrapped with shard_multiple=64, which "
+        "cuts through them; give DistributedDataParallel shard_multiple=128",
+    ),
     "a capability that is not built": (
         {"optimizer_cuda_graph": True},
         "OptimizerConfig: optimizer_cuda_graph=True: is not built yet; leave it at False",

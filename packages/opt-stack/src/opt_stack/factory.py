@@ -27,7 +27,7 @@ from opt_stack.plan import Plan
 from opt_stack.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.registry import Registry
-from opt_stack.wrapped import check_wrapped, wrapped_buffers
+from opt_stack.wrapped import check_blocks, check_wrapped, wrapped_buffers
 
 logger = logging.getLogger("opt_stack")
 
@@ -187,6 +187,7 @@ def plan_of(
     names = {group["optimizer"] for group in groups}
     made = {name: rules[name].make(config) for name in names}
     check_wrapped(config, chunks)
+    check_blocks(chunks, groups, made)
     trained = {id for group in groups for id in group["param_ids"]}
     ready = [
         buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)

@@ -1,13 +1,15 @@
 """Chunks that come in `DistributedDataParallel`: their buffers as the plan and the step know them."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
+from opt_kernels.rules.base import Rule
 from opt_stack.plan import BufferPlan, Spread
 
 
@@ -55,6 +57,32 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                 raise ConfigError(
                     f"the optimizer's configuration means {name}={ours}, but model chunk {index} was wrapped with "
                     f"{name}={theirs}; give both the same"
+                )
+
+
+def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:
+    """State that is kept in blocks, each with one scale, may not be cut inside of a block.
+
+    Args:
+        chunks: the model.
+        groups: its parameter groups: `optimizer` and `param_ids` are read.
+        rules: by the groups' `optimizer`.
+
+    Raises:
+        ConfigError: a wrapper may cut so. Also where one rank holds everything: the same wrapper on more would.
+    """
+    rule_of = {id: rules[group["optimizer"]] for group in groups for id in group["param_ids"]}
+    for index, chunk in enumerate(chunks):
+        if not isinstance(chunk, DistributedDataParallel) or not chunk.config.use_distributed_optimizer:
+            continue
+        flat = [buffer.plan.params for buffer in chunk.synced_buffers if not buffer.plan.key.is_whole]
+        cut = {param.id for params in flat for param in params}
+        for spec in (spec for id, rule in rule_of.items() if id in cut for spec in rule.state_specs if spec.block):
+            if chunk.shard_multiple % spec.block:
+                raise ConfigError(
+                    f"{spec.name} is kept for blocks of {spec.block} elements, but model chunk {index} was wrapped "
+                    f"with shard_multiple={chunk.shard_multiple}, which cuts through them; give "
+                    f"DistributedDataParallel shard_multiple={lcm(chunk.shard_multiple, spec.block)}"
                 )
 
 

@@ -119,8 +119,8 @@ class DistributedDataParallel(nn.Module):
             optimizer state in blocks.
 
     Raises:
-        LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out, or ranks' layouts or
-            configurations differ.
+        LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out (a DTensor is,
+            already), or ranks' layouts or configurations differ.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.module = module
         self.calculate_per_token_loss = calculate_per_token_loss
+        self.shard_multiple = shard_multiple
         self.roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
