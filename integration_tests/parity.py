@@ -203,7 +203,7 @@ def grads_of(step: int, rank: int, size: int, shapes: Mapping[str, tuple[int, ..
 
 
 def roles_over(comm: Comm) -> Roles:
-    axes = Axes(dp=comm, mp=Alone(), tp=Alone())
+    axes = Axes(dp=comm, tp=Alone())
     return Roles(dense=axes, expert=axes, everyone=comm)
 
 

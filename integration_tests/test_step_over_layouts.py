@@ -175,12 +175,12 @@ class Partly(nn.Module):
 @pytest.mark.parametrize("spread", ["replicated", "flat"])
 def test_zeros_of_a_parameter_that_no_rank_used_are_not_counted(spread: str) -> None:
     """Two ranks hold each expert: nobody uses the first, one rank the second."""
-    expert_dp, ep = [World(2).comms() for _ in range(2)], [World(2).comms() for _ in range(2)]
+    expert_dp = [World(2).comms() for _ in range(2)]
 
     def rank_main(comm: ThreadComm) -> list[int | None]:
         row, expert = divmod(comm.rank, 2)
-        experts = Axes(dp=expert_dp[expert][row], mp=ep[row][expert], tp=Alone())
-        roles = Roles(dense=Axes(dp=comm, mp=Alone(), tp=Alone()), expert=experts, everyone=comm)
+        experts = Axes(dp=expert_dp[expert][row], tp=Alone())
+        roles = Roles(dense=Axes(dp=comm, tp=Alone()), expert=experts, everyone=comm)
         net = Partly()
         counts = config(log_num_zeros_in_grad=True, **SPREADS[spread])
         optimizer = get_optimizer(counts, [net], {}, pg_collection=roles)
@@ -253,7 +253,7 @@ def test_a_flat_ranks_state_is_its_share_to_a_percent(size: int) -> None:
 
     pretended: Any = Pretended()
     pretended.size = size
-    axes = Axes(dp=pretended, mp=Alone(), tp=Alone())
+    axes = Axes(dp=pretended, tp=Alone())
     roles = Roles(dense=axes, expert=axes, everyone=Alone())
     optimizer = get_optimizer(config(bf16=True, use_distributed_optimizer=True), [model], {}, pg_collection=roles)
     for rank in range(size):
@@ -342,7 +342,7 @@ def test_two_instances_of_two_shards_have_the_weights_and_norm_of_one_process(wr
 
     def rank_main(comm: ThreadComm) -> tuple[float, list[Tensor]]:
         instance, shard = divmod(comm.rank, 2)
-        axes = Axes(dp=instances[instance][shard], mp=Alone(), tp=Alone(), inter=across[shard][instance])
+        axes = Axes(dp=instances[instance][shard], tp=Alone(), inter=across[shard][instance])
         roles = Roles(dense=axes, expert=axes, everyone=comm)
         net = Net(torch.float32)
         model: nn.Module = net

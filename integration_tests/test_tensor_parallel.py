@@ -48,7 +48,7 @@ def run_grid(rank_main: Any) -> list[Any]:
 
 
 def roles_of_grid(grid: Grid) -> Roles:
-    dense = Axes(dp=grid.dp, mp=grid.tp, tp=grid.tp)
+    dense = Axes(dp=grid.dp, tp=grid.tp)
     return Roles(dense=dense, expert=dense, everyone=grid.world)
 
 
@@ -232,9 +232,8 @@ def test_an_experts_gradient_is_the_mean_over_all_dense_replicas(expert_parallel
 
     def rank_main(comm: ThreadComm) -> Tensor:
         expert_dp = worlds[comm.rank % expert_parallel][comm.rank // expert_parallel]
-        ep = ep_worlds[comm.rank // expert_parallel][comm.rank % expert_parallel]
-        dense = Axes(dp=comm, mp=Alone(), tp=Alone())
-        roles = Roles(dense=dense, expert=Axes(dp=expert_dp, mp=ep, tp=Alone()), everyone=comm)
+        dense = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=dense, expert=Axes(dp=expert_dp, tp=Alone()), everyone=comm)
         net = Mixture(comm.rank % expert_parallel)
         start = net.expert.weight.detach().clone()
         sgd = config(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, use_distributed_optimizer=flat)
@@ -244,7 +243,6 @@ def test_an_experts_gradient_is_the_mean_over_all_dense_replicas(expert_parallel
         return torch.cat([((start - net.expert.weight.detach()) / 0.02).flatten(), torch.tensor([norm])])
 
     worlds = [World(4 // expert_parallel).comms() for _ in range(expert_parallel)]
-    ep_worlds = [World(expert_parallel).comms() for _ in range(4 // expert_parallel)]
     ranks = run_threads(4, rank_main)
     means = [
         sum(expert_grads(0, rank) for rank in range(4) if rank % expert_parallel == expert) / 4

@@ -124,8 +124,8 @@ def test_an_overflow_in_the_experts_alone_skips_all_and_moves_the_one_scale() ->
     expert_worlds = [World(1).comms(), World(1).comms()]
 
     def rank_main(comm: ThreadComm) -> tuple[bool, float, bool]:
-        expert = Axes(dp=expert_worlds[comm.rank][0], mp=comm, tp=Alone())
-        roles = Roles(dense=Axes(dp=comm, mp=Alone(), tp=Alone()), expert=expert, everyone=comm)
+        expert = Axes(dp=expert_worlds[comm.rank][0], tp=Alone())
+        roles = Roles(dense=Axes(dp=comm, tp=Alone()), expert=expert, everyone=comm)
         net = Mixture()
         optimizer = get_optimizer(
             config(loss_scale=None, fp16=True, initial_loss_scale=16.0, hysteresis=1), [net], {}, pg_collection=roles

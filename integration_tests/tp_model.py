@@ -25,7 +25,7 @@ class Grid(NamedTuple):
 
     @property
     def roles(self) -> Roles:
-        dense = Axes(dp=self.dp, mp=self.tp, tp=self.tp)
+        dense = Axes(dp=self.dp, tp=self.tp)
         return Roles(dense=dense, expert=dense, everyone=self.world)
 
 

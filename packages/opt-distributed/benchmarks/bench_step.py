@@ -66,7 +66,7 @@ def traffic(params: int, numel: int) -> None:
 
     def rank_main(comm: ThreadComm) -> RecordingComm:
         recorded = RecordingComm(comm)
-        axes = Axes(dp=recorded, mp=Alone(), tp=Alone())
+        axes = Axes(dp=recorded, tp=Alone())
         roles = Roles(dense=axes, expert=axes, everyone=recorded)
         model = model_of(params, numel)
         config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)

@@ -157,9 +157,7 @@ def test_parameters_that_cannot_share_a_buffer_are_refused(
 def grid(comm: ThreadComm, rows: list[World], columns: list[World]) -> Axes:
     """Rank r of 4 as shard r % 2 of instance r // 2."""
     instance, shard = divmod(comm.rank, 2)
-    return Axes(
-        dp=ThreadComm(rows[instance], shard), mp=Alone(), tp=Alone(), inter=ThreadComm(columns[shard], instance)
-    )
+    return Axes(dp=ThreadComm(rows[instance], shard), tp=Alone(), inter=ThreadComm(columns[shard], instance))
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["shards", "everywhere"])
@@ -169,7 +167,7 @@ def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(shard
     rows, columns = [World(2) for _ in range(2)], [World(2) for _ in range(2)]
 
     def rank_main(comm: ThreadComm) -> None:
-        axes = grid(comm, rows, columns) if instances == 2 else Axes(dp=comm, mp=Alone(), tp=Alone())
+        axes = grid(comm, rows, columns) if instances == 2 else Axes(dp=comm, tp=Alone())
         buffer = make_buffer(make_params(*SHAPES), sharded=sharded)
         for id in buffer.params:
             buffer.grad_view(id).fill_(comm.rank + 1.0)
@@ -195,7 +193,7 @@ def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(shard
 def test_a_layout_for_another_number_of_ranks_is_refused() -> None:
     buffer = make_buffer(make_params((8, 8)), num_shards=2)
     with pytest.raises(LayoutError, match="planned for 2 shards, but the group has 1 ranks"):
-        buffer.reduce_(Axes(dp=Alone(), mp=Alone(), tp=Alone()))
+        buffer.reduce_(Axes(dp=Alone(), tp=Alone()))
     with pytest.raises(LayoutError, match="planned for 2 shards, but the group has 1 ranks"):
         buffer.gather_(Alone())
 

@@ -68,7 +68,7 @@ def expected_grads(loss: Callable[[Net], Tensor]) -> dict[str, Tensor]:
 
 
 def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, mp=Alone(), tp=Alone(), inter=across or Alone())
+    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
     return Roles(dense=axes, expert=axes, everyone=comm)
 
 
@@ -262,8 +262,8 @@ def test_expert_gradients_are_summed_over_their_own_group_and_are_means_over_all
 
     def rank_main(comm: ThreadComm) -> None:
         expert = comm.rank % 2
-        axes = Axes(dp=comm, mp=Alone(), tp=Alone())
-        its = Axes(dp=ThreadComm(experts[expert], comm.rank // 2), mp=Alone(), tp=Alone())
+        axes = Axes(dp=comm, tp=Alone())
+        its = Axes(dp=ThreadComm(experts[expert], comm.rank // 2), tp=Alone())
         ddp = DistributedDataParallel(config, Moe(expert), groups=Roles(dense=axes, expert=its, everyone=comm))
         backward(ddp(x[comm.rank], routed(comm.rank)))
         ddp.finish_grad_sync()

@@ -25,7 +25,7 @@ OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, bucke
 
 
 def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, mp=Alone(), tp=Alone(), inter=across or Alone())
+    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
     return Roles(dense=axes, expert=axes, everyone=comm)
 
 

@@ -21,7 +21,7 @@ CONFIGS = {
 
 
 def over(dp: Comm) -> Roles:
-    axes = Axes(dp=dp, mp=Alone(), tp=Alone())
+    axes = Axes(dp=dp, tp=Alone())
     return Roles(dense=axes, expert=axes, everyone=dp)
 
 

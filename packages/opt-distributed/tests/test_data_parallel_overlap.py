@@ -131,7 +131,7 @@ CONFIG = DistributedDataParallelConfig(
 
 def wrap(timeline: Timeline, config: DistributedDataParallelConfig = CONFIG) -> DistributedDataParallel:
     model = nn.Sequential(*(Layer(timeline, str(index)) for index in range(NUM_LAYERS)))
-    axes = Axes(dp=DelayedComm(timeline), mp=Alone(), tp=Alone())
+    axes = Axes(dp=DelayedComm(timeline), tp=Alone())
     return DistributedDataParallel(config, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
 
 
@@ -231,7 +231,7 @@ def test_buckets_follow_the_order_of_use_rather_than_of_registration() -> None:
             return x
 
     model = Backwards(*(Layer(timeline, str(index)) for index in range(NUM_LAYERS)))
-    axes = Axes(dp=DelayedComm(timeline), mp=Alone(), tp=Alone())
+    axes = Axes(dp=DelayedComm(timeline), tp=Alone())
     ddp = DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
     for _ in range(2):
         iterate(ddp, timeline)
@@ -252,7 +252,7 @@ def publish(ddp: DistributedDataParallel, value: float) -> None:
 
 
 def wrapped(model: nn.Module) -> DistributedDataParallel:
-    axes = Axes(dp=DelayedComm(Timeline()), mp=Alone(), tp=Alone())
+    axes = Axes(dp=DelayedComm(Timeline()), tp=Alone())
     return DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
 
 
@@ -376,7 +376,7 @@ ORDERS = {
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS.keys())
 def test_ranks_with_different_graphs_reduce_the_same_buckets_in_the_same_order(orders: list[tuple[int, ...]]) -> None:
     def rank_main(comm: ThreadComm) -> list[Tensor]:
-        axes = Axes(dp=comm, mp=Alone(), tp=Alone())
+        axes = Axes(dp=comm, tp=Alone())
         ddp = DistributedDataParallel(CONFIG, Fork(), groups=Roles(dense=axes, expert=axes, everyone=comm))
         found = []
         for iteration in range(3):
@@ -397,7 +397,7 @@ def test_ranks_with_different_graphs_reduce_the_same_buckets_in_the_same_order(o
 def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         recording = RecordingComm(comm)
-        axes = Axes(dp=recording, mp=Alone(), tp=Alone())
+        axes = Axes(dp=recording, tp=Alone())
         model = nn.ModuleList(nn.Linear(1, width, bias=False) for width in (128, 256, 384, 512))
         config = replace(CONFIG, bucket_size=1)
         ddp = DistributedDataParallel(config, model, groups=Roles(dense=axes, expert=axes, everyone=comm))

@@ -73,11 +73,10 @@ ProcessGroupCollection = ProcessGroups  # the reference's name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Where one family of parameters is spread: `dp` shares or shards each of them, `mp` holds the others."""
+    """Where one family of parameters is spread."""
 
     dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
-    mp: Comm  # the rest of one model: a sum over dp, then mp, is over every parameter once
-    tp: Comm
+    tp: Comm  # ranks that hold other parts of the same matrices
     inter: Comm = field(default_factory=Alone)  # the other instances, which hold the same shards
 
     @property
@@ -109,7 +108,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     """
     world = TorchComm(_world()) if dist.is_initialized() else Alone()
     if groups is None:
-        axes = Axes(dp=world, mp=Alone(), tp=Alone())
+        axes = Axes(dp=world, tp=Alone())
         return Roles(dense=axes, expert=axes, everyone=world)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
@@ -121,7 +120,6 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     inter = comm_of(groups.inter_dist_opt)
     dense = Axes(
         dp=comm_of(groups.intra_dp_cp or groups.dp_cp or groups.dp),
-        mp=comm_of(groups.mp),
         tp=comm_of(groups.tp),
         inter=inter,
     )
@@ -129,7 +127,6 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         dense=dense,
         expert=Axes(
             dp=comm_of(groups.intra_expt_dp or groups.expt_dp),
-            mp=comm_of(groups.tp_ep_pp),
             tp=comm_of(groups.expt_tp),
             inter=inter,
         ),
@@ -142,7 +139,7 @@ def _instance(groups: ProcessGroups, dense: Axes, world: Comm) -> Comm | None:
     """One group for all statistics: it must hold every rank of the model once."""
     if groups.intra_dist_opt is not None:
         return comm_of(groups.intra_dist_opt)
-    ranks = dense.num_replicas * dense.mp.size
+    ranks = dense.num_replicas * _size(groups.mp)
     if ranks in (1, world.size):
         return Alone() if ranks == 1 else None
     raise ProcessGroupError(

@@ -19,5 +19,5 @@ def roles_of_world(*, has_params: bool) -> Roles:
     if len(members) in (0, world.size):
         return roles
     group = dist.new_group(members)  # every rank calls it, whether it belongs or not
-    axes = Axes(dp=comm_of(group) if has_params else Alone(), mp=Alone(), tp=Alone())
+    axes = Axes(dp=comm_of(group) if has_params else Alone(), tp=Alone())
     return Roles(dense=axes, expert=axes, everyone=world)
