@@ -13,7 +13,7 @@ import torch.distributed as dist
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.files import Files
 from opt_checkpoint.mapping import ShardedStateDict
-from opt_checkpoint.ranks import everyone, ranks_of
+from opt_checkpoint.ranks import everyone, ranks_of, same_path
 from opt_checkpoint.save_load import NO_DETAILS, PathLike, save
 from opt_checkpoint.staging import Staging
 
@@ -88,9 +88,12 @@ class AsyncSaver:
             details: as for `save`.
 
         Raises:
-            CheckpointingException: the save before failed, or a rank's state cannot be taken; on every rank.
+            CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
+                different paths; on every rank.
         """
         self.wait()
+        target = Path(path).absolute()
+        same_path(self._ranks, target, "saving")
         started = time.perf_counter()
         error: Exception | None = None
         snapshot: ShardedStateDict = {}
@@ -100,7 +103,7 @@ class AsyncSaver:
             error = failure
         blocked = time.perf_counter() - started
         everyone(self._ranks, error, f"taking a snapshot for {path}")
-        handle = SaveHandle(Path(path).absolute(), blocked)
+        handle = SaveHandle(target, blocked)
 
         def write() -> None:
             failure: BaseException | None = None

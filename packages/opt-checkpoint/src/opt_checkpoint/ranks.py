@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -127,3 +128,17 @@ def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
     causes = {rank: e for rank, e in enumerate(ranks.gather_everywhere(error)) if e is not None}
     if causes:
         raise as_ours(what, causes) from error
+
+
+def same_path(ranks: Ranks, path: Path, what: str) -> None:
+    """Raise on every rank where ranks were given different paths, of which all but rank 0's would be passed over.
+
+    Raises:
+        CheckpointingException: naming the paths and their ranks.
+    """
+    by_path: dict[str, list[int]] = {}
+    for rank, told in enumerate(ranks.gather_everywhere(str(path))):
+        by_path.setdefault(told, []).append(rank)
+    if len(by_path) > 1:
+        named = ", ".join(f"{told} (ranks {on})" for told, on in by_path.items())
+        raise CheckpointingException(f"{what}: ranks were given different paths: {named}; give all ranks the same one")

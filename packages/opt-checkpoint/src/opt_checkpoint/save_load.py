@@ -25,7 +25,7 @@ from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner, aliased
 from opt_checkpoint.mapping import ShardedStateDict
 from opt_checkpoint.open_checkpoint import Opened, open_checkpoint
 from opt_checkpoint.planner import Common, ShardedSavePlanner
-from opt_checkpoint.ranks import Ranks, agreed, as_ours, everyone, ranks_of
+from opt_checkpoint.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_path
 from opt_checkpoint.reader import CheckpointReader
 from opt_checkpoint.strictness import StrictHandling
 from opt_checkpoint.verify import check_places, check_sizes
@@ -78,7 +78,8 @@ def save(
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
             plain values (what `torch.load(weights_only=True)` accepts).
-        path: the checkpoint's directory, on a file system that all ranks share; it must not exist.
+        path: the checkpoint's directory, on a file system that all ranks share; it must not exist. The same on all
+            ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
         common: what to do where a plain value differs between ranks: refuse, or store rank 0's.
         details: recorded in the manifest for people, as JSON.
@@ -86,10 +87,12 @@ def save(
 
     Raises:
         CheckpointExistsError: something is at `path`.
-        CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored.
+        CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
+            or ranks were given different paths.
         CheckpointFailedError: a rank failed otherwise; `.causes` has the exceptions by rank.
     """
     ranks, target = ranks_of(process_group), Path(path).absolute()
+    same_path(ranks, target, "saving")
     system = files or LocalFiles()
     writer = CheckpointWriter(
         target,
@@ -152,9 +155,11 @@ def load(
         CheckpointCorruptError: it is damaged.
         CheckpointKeyError: keys do not fit, under `strict`.
         CheckpointMismatchError: shapes, dtypes or coverage do not fit.
+        CheckpointingException: ranks were given different paths.
         CheckpointFailedError: a rank failed otherwise.
     """
     ranks, source = ranks_of(process_group), Path(path).absolute()
+    same_path(ranks, source, "loading")
     what = f"loading {source}"
     mode, rule = StrictHandling.parse(strict), DtypeRule(dtype)
     opened = agreed(ranks, lambda: _opened(source, verify), what)

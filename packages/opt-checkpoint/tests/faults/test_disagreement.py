@@ -15,9 +15,11 @@ from checkpoint_ranks import RankPool, free_port, join_world, save_as_ranks
 from states import COLUMNS, ROWS, assert_is_step, state_at
 
 from opt_checkpoint import (
+    AsyncSaver,
     CheckpointFailedError,
     CheckpointingException,
     CheckpointKeyError,
+    CheckpointManager,
     CheckpointMismatchError,
     LocalNonpersistentObject,
     ShardedObject,
@@ -104,6 +106,43 @@ def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     assert len(set(ranks.run(2, disagree, str(tmp_path), name))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_here(state: dict[str, Any], path: Path) -> None:
+    save(state, path)
+
+
+def save_behind(state: dict[str, Any], path: Path) -> None:
+    saver = AsyncSaver()
+    try:
+        saver.save(state, path)
+    finally:
+        saver.close()
+
+
+def load_here(state: dict[str, Any], path: Path) -> None:
+    load(state, path)
+
+
+def open_series(state: dict[str, Any], path: Path) -> None:
+    CheckpointManager(path)
+
+
+ON_A_PATH = {"save": save_here, "async save": save_behind, "load": load_here, "series": open_series}
+
+
+def go_apart(rank: int, size: int, folder: str, name: str) -> str:
+    with pytest.raises(CheckpointingException) as caught:
+        ON_A_PATH[name](state_at(1, rank, size), Path(folder) / f"of-rank-{min(rank, 1)}")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ON_A_PATH)
+def test_ranks_with_different_paths_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """What rank 0 is given would decide, and the others' would be passed over in silence."""
+    (told,) = set(ranks.run(3, go_apart, str(tmp_path), name))
+    assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in told
     assert list(tmp_path.iterdir()) == []
 
 
