@@ -1,0 +1,5 @@
+"""`megatron.core.dist_checkpointing.validation`: what to do about keys on one side only."""
+
+from opt_checkpoint.strictness import StrictHandling
+
+__all__ = ["StrictHandling"]
