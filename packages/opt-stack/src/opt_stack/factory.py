@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
+from opt_distributed.buffers.agreement import from_all_replicas
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
 from opt_distributed.comm.populated import roles_of_world
@@ -199,14 +200,15 @@ def _check_peers(plan: Plan, roles: Roles) -> None:
     """What only all ranks together can see: somebody has parameters, and replicas planned alike."""
     if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
         raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
-    fingerprints = roles.dense.dp.gather_objects(plan.fingerprint())
-    others = [rank for rank, print_ in enumerate(fingerprints) if print_ != fingerprints[0]]
     error = None
-    if others:
-        error = ConfigError(
-            f"data-parallel ranks {others} planned another step than rank 0: config, overrides and model must be equal "
-            "on all ranks that share parameters"
-        )
+    for axes, experts in ((roles.dense, False), (roles.expert, True)):  # ranks may hold other experts
+        told = from_all_replicas(axes, plan.fingerprint(experts=experts))
+        others = [rank for rank, print_ in enumerate(told) if print_ != told[0]]
+        if others:
+            error = error or ConfigError(
+                f"{'expert ' * experts}data-parallel ranks {others} planned another step than rank 0: config, "
+                "overrides and model must be equal on all ranks that share parameters"
+            )
     agree(roles.everyone, error)
 
 

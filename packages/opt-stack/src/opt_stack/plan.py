@@ -88,10 +88,14 @@ class Plan:
         """Bytes that the optimizer keeps on data-parallel rank `rank` beside parameters and gradients."""
         return sum(unit_bytes(self, unit, rank=rank) for unit in self.units)
 
-    def fingerprint(self) -> str:
-        """Equal on ranks that planned the same layouts and numbers for the same parameters."""
-        text = [f"{b.name}:{b.layout.fingerprint()}" for b in self.buffers if b.spread is not Spread.LAID_OUT]
-        text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in self.units]
+    def fingerprint(self, *, experts: bool | None = None) -> str:
+        """Equal on ranks that planned the same layouts and numbers for the same parameters: for those that are experts,
+        or not; None: for all."""
+        which = (False, True) if experts is None else (experts,)
+        buffers = [b for b in self.buffers if b.is_expert in which and b.spread is not Spread.LAID_OUT]
+        units = [u for u in self.units if u.is_expert in which]
+        text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
+        text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in units]
         return sha256("|".join(text).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
