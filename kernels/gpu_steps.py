@@ -16,13 +16,14 @@ from torch import Tensor
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.ops import scalars
 from opt_kernels.ops.adam.triton import adam_, adam_sweep
+from opt_kernels.ops.formats import triton_dtype
 from opt_kernels.ops.grad_stats.triton import grad_stats
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients
 from opt_kernels.ops.newton_schulz.torch_native import newton_schulz
 from opt_kernels.ops.orthogonal_basis import reference as householder
 from opt_kernels.ops.orthogonal_basis import torch_native as cholesky
 from opt_kernels.ops.remainder.reference import split_
-from opt_kernels.ops.sweep import launch_options, sweeps, triton_dtype
+from opt_kernels.ops.sweep import launch_options, sweeps
 from opt_kernels.ops.syrk.torch_native import dense_product
 from opt_kernels.ops.syrk.triton import halved_product
 from opt_kernels.rules.base import Batch, Hyper, Work
@@ -177,7 +178,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     """The bare Adam kernel with moments of `dtype`, some launch options changed."""
     codec, state = Plain(dtype=dtype), triton_dtype(dtype)
     batches = [Batch(Hyper(lr=1e-4, step=3), [one])]
-    [(formats, table, _)] = sweeps(batches, [("exp_avg", codec), ("exp_avg_sq", codec)])
+    [(formats, table, _)] = sweeps(batches, {"exp_avg": codec, "exp_avg_sq": codec})
     block = scalars.scalar_block([batches[0].hyper], grad_scale=1.0, skip=None, device=one.grad.device)
     options = launch_options(formats, table) | changed
     return lambda: adam_sweep[(table.num_chunks,)](

@@ -9,12 +9,12 @@ import torch
 from opt_kernels.codecs import StateCodec, codec_for
 from opt_kernels.jit import tl
 from opt_kernels.ops.adam.triton import adam_sweep
+from opt_kernels.ops.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.ops.grad_stats.triton import SUM_BLOCK, stats_sweep, stats_total, tile_elements
 from opt_kernels.ops.lion.triton import lion_sweep
 from opt_kernels.ops.quantize.triton import scheme
 from opt_kernels.ops.scalars import fill_scalars
 from opt_kernels.ops.sgd.triton import sgd_sweep
-from opt_kernels.ops.sweep import BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.ops.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
 
 F32, BF16, F16, I8, U8, E4M3 = (

@@ -16,7 +16,8 @@ from opt_kernels.multi_tensor import (
     Extents,
     chunk_elements,
     chunk_records,
-    gradient_column,
+    cut,
+    moved,
     record_width,
 )
 from opt_kernels.rules.base import Hyper
@@ -65,7 +66,7 @@ def test_every_element_is_in_exactly_one_chunk(numels: list[int], chunk: int) ->
 
 def test_gradients_stand_in_the_order_of_the_records() -> None:
     numels = (5000, 0, 1, 2048)
-    column = gradient_column((1000, 2000, 3000, 4000), numels, item_bytes=2, chunk=2048)
+    column = moved((1000, 2000, 3000, 4000), cut(numels, 2048), Column(item_bytes=2))
     assert column.tolist() == [1000, 1000 + 4096, 1000 + 8192, 3000, 4000]
 
 

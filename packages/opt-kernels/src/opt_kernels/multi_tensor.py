@@ -66,23 +66,27 @@ def chunk_elements(total: int, *, processors: int) -> int:
     return min(MAX_CHUNK, max(MIN_CHUNK, 1 << max(share, 1).bit_length() - 1))
 
 
-class _Chunks(NamedTuple):
+class Chunks(NamedTuple):
+    """Runs cut into chunks."""
+
     run: Tensor  # (num_chunks,) int64, which run the chunk is cut from
     start: Tensor  # (num_chunks,) int64, its first element within the run
 
 
-def _cut(numels: Tensor, chunk: int) -> _Chunks:
+def cut(numels: Sequence[int], chunk: int) -> Chunks:
     """Chunks of every run in order; an empty run has none."""
-    counts = (numels + chunk - 1) // chunk
+    lengths = torch.tensor(numels, dtype=torch.int64)
+    counts = (lengths + chunk - 1) // chunk
     run = torch.repeat_interleave(torch.arange(len(numels)), counts)
     before = torch.cumsum(counts, 0) - counts
     index = torch.arange(len(run)) - before[run]
-    return _Chunks(run, index * chunk)
+    return Chunks(run, index * chunk)
 
 
-def _moved(addresses: Tensor, chunks: _Chunks, column: Column) -> Tensor:
-    """Addresses of one column, each moved to the start of its chunk."""
-    return addresses[chunks.run] + chunks.start // column.elements * column.item_bytes
+def moved(addresses: Sequence[int], chunks: Chunks, column: Column) -> Tensor:
+    """Addresses of one column, each moved to the start of its chunk: (num_chunks,) int64 on the host."""
+    of_runs = torch.tensor(addresses, dtype=torch.int64)
+    return of_runs[chunks.run] + chunks.start // column.elements * column.item_bytes
 
 
 def record_width(num_columns: int) -> int:
@@ -99,20 +103,14 @@ def chunk_records(
 ) -> Tensor:
     """The records of all chunks, (num_chunks, `record_width`) int64 on the host; lanes that nobody uses are zero."""
     numels, rows, firsts = (torch.tensor(field, dtype=torch.int64) for field in extents)
-    chunks = _cut(numels, chunk)
+    chunks = cut(extents.numels, chunk)
     records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64)
     for lane, (column, of_runs) in enumerate(zip(columns, addresses)):
-        records[:, lane] = _moved(torch.tensor(of_runs, dtype=torch.int64), chunks, column)
+        records[:, lane] = moved(of_runs, chunks, column)
     records[:, -3] = (numels[chunks.run] - chunks.start).clamp(max=chunk)
     records[:, -2] = rows[chunks.run]
     records[:, -1] = firsts[chunks.run] + chunks.start
     return records
-
-
-def gradient_column(addresses: Sequence[int], numels: Sequence[int], *, item_bytes: int, chunk: int) -> Tensor:
-    """Address of every chunk's gradient, (num_chunks,) int64 on the host, in the order of `chunk_records`."""
-    chunks = _cut(torch.tensor(numels, dtype=torch.int64), chunk)
-    return _moved(torch.tensor(addresses, dtype=torch.int64), chunks, Column(item_bytes=item_bytes))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -138,22 +136,34 @@ class DeviceTables(Generic[T]):
         self._device = device
         self._capacity = capacity
         self._tables: OrderedDict[Hashable, T] = OrderedDict()
+        self._last: tuple[Hashable, T] | None = None
         # A captured graph holds the address of its tables for as long as it can be replayed, and nobody tells us how
         # long that is: what a capture has used is never freed.
-        self._captured: dict[Hashable, T] = {}
+        self._captured: list[T] = []
 
     def __len__(self) -> int:
         return len(self._tables)
 
-    def get(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The table of `key`; `build` makes it where it is not here yet."""
-        table = self._tables.get(key)
-        if table is None:
+    def get(self, key: Hashable, build: Callable[[], T], *, holds: Callable[[T], bool] | None = None) -> T:
+        """The table of `key`; `build` makes it where it is not here yet, or `holds` says that it is no longer true."""
+        table = self._found(key)
+        if table is None or (holds is not None and not holds(table)):
             table = self._tables[key] = build()
+            self._last = (key, table)
+            self._tables.move_to_end(key)
             if len(self._tables) > self._capacity:
                 self._tables.popitem(last=False)
-        else:
+        if is_capturing(self._device) and not any(table is kept for kept in self._captured):
+            self._captured.append(table)
+        return table
+
+    def _found(self, key: Hashable) -> T | None:
+        # A step that repeats the last one is the rule, and to compare a key of a thousand addresses is less than to
+        # hash it.
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        table = self._tables.get(key)
+        if table is not None:
             self._tables.move_to_end(key)
-        if is_capturing(self._device):
-            self._captured[key] = table
+            self._last = (key, table)
         return table

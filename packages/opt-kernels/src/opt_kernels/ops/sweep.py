@@ -1,9 +1,14 @@
-"""From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups."""
+"""From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups.
+
+What a launch needs of tensors that stay where they are is found again by their addresses and layouts. The look-up is
+most of what the host does in a step: it goes over whole columns at a time, and makes no object per tensor.
+"""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, reduce
-from operator import or_
+from operator import attrgetter, or_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +16,7 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.jit import tl
+from opt_kernels.layouts import Layouts
 from opt_kernels.multi_tensor import (
     ChunkTable,
     Column,
@@ -18,54 +24,27 @@ from opt_kernels.multi_tensor import (
     Extents,
     chunk_elements,
     chunk_records,
-    gradient_column,
+    cut,
+    moved,
     to_device,
 )
+from opt_kernels.ops import scalars
 from opt_kernels.ops.elements import LayoutError, Run, run_of
-from opt_kernels.rules.base import Batch, Work
+from opt_kernels.ops.formats import ALIGNMENT, BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.rules.base import Batch, Work, Works
 
-BLOCK = 1024  # elements a program handles at a time: 8 for each lane of 4 warps
-NUM_WARPS = 4
-ALIGNMENT = 16  # bytes; below it a tensor is swept one element at a time
-IEEE_BYTES = 18  # bytes per element from which on exact division hides behind the memory traffic
 PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
 
 
-class Formats(NamedTuple):
-    """What a launch is compiled for: the dtype of every column, and whether all of them are aligned."""
+class Cut(NamedTuple):
+    """A run of elements of one work, as a sweep is to see it."""
 
-    grad: torch.dtype
-    main: torch.dtype | None  # None: the main is joined from out and remainder
-    out: torch.dtype | None
-    states: tuple[torch.dtype, ...]  # of the values or codes; scales are float32
-    aligned: bool
-
-    @property
-    def remainder(self) -> bool:
-        return self.main is None
-
-    @property
-    def vector(self) -> int:
-        """Elements that every pointer is aligned to.
-
-        One number for all columns: were each to take its own 16 bytes, 16-bit and 32-bit tiles would differ in layout,
-        and every one of them would pass through shared memory.
-        """
-        if not self.aligned:
-            return 1
-        widest = max(d.itemsize for d in (self.grad, self.main or torch.int16, self.out or torch.int16, *self.states))
-        return 4 if widest > 2 else 8
-
-    @property
-    def bytes_moved(self) -> int:
-        """Read and written per element, block scales aside."""
-        main = 2 * self.main.itemsize if self.main is not None else 2 * torch.int16.itemsize
-        out = 0 if self.out is None else self.out.itemsize * (2 if self.remainder else 1)
-        return self.grad.itemsize + main + out + 2 * sum(d.itemsize for d in self.states)
-
-    @property
-    def ieee(self) -> bool:
-        return self.bytes_moved >= IEEE_BYTES
+    work: int  # which work of the call
+    begin: int  # its first element within the work
+    numel: int
+    first: int  # the number of that element, in whatever numbering the sweep keeps
+    tag: int = 0  # a number that every chunk of the run carries, in a lane behind the addresses
+    beside: int = 0  # bytes to it in a buffer that is not in the table, but swept along
 
 
 class Sweep(NamedTuple):
@@ -73,48 +52,70 @@ class Sweep(NamedTuple):
 
     formats: Formats
     table: ChunkTable
-    # The table holds addresses only: a gradient that had to be rearranged would be gone before its launch.
-    works: Sequence[Work | Run]
+    cuts: tuple[Cut, ...]  # in the order of the table
+
+
+Cutting = Callable[[int, int], Iterable[Cut]]  # from number and elements of a work
 
 
 class _Part(NamedTuple):
     """The works of one launch, as far as it does not change while tensors stay where they are."""
 
     formats: Formats
-    members: tuple[int, ...]  # which works, by their place in the call
+    cuts: tuple[Cut, ...]
     records: Tensor
     chunk: int
-    grads: DeviceTables[Tensor]  # gradient columns, by the addresses of the gradients
+    work_of_chunk: Tensor  # (num_chunks,) int64 on the host
+    bytes_to_chunk: Tensor  # (num_chunks,) int64 on the host, from the start of the gradient
+
+
+class _Launches(NamedTuple):
+    """All that a call launches; None where some tensor is in another order than C's."""
+
+    sweeps: list[Sweep] | None
+
+
+class _Known(NamedTuple):
+    """What is known of a call whose tensors, but for the gradients, are where they were."""
+
+    layouts: Layouts  # of all tensors, gradients too
+    parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # by which gradients are aligned, None where all are
+    launches: DeviceTables[_Launches]  # by the addresses of the gradients
 
 
 class _Call(NamedTuple):
     """All works of a call, column by column."""
 
-    works: list[Work | Run]
-    rows: tuple[int, ...]  # of the scalar block, one per work
+    pieces: list[tuple[int, Works]]  # with their rows of the scalar block
     grads: list[Tensor]
-    columns: list[list[Tensor | None]]  # main or remainder, out, states, scales
-    names: tuple[str, ...]  # of the columns
-    blocks: tuple[int, ...]  # elements per entry of each column
-    grads_at: list[int]  # addresses
-    columns_at: list[list[int]]
+    others: list[Tensor]
+    grads_at: tuple[int, ...]  # addresses
+    others_at: tuple[int, ...]
 
 
-def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What tensors of `dtype` are in Triton. Raises LayoutError for one that a sweep does not know."""
-    names = {
-        torch.float32: tl.float32,
-        torch.bfloat16: tl.bfloat16,
-        torch.float16: tl.float16,
-        torch.int16: tl.int16,
-        torch.int8: tl.int8,
-        torch.uint8: tl.uint8,
-        torch.float8_e4m3fn: tl.uint8,  # bytes: see ops/quantize/triton.py
-    }
-    if dtype not in names:
-        allowed = ", ".join(map(str, names))
-        raise LayoutError(f"the triton backend cannot sweep {dtype}; allowed are {allowed}; use backend='torch'")
-    return names[dtype]
+def launch(
+    kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
+    batches: Sequence[Batch],
+    codecs: Mapping[str, StateCodec],  # of the states, in the order of their columns
+    options: Callable[[Formats], dict[str, Any]],  # what the kernel takes beside `launch_options`
+    *,
+    grad_scale: float | Tensor,
+    skip: Tensor | None,
+) -> None:
+    """Launches `kernel` once for every combination of dtypes among the works; the host waits for nothing."""
+    found = cut_sweeps(_pieces(batches), codecs)
+    if found is None:
+        # The table holds addresses only: the copies must live until the launch.
+        batches = in_order(batches)
+        found = sweeps(batches, codecs)
+    if not found:
+        return
+    device = found[0].table.grads.device
+    block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
+    for formats, table, _ in found:
+        kernel[(table.num_chunks,)](
+            table.records, table.grads, block, **options(formats), **launch_options(formats, table)
+        )
 
 
 def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
@@ -135,16 +136,6 @@ def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
     }
 
 
-def rounds_by_chance(formats: Formats, wanted: bool) -> bool:
-    """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
-    if wanted and formats.main is torch.float16:
-        raise LayoutError(
-            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
-            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
-        )
-    return wanted and formats.main is torch.bfloat16
-
-
 def processors(device: torch.device) -> int:
     """How many programs run at the same time, roughly."""
     if device.type != "cuda":
@@ -152,137 +143,240 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def sweeps(
-    batches: Sequence[Batch],
-    states: Sequence[tuple[str, StateCodec]],  # names and codecs, in the order of their columns
-) -> list[Sweep]:
+def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Sweep]:
     """One sweep for every combination of dtypes among the works; empty works take part in none.
 
     Columns: main or remainder, out, the states, then the scales of those that have any. Raises LayoutError where
-    tensors are not of one device, or have holes.
+    tensors are not of one device, or in another order than C's.
     """
-    works = _in_order([work for batch in batches for work in batch.works])
-    if not works:
+    found = cut_sweeps(_pieces(batches), codecs)
+    if found is None:
+        raise LayoutError("a work has tensors that are not contiguous; give its tensors as `in_order` returns them")
+    return found
+
+
+def in_order(batches: Sequence[Batch]) -> list[Batch]:
+    """The works as flat runs; those gradients that lie in another order than their main as copies.
+
+    Raises LayoutError where what would be written has holes.
+    """
+    return [Batch(hyper, [_work(run_of(work)) for work in works]) for hyper, works in batches]
+
+
+def cut_sweeps(
+    pieces: list[tuple[int, Works]],  # with their rows of the scalar block
+    codecs: Mapping[str, StateCodec],
+    cutting: Cutting | None = None,  # None: every work is one run
+    cut_by: Hashable = None,  # all that `cutting` depends on, but the sizes of the works
+) -> list[Sweep] | None:
+    """What `sweeps` gives, of works cut by `cutting`; None where some tensor is in another order than C's."""
+    call = _call(pieces, codecs)
+    if not call.grads:
         return []
-    call = _columns(works, tuple(row for row, batch in enumerate(batches) for _ in batch.works), states)
     device = call.grads[0].device
-    parts = known_parts(device).get(_fingerprint(call), lambda: _parts(call, device))
-    return [_sweep(part, call, device) for part in parts]
+    kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in pieces])
+    tensors = (*call.grads, *call.others)
+    known = known_calls(device).get(
+        (call.others_at, kinds, tuple(codecs.items()), cut_by),
+        lambda: _Known(Layouts(tensors), {}, DeviceTables(device, capacity=8)),
+        holds=lambda known: known.layouts.same(tensors),
+    )
+    launches = known.launches.get(call.grads_at, lambda: _Launches(_launches(known, call, codecs, cutting, device)))
+    return launches.sweeps
 
 
 @cache
-def known_parts(device: torch.device) -> DeviceTables[list[_Part]]:
-    """The parts known on `device`: one collection for the process, since what is in it is true for whoever asks."""
+def known_calls(device: torch.device) -> DeviceTables[_Known]:
+    """What is known on `device`: one collection for the process, since what is in it is true for whoever asks."""
     return DeviceTables(device)
 
 
-def _in_order(works: list[Work]) -> list[Work | Run]:
-    """The works, those in another order than C's as flat runs, in which a gradient may be a rearranged copy."""
-    anchors = [work.out if work.main is None else work.main for work in works]
-    if all(work.grad.is_contiguous() for work in works) and all(a is None or a.is_contiguous() for a in anchors):
-        return list(works)
-    return [run_of(work) for work in works]
+def _pieces(batches: Sequence[Batch]) -> list[tuple[int, Works]]:
+    return [(row, works) for row, batch in enumerate(batches) for works in uniform(batch.works)]
 
 
-def _columns(works: list[Work | Run], rows: tuple[int, ...], states: Sequence[tuple[str, StateCodec]]) -> _Call:
+_FIELDS = attrgetter("grad", "main", "state", "out", "remainder", "matrix", "first")
+
+
+def uniform(works: Sequence[Work]) -> list[Works]:
+    """`works` column by column, those of each kind by themselves."""
+    if isinstance(works, Works) or not works:
+        return [works] if isinstance(works, Works) else []
+    grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
+    kinds = [set(map(type, column)) for column in (mains, outs)]
+    if any(NoneType in types and len(types) > 1 for types in kinds):
+        by_kind: dict[tuple[bool, bool], list[Work]] = {}
+        for work in works:
+            by_kind.setdefault((work.main is None, work.out is None), []).append(work)
+        return [one for of_kind in by_kind.values() for one in uniform(of_kind)]
+    return [
+        Works(
+            grads,
+            mains=None if mains[0] is None else mains,
+            states=states,
+            outs=None if outs[0] is None else outs,
+            remainders=None if mains[0] is not None else remainders,
+            matrices=matrices,
+            firsts=firsts,
+        )
+    ]
+
+
+def _work(run: Run) -> Work:
+    return Work(
+        grad=run.grad, main=run.main, state=run.state, out=run.out, remainder=run.remainder, first=run.first
+    )  # fmt: skip
+
+
+def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> _Call:
     """Tensors and addresses by column; this runs at every step, hence whole columns at a time."""
-    scales = {scale_name(name): codec.block for name, codec in states if codec.block}
-    names = (*(name for name, _ in states), *scales)
-    grads = [work.grad for work in works]
-    columns: list[list[Tensor | None]] = [
-        [work.remainder if work.main is None else work.main for work in works],
-        [work.out for work in works],
+    grads: list[Tensor] = []
+    others: list[Tensor] = []
+    for _, works in pieces:
+        grads += works.grads
+        for column in _columns(works, codecs):
+            if column is not None:
+                others += column
+    return _Call(pieces, grads, others, tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.data_ptr, others)))
+
+
+def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Tensor] | None]:
+    """Main or remainder, out, states, scales."""
+    if works.mains is None and (works.outs is None or works.remainders is None):
+        raise LayoutError("a work has no main: give main, or out (bfloat16) and its remainder (int16)")
+    columns: list[Sequence[Tensor] | None] = [works.remainders if works.mains is None else works.mains, works.outs]
+    columns += [[state[name] for state in works.states] for name in codecs]
+    return columns + [[state[scale_name(name)] for state in works.states] for name in codecs if codecs[name].block]
+
+
+def _names(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
+    """Of the columns, with the elements per entry of each."""
+    scales = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
+    return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
+
+
+class _Item(NamedTuple):
+    """One work of a call."""
+
+    row: int
+    first: int
+    grad: Tensor
+    columns: list[Tensor | None]
+    remainder: bool
+
+
+def _items(call: _Call, codecs: Mapping[str, StateCodec]) -> list[_Item]:
+    items = []
+    for row, works in call.pieces:
+        columns = _columns(works, codecs)
+        for i, grad in enumerate(works.grads):
+            of_work = [None if column is None else column[i] for column in columns]
+            items.append(_Item(row, 0 if works.firsts is None else works.firsts[i], grad, of_work, works.mains is None))
+    return items
+
+
+def _parts(
+    call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+) -> list[_Part] | None:
+    """The works by format, each with its records on the device; None where some are not in order."""
+    items = _items(call, codecs)
+    if not all(
+        item.grad.is_contiguous() and all(t is None or t.is_contiguous() for t in item.columns) for item in items
+    ):
+        return None
+    by_formats: dict[Formats, list[Cut]] = {}
+    for index, item in enumerate(items):
+        if item.grad.numel():
+            _check(item, codecs, device)
+            numel = item.grad.numel()
+            for piece in [Cut(index, 0, numel, item.first)] if cutting is None else cutting(index, numel):
+                by_formats.setdefault(_formats(item, piece, codecs), []).append(piece)
+    tagged = cutting is not None
+    return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
+
+
+def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+    """Where the run begins in each column."""
+    return [
+        0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
+        for tensor, elements in zip(item.columns, _names(codecs).values())
     ]
-    for name in names:
-        columns.append([work.state[name] for work in works])
-    return _Call(
-        works=works,
-        rows=rows,
-        grads=grads,
-        columns=columns,
-        names=("main", "out", *names),
-        blocks=(1, 1, *(scales.get(name, 1) for name in names)),
-        grads_at=[grad.data_ptr() for grad in grads],
-        columns_at=[[0 if tensor is None else tensor.data_ptr() for tensor in column] for column in columns],
-    )
 
 
-def _fingerprint(call: _Call) -> tuple[Hashable, ...]:
-    """All that the parts depend on: everything but the addresses of gradients, of which only the alignment counts."""
-    misaligned = reduce(or_, call.grads_at) % ALIGNMENT
-    return (
-        tuple([grad.numel() for grad in call.grads]),
-        tuple([grad.dtype for grad in call.grads]),
-        tuple([at % ALIGNMENT == 0 for at in call.grads_at]) if misaligned else None,
-        tuple(map(tuple, call.columns_at)),
-        tuple([None if tensor is None else tensor.dtype for column in call.columns for tensor in column]),
-        tuple([work.main is None for work in call.works]),
-        tuple([work.first for work in call.works]),
-        call.rows,
-        call.blocks,
-    )
-
-
-def _parts(call: _Call, device: torch.device) -> list[_Part]:
-    """The works by format, each with its records on the device."""
-    by_formats: dict[Formats, list[int]] = {}
-    for index, grad in enumerate(call.grads):
-        if grad.numel():
-            _check(call, index, device)
-            by_formats.setdefault(_formats(call, index), []).append(index)
-    return [_part(formats, tuple(members), call, device) for formats, members in by_formats.items()]
-
-
-def _formats(call: _Call, index: int) -> Formats:
-    work = call.works[index]
-    addresses = reduce(or_, (of_works[index] for of_works in call.columns_at), call.grads_at[index])
-    states = [column[index] for column, block in zip(call.columns[2:], call.blocks[2:]) if block == 1]
+def _formats(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> Formats:
+    main, out, *states = item.columns
+    grad_at = item.grad.data_ptr() + piece.begin * item.grad.itemsize
     return Formats(
-        grad=work.grad.dtype,
-        main=None if work.main is None else work.main.dtype,
-        out=None if work.out is None else work.out.dtype,
-        states=tuple(state.dtype for state in states if state is not None),
-        aligned=addresses % ALIGNMENT == 0,
+        grad=item.grad.dtype,
+        main=None if item.remainder or main is None else main.dtype,
+        out=None if out is None else out.dtype,
+        states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
+        aligned=reduce(or_, _addresses(item, piece, codecs), grad_at | piece.beside) % ALIGNMENT == 0,
     )
 
 
-def _part(formats: Formats, members: tuple[int, ...], call: _Call, device: torch.device) -> _Part:
-    numels = tuple(call.grads[i].numel() for i in members)
-    extents = Extents(numels, tuple(call.rows[i] for i in members), tuple(call.works[i].first for i in members))
-    firsts_of_columns = [column[members[0]] for column in call.columns]
+def _part(
+    formats: Formats,
+    cuts: tuple[Cut, ...],
+    items: Sequence[_Item],
+    codecs: Mapping[str, StateCodec],
+    device: torch.device,
+    tagged: bool,
+) -> _Part:
+    numels = tuple(c.numel for c in cuts)
+    extents = Extents(numels, tuple(items[c.work].row for c in cuts), tuple(c.first for c in cuts))
     columns = [
-        Column(item_bytes=0 if tensor is None else tensor.dtype.itemsize, elements=block)
-        for tensor, block in zip(firsts_of_columns, call.blocks)
+        Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements)
+        for tensor, elements in zip(items[cuts[0].work].columns, _names(codecs).values())
     ]
-    addresses = [[of_works[i] for i in members] for of_works in call.columns_at]
+    addresses = list(zip(*(_addresses(items[c.work], c, codecs) for c in cuts)))
+    if tagged:
+        columns.append(Column(item_bytes=0))
+        addresses.append(tuple(c.tag for c in cuts))
     chunk = chunk_elements(sum(numels), processors=processors(device))
-    records = to_device(chunk_records(addresses, columns, extents, chunk=chunk), device)
-    return _Part(formats, members, records, chunk, DeviceTables(device, capacity=8))
+    records = chunk_records(addresses, columns, extents, chunk=chunk)
+    chunks = cut(numels, chunk)
+    begins = [c.begin * formats.grad.itemsize for c in cuts]
+    return _Part(
+        formats,
+        cuts,
+        to_device(records, device),
+        chunk,
+        torch.tensor([c.work for c in cuts])[chunks.run],
+        moved(begins, chunks, Column(item_bytes=formats.grad.itemsize)),
+    )
 
 
-def _sweep(part: _Part, call: _Call, device: torch.device) -> Sweep:
-    """The part with its gradients where they are now."""
-    addresses = tuple([call.grads_at[i] for i in part.members])
+def _launches(
+    known: _Known, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+) -> list[Sweep] | None:
+    """The parts with their gradients where they are now."""
+    aligned = None
+    if reduce(or_, call.grads_at) % ALIGNMENT:
+        aligned = tuple([at % ALIGNMENT == 0 for at in call.grads_at])
+    if aligned not in known.parts:
+        known.parts[aligned] = _parts(call, codecs, cutting, device)
+    parts = known.parts[aligned]
+    if parts is None:
+        return None
+    grads_at = torch.tensor(call.grads_at)
+    columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, device) for part in parts]
+    return [
+        Sweep(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
+        for part, column in zip(parts, columns)
+    ]
 
-    def build() -> Tensor:
-        numels = [call.grads[i].numel() for i in part.members]
-        item_bytes = part.formats.grad.itemsize
-        return to_device(gradient_column(addresses, numels, item_bytes=item_bytes, chunk=part.chunk), device)
 
-    return Sweep(part.formats, ChunkTable(part.records, part.grads.get(addresses, build), part.chunk), call.works)
-
-
-def _check(call: _Call, index: int, device: torch.device) -> None:
-    numel = call.grads[index].numel()
-    for name, column, block in zip(call.names, call.columns, call.blocks):
-        tensor = column[index]
+def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
+    numel = item.grad.numel()
+    for (name, elements), tensor in zip(_names(codecs).items(), item.columns):
         if tensor is None:
             continue
-        if tensor.device != device or call.grads[index].device != device:
+        if tensor.device != device or item.grad.device != device:
             raise LayoutError(f"{name} is on {tensor.device} and a gradient on {device}; one sweep has one device")
-        expected = math.ceil(numel / block)
-        if not tensor.is_contiguous() or tensor.numel() != expected:
+        expected = math.ceil(numel / elements)
+        if tensor.numel() != expected:
             raise LayoutError(
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
-                f"{tuple(call.grads[index].shape)}; allowed is a contiguous tensor of {expected} elements"
+                f"{tuple(item.grad.shape)}; allowed is a contiguous tensor of {expected} elements"
             )

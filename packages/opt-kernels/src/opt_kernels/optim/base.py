@@ -3,17 +3,18 @@
 import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.dtensor import is_dtensor
 from opt_kernels.ops.grad_stats import grad_stats
-from opt_kernels.optim.mains import MAIN, REMAINDER, parse_mains
-from opt_kernels.optim.state import STEP, StateDictError, init_state, loaded_state, saved_state
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Work
+from opt_kernels.optim.mains import parse_mains
+from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
+from opt_kernels.optim.state import StateDictError, init_state, loaded_state, saved_state
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule
 
 ParamGroup = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
@@ -39,6 +40,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
         self.grad_norm: float | None = None  # of the last step, before clipping; None without max_norm
+        self._roster: Roster | None = None  # made anew whenever it does not hold
         _check(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
 
@@ -99,6 +101,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
+        own["_roster"] = None
         return super().__getstate__() | own
 
     def _params(self) -> list[tuple[ParamGroup, Tensor]]:
@@ -120,62 +123,33 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _norm_of_gradients(self) -> float:
         """The total norm over every device, read on the host; infinite or NaN where a gradient is."""
+        params = params_of(self.param_groups)
+        if any(map(is_dtensor, params)):
+            raise ValueError(
+                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
+                "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
+            )
         by_device: dict[torch.device, list[Tensor]] = {}
-        for _, param in self._params():
-            if is_dtensor(param):
-                raise ValueError(
-                    f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
-                    "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
-                )
-            if param.grad is not None:
-                by_device.setdefault(param.grad.device, []).append(param.grad)
+        for grad in [param.grad for param in params if param.grad is not None]:
+            by_device.setdefault(grad.device, []).append(grad)
         sums = [grad_stats(grads, count_zeros=False).sum_of_squares for grads in by_device.values()]
         return math.sqrt(sum(float(total) for total in sums))
 
-    def _batches(self) -> "dict[_Sweep, list[Batch]]":
+    def _batches(self) -> dict[Sweep, list[Batch]]:
         """The works of this step, by rule and device, within them by hyper row; counts each parameter's step."""
-        rows: dict[_Sweep, dict[tuple[int, float], list[Work]]] = {}
-        first = 0
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                grad = param.grad
-                if grad is not None:
-                    rule, state = self.rule_of(group, param), self.state[param]
-                    if not state:
-                        state.update(init_state(rule, self.mains, param))
-                    state[STEP] += 1
-                    work = _work(param, grad, state, self.matrix_of(group, param), first)
-                    row = (index, state[STEP].item())
-                    rows.setdefault(_Sweep(rule, grad.device), {}).setdefault(row, []).append(work)
-                first += param.numel()
-        return {
-            sweep: [Batch(_hyper(self.param_groups[index], step), works) for (index, step), works in of_sweep.items()]
-            for sweep, of_sweep in rows.items()
-        }
+        grads = None if self._roster is None else self._roster.gradients(self.param_groups, self.state)
+        if self._roster is None or grads is None:
+            self._roster = Roster(self.param_groups, self.state, self._enrolled)
+            grads = [param.grad for param in params_of(self.param_groups)]
+        return self._roster.batches(grads, lambda group, step: _hyper(self.param_groups[group], step))
 
-
-class _Sweep(NamedTuple):
-    """What one call of a rule can take."""
-
-    rule: Rule
-    device: torch.device
-
-
-def _work(param: Tensor, grad: Tensor, state: dict[str, Tensor], matrix: MatrixSpec, first: int) -> Work:
-    """What the rule is given; it looks up its own states by name."""
-    if grad.is_sparse:
-        raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
-    shard = local(param)
-    main, remainder = state.get(MAIN), state.get(REMAINDER)
-    return Work(
-        grad=local(grad),
-        main=None if remainder is not None else shard if main is None else main,
-        state=state,
-        out=None if main is None and remainder is None else shard,
-        remainder=remainder,
-        matrix=matrix,
-        first=first,
-    )
+    def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
+        """What the roster is to know of `param`, whose state is made here where it has none."""
+        of_group = self.param_groups[group]
+        rule, state = self.rule_of(of_group, param), self.state[param]
+        if not state:
+            state.update(init_state(rule, self.mains, param))
+        return Member(place, group, param, state, rule, self.matrix_of(of_group, param), first)
 
 
 def _hyper(group: ParamGroup, step: float) -> Hyper:

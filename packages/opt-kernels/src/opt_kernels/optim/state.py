@@ -28,6 +28,7 @@ def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[
     """`state` in torch's form: block codecs decoded, a remainder joined to a `main`, DTensors like `param`."""
     shard = local(param).detach()
     saved = {name: tensor for name, tensor in state.items() if name != REMAINDER}
+    saved[STEP] = state[STEP].clone()  # an element of what the roster counts in
     for name, codec in codecs.items():
         if codec.block:
             values = torch.empty_like(shard, dtype=torch.float32)

@@ -4,10 +4,10 @@ A rule is structure. What varies from step to step and group to group comes in a
 The caller owns all memory: a rule writes `main`, `out`, `remainder` and `state`, never `grad`.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -103,6 +103,60 @@ class Work:
     first: int = (
         0  # number of the run's first element, in any numbering the caller keeps: stochastic rounding's counter
     )
+
+
+class Works(Sequence[Work]):
+    """Works of one kind, held column by column; a `Work` is made when somebody asks for one.
+
+    For callers with hundreds of tensors at every step: making so many objects takes longer than all else that the host
+    has to do. A column that none of the works has is None.
+    """
+
+    __slots__ = ("firsts", "grads", "mains", "matrices", "outs", "remainders", "states")
+
+    def __init__(
+        self,
+        grads: Sequence[Tensor],
+        *,
+        mains: Sequence[Tensor] | None,
+        states: Sequence[Mapping[str, Tensor]],
+        outs: Sequence[Tensor] | None = None,
+        remainders: Sequence[Tensor] | None = None,
+        matrices: Sequence[MatrixSpec] | None = None,
+        firsts: tuple[int, ...] | None = None,  # None: all begin at 0
+    ) -> None:
+        self.grads = grads
+        self.mains = mains
+        self.states = states
+        self.outs = outs
+        self.remainders = remainders
+        self.matrices = matrices
+        self.firsts = firsts
+
+    def __len__(self) -> int:
+        return len(self.grads)
+
+    def __iter__(self) -> Iterator[Work]:
+        return map(self.__getitem__, range(len(self.grads)))
+
+    @overload
+    def __getitem__(self, index: int) -> Work: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Work]: ...
+
+    def __getitem__(self, index: int | slice) -> Work | list[Work]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Work(
+            grad=self.grads[index],
+            main=None if self.mains is None else self.mains[index],
+            state=self.states[index],
+            out=None if self.outs is None else self.outs[index],
+            remainder=None if self.remainders is None else self.remainders[index],
+            matrix=MatrixSpec() if self.matrices is None else self.matrices[index],
+            first=0 if self.firsts is None else self.firsts[index],
+        )
 
 
 class Batch(NamedTuple):

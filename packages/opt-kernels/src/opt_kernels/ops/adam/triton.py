@@ -5,6 +5,7 @@ weights and remainders, 18 with bf16 gradients and moments beside them. `kernels
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +13,11 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.adam.reference import Order
+from opt_kernels.ops.formats import Formats, rounds_by_chance, triton_dtype
 from opt_kernels.ops.lanes import divide, load, pointer, root
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
-from opt_kernels.ops.sweep import launch_options, rounds_by_chance, sweeps, triton_dtype
+from opt_kernels.ops.sweep import launch
 from opt_kernels.rules.base import Batch
 
 
@@ -120,22 +122,17 @@ def adam_(
 
     Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
     """
-    found = sweeps(batches, [("exp_avg", exp_avg_codec), ("exp_avg_sq", exp_avg_sq_codec)])
-    if not found:
-        return
-    device = found[0].table.grads.device
-    block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-    for formats, table, _ in found:
-        adam_sweep[(table.num_chunks,)](
-            table.records,
-            table.grads,
-            block,
-            EXP_AVG=triton_dtype(formats.states[0]),
-            EXP_AVG_SQ=triton_dtype(formats.states[1]),
-            SCHEME=scheme(exp_avg_codec),
-            SCHEME_SQ=scheme(exp_avg_sq_codec),
-            BY_CHANCE=rounds_by_chance(formats, stochastic_rounding),
-            DECOUPLED=decoupled,
-            TE=order == "te",
-            **launch_options(formats, table),
-        )
+
+    def options(formats: Formats) -> dict[str, Any]:
+        return {
+            "EXP_AVG": triton_dtype(formats.states[0]),
+            "EXP_AVG_SQ": triton_dtype(formats.states[1]),
+            "SCHEME": scheme(exp_avg_codec),
+            "SCHEME_SQ": scheme(exp_avg_sq_codec),
+            "BY_CHANCE": rounds_by_chance(formats, stochastic_rounding),
+            "DECOUPLED": decoupled,
+            "TE": order == "te",
+        }
+
+    codecs = {"exp_avg": exp_avg_codec, "exp_avg_sq": exp_avg_sq_codec}
+    launch(adam_sweep, batches, codecs, options, grad_scale=grad_scale, skip=skip)

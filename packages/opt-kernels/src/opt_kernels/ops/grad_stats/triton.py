@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from opt_kernels.jit import jit, tl
+from opt_kernels.layouts import Layouts
 from opt_kernels.multi_tensor import Column, DeviceTables, Extents, chunk_elements, chunk_records, to_device
+from opt_kernels.ops.formats import ALIGNMENT, BLOCK, NUM_WARPS, triton_dtype
 from opt_kernels.ops.grad_stats import reference
 from opt_kernels.ops.grad_stats.reference import GradStats
 from opt_kernels.ops.lanes import load, pointer
-from opt_kernels.ops.sweep import ALIGNMENT, BLOCK, NUM_WARPS, processors, triton_dtype
+from opt_kernels.ops.sweep import processors
 
 SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)  # between these no float32 square that matters was lost
 LARGEST_SAFE: tl.constexpr = tl.constexpr(1e36)
@@ -136,11 +138,13 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     the device too. Zeros cost nothing and are counted always; without `count_zeros` 0 is returned.
     """
     reference.check_norm_type(norm_type)
-    filled = [grad.detach().contiguous() for grad in grads if grad.numel()]
-    if not filled or norm_type not in (2.0, math.inf):
+    tables = _tables(grads) if norm_type in (2.0, math.inf) else []
+    if tables is None:
+        grads = [grad.detach().contiguous() for grad in grads]  # these live until the sweep is launched
+        tables = _tables(grads)
+    if not tables:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    device = filled[0].device
-    tables = _tables(filled, device)
+    device = grads[0].device
     num_chunks = sum(table.shape[0] for _, table, _ in tables)
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
@@ -169,30 +173,50 @@ class _Table(NamedTuple):
     chunk: int
 
 
-def _tables(grads: Sequence[Tensor], device: torch.device) -> list[_Table]:
-    """A chunk table for each dtype, and for what is not aligned."""
+class _Known(NamedTuple):
+    """What is known of gradients that are where they were."""
+
+    layouts: Layouts
+    tables: list[_Table] | None
+
+
+def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
+    """A chunk table for each dtype, and for what is not aligned; None where some gradient is not contiguous."""
+    if not grads:
+        return []
+    return (
+        known_tables(grads[0].device)
+        .get(
+            tuple(map(Tensor.data_ptr, grads)),
+            lambda: _Known(Layouts(grads), _built(grads)),
+            holds=lambda known: known.layouts.same(grads),
+        )
+        .tables
+    )
+
+
+def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
+    if not all(map(Tensor.is_contiguous, grads)):
+        return None
     by_format: dict[_Format, list[Tensor]] = {}
     for grad in grads:
-        by_format.setdefault(_Format(grad.dtype, grad.data_ptr() % ALIGNMENT == 0), []).append(grad)
-    return [_table(fmt, group, device) for fmt, group in by_format.items()]
+        if grad.numel():
+            by_format.setdefault(_Format(grad.dtype, grad.data_ptr() % ALIGNMENT == 0), []).append(grad)
+    return [_table(fmt, group) for fmt, group in by_format.items()]
 
 
-def _table(fmt: _Format, grads: Sequence[Tensor], device: torch.device) -> _Table:
-    addresses = tuple(grad.data_ptr() for grad in grads)
+def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
+    addresses = [grad.data_ptr() for grad in grads]
     numels = tuple(grad.numel() for grad in grads)
+    device, nowhere = grads[0].device, (0,) * len(grads)
     chunk = chunk_elements(sum(numels), processors=processors(device))
     column = Column(item_bytes=fmt.dtype.itemsize)
-
-    def build() -> Tensor:
-        nowhere = (0,) * len(grads)
-        host = chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
-        return to_device(host, device)
-
-    return _Table(fmt, known_tables(device).get((addresses, numels, column, chunk), build), chunk)
+    host = chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
+    return _Table(fmt, to_device(host, device), chunk)
 
 
 @cache
-def known_tables(device: torch.device) -> DeviceTables[Tensor]:
+def known_tables(device: torch.device) -> DeviceTables[_Known]:
     """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
     return DeviceTables(device)
 

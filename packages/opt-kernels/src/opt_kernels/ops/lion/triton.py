@@ -5,16 +5,18 @@ bits. `kernels/lion.md` derives the design.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
+from opt_kernels.ops.formats import Formats, triton_dtype
 from opt_kernels.ops.lanes import load, pointer
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
-from opt_kernels.ops.sweep import launch_options, sweeps, triton_dtype
+from opt_kernels.ops.sweep import launch
 from opt_kernels.rules.base import Batch
 
 
@@ -81,17 +83,8 @@ def lion_(
 
     Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
     """
-    found = sweeps(batches, [("exp_avg", exp_avg_codec)])
-    if not found:
-        return
-    device = found[0].table.grads.device
-    block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-    for formats, table, _ in found:
-        lion_sweep[(table.num_chunks,)](
-            table.records,
-            table.grads,
-            block,
-            EXP_AVG=triton_dtype(formats.states[0]),
-            SCHEME=scheme(exp_avg_codec),
-            **launch_options(formats, table),
-        )
+
+    def options(formats: Formats) -> dict[str, Any]:
+        return {"EXP_AVG": triton_dtype(formats.states[0]), "SCHEME": scheme(exp_avg_codec)}
+
+    launch(lion_sweep, batches, {"exp_avg": exp_avg_codec}, options, grad_scale=grad_scale, skip=skip)

@@ -5,16 +5,18 @@ Bytes per element: 20 with float32 momentum, 12 without, 14 with bf16 gradients 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
+from opt_kernels.ops.formats import Formats, triton_dtype
 from opt_kernels.ops.lanes import load, pointer
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
-from opt_kernels.ops.sweep import launch_options, sweeps, triton_dtype
+from opt_kernels.ops.sweep import launch
 from opt_kernels.rules.base import Batch
 
 
@@ -88,19 +90,14 @@ def sgd_(
     Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
     """
     codec = momentum_buffer_codec
-    found = sweeps(batches, [] if codec is None else [("momentum_buffer", codec)])
-    if not found:
-        return
-    device = found[0].table.grads.device
-    block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-    for formats, table, _ in found:
-        sgd_sweep[(table.num_chunks,)](
-            table.records,
-            table.grads,
-            block,
-            1.0 - dampening,
-            BUFFER=None if codec is None else triton_dtype(formats.states[0]),
-            SCHEME="plain" if codec is None else scheme(codec),
-            NESTEROV=nesterov,
-            **launch_options(formats, table),
-        )
+
+    def options(formats: Formats) -> dict[str, Any]:
+        return {
+            "fresh": 1.0 - dampening,
+            "BUFFER": None if codec is None else triton_dtype(formats.states[0]),
+            "SCHEME": "plain" if codec is None else scheme(codec),
+            "NESTEROV": nesterov,
+        }
+
+    codecs = {} if codec is None else {"momentum_buffer": codec}
+    launch(sgd_sweep, batches, codecs, options, grad_scale=grad_scale, skip=skip)

@@ -1,0 +1,170 @@
+"""Which parameters move together: found once, and kept for as long as nothing about them changes.
+
+A step over hundreds of parameters would otherwise spend more time on telling them apart than on launching what updates
+them. A roster holds columns, one entry per parameter, and goes over whole columns at a time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.optim.mains import MAIN, REMAINDER
+from opt_kernels.optim.state import STEP
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Works
+
+_GRAD = attrgetter("grad")
+_IS_SPARSE = attrgetter("is_sparse")
+
+
+class Sweep(NamedTuple):
+    """What one call of a rule can take."""
+
+    rule: Rule
+    device: torch.device
+
+
+class Member(NamedTuple):
+    """What is known of one parameter that has a gradient."""
+
+    place: int  # among all parameters
+    group: int
+    param: Tensor
+    state: dict[str, Tensor]
+    rule: Rule
+    matrix: MatrixSpec
+    first: int  # number of its first element among all
+
+
+class Row(NamedTuple):
+    """Parameters of one sweep, one group, one step and one kind of mains, column by column."""
+
+    sweep: Sweep
+    group: int
+    kind: str | None  # MAIN, REMAINDER, or None
+    places: tuple[int, ...]  # among all parameters
+    params: list[Tensor]
+    states: list[dict[str, Tensor]]
+    matrices: list[MatrixSpec]
+    firsts: tuple[int, ...]
+    steps: Tensor  # float32 on the host, of which every `step` state is an element: one addition counts for all
+
+    def holds(self, grad: Tensor | None) -> bool:
+        """Whether all have made as many steps, which anyone may set, and are still where their first gradient is."""
+        return len(set(self.steps.tolist())) == 1 and grad is not None and grad.device == self.sweep.device
+
+    def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
+        """What is to be done with these, the local shards of DTensors."""
+        kept = params if self.kind is None else [state[self.kind] for state in self.states]
+        return Works(
+            grads,
+            mains=None if self.kind == REMAINDER else kept,
+            states=self.states,
+            outs=None if self.kind is None else params,
+            remainders=kept if self.kind == REMAINDER else None,
+            matrices=self.matrices,
+            firsts=self.firsts,
+        )
+
+
+class Roster:
+    """The rows of the parameters that have gradients now."""
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, dict[str, Tensor]],
+        enrol: Callable[[int, int, Tensor, int], Member],  # from place, group, parameter, first
+    ) -> None:
+        """`enrol` makes the state of a parameter that has none."""
+        self._params = params_of(groups)
+        self._sizes = [len(group["params"]) for group in groups]
+        self._missing = [param.grad is None for param in self._params]
+        members = []
+        place = first = 0
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    members.append(enrol(place, index, param, first))
+                place, first = place + 1, first + param.numel()
+        self._rows = _rows(members)
+        self._states = list(state.values())
+        self._of_members = [member.state for member in members]
+        self._steps = [state[STEP] for state in self._of_members]
+        self._distributed = any(map(is_dtensor, self._params))
+
+    def gradients(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
+    ) -> list[Tensor | None] | None:
+        """Those of all parameters, where the roster holds: the same have gradients, and the states that they had."""
+        params = params_of(groups)
+        grads: list[Tensor | None] = list(map(_GRAD, params))
+        holds = (
+            _same(params, self._params)
+            and [len(group["params"]) for group in groups] == self._sizes
+            and list(map(is_, grads, repeat(None))) == self._missing
+            and _same(list(state.values()), self._states)
+            and _same([of_member[STEP] for of_member in self._of_members], self._steps)
+            and all(row.holds(grads[row.places[0]]) for row in self._rows)
+        )
+        return grads if holds else None
+
+    def batches(self, grads: Sequence[Tensor | None], hyper: Callable[[int, float], Hyper]) -> dict[Sweep, list[Batch]]:
+        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group and step.
+
+        Raises ValueError for a sparse gradient.
+        """
+        found: dict[Sweep, list[Batch]] = {}
+        for row in self._rows:
+            of_row = [grad for grad in map(grads.__getitem__, row.places) if grad is not None]
+            if any(map(_IS_SPARSE, of_row)):
+                raise ValueError(
+                    "a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False"
+                )
+            params = row.params
+            if self._distributed:
+                params, of_row = list(map(local, params)), list(map(local, of_row))
+            step = float(row.steps.add_(1)[0])
+            found.setdefault(row.sweep, []).append(Batch(hyper(row.group, step), row.works(params, of_row)))
+        return found
+
+
+def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """All parameters, in order."""
+    return [param for group in groups for param in group["params"]]
+
+
+def _rows(members: Sequence[Member]) -> list[Row]:
+    by_row: dict[tuple[Sweep, int, str | None, float], list[Member]] = {}
+    for member in members:
+        assert member.param.grad is not None
+        sweep = Sweep(member.rule, member.param.grad.device)
+        kind = next((name for name in (REMAINDER, MAIN) if name in member.state), None)
+        by_row.setdefault((sweep, member.group, kind, float(member.state[STEP])), []).append(member)
+    return [_row(*key, of_row) for key, of_row in by_row.items()]
+
+
+def _row(sweep: Sweep, group: int, kind: str | None, step: float, members: Sequence[Member]) -> Row:
+    steps = torch.full((len(members),), step)
+    for member, element in zip(members, steps.unbind()):
+        member.state[STEP] = element
+    return Row(
+        sweep=sweep,
+        group=group,
+        kind=kind,
+        places=tuple(member.place for member in members),
+        params=[member.param for member in members],
+        states=[member.state for member in members],
+        matrices=[member.matrix for member in members],
+        firsts=tuple(member.first for member in members),
+        steps=steps,
+    )
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
