@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ class Files(Protocol):
 
     def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
         """Write some of `data` over what is at `position`; the number of bytes written."""
+
+    def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
+        """Let the disk begin with bytes that were written, without waiting for it; promises nothing."""
 
     def fsync(self, fd: int) -> None:
         """Make what was written survive a loss of power."""
@@ -64,6 +68,11 @@ class LocalFiles:
 
     def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
         return os.pwrite(fd, data, position)
+
+    def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
+        if sys.platform == "linux":
+            # Told to forget pages that are not on disk yet, Linux begins to write them, and keeps them until they are.
+            os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
         os.fsync(fd)

@@ -2,7 +2,7 @@
 
 The sum of a large item stands behind its values, but nobody waits for it there: a placeholder is written, and the
 disk is told to take what it has while the hashing goes on. So hashing hides behind writing and syncing, even where
-there is no core to spare for it.
+there is no core to spare for it. And the disk need not wait for the last byte: it is told to begin every few megabytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from opt_checkpoint.index import StoredFile
 from opt_checkpoint.items import Framing
 
 _BUFFER_BYTES = 4 << 20
+_WRITEBACK_BYTES = 4 << 20  # also what ranges are rounded to, so that no page that is still growing is sent twice
 Sum: TypeAlias = "int | Future[int]"
 
 
@@ -53,6 +54,8 @@ class Output:
     position: int = 0
     _parts: list[_Part] = field(default_factory=list)
     _gathered: bytearray = field(default_factory=bytearray)
+    _written: int = 0
+    _sent: int = 0
 
     def put(self, data: bytes | memoryview) -> None:
         """Append a few bytes, gathered into larger writes."""
@@ -67,7 +70,7 @@ class Output:
         crc: Future[int] | None = None
         for piece in pieces(view):
             crc = self.hasher.submit(piece, crc)
-            write_all(self.files, self.fd, piece)
+            self._write(piece)
         if crc is None:
             raise ValueError("put_large was given nothing to put")
         self._parts.append(_Part(crc, len(view)))
@@ -81,7 +84,7 @@ class Output:
             return
         self.flush()
         room = framing.trailer(0)  # as long as the true one
-        write_all(self.files, self.fd, room)
+        self._write(room)
         self._parts.append(_Part(_Trailer(framing, crc, self.position), len(room)))
         self.position += len(room)
 
@@ -91,7 +94,15 @@ class Output:
             view = memoryview(bytes(self._gathered))
             self._gathered.clear()
             self._parts.append(_Part(crc32(view), len(view)))
-            write_all(self.files, self.fd, view)
+            self._write(view)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """Append to the file, and let the disk begin with what is there of whole `_WRITEBACK_BYTES`."""
+        write_all(self.files, self.fd, data)
+        self._written += len(data)
+        if ready := (self._written - self._sent) // _WRITEBACK_BYTES * _WRITEBACK_BYTES:
+            self.files.start_writeback(self.fd, self._sent, ready)
+            self._sent += ready
 
     def finish(self) -> StoredFile:
         """Fill in what was left open; size and CRC-32 of the whole file. Syncing the last of it is the caller's."""
