@@ -6,8 +6,8 @@ import importlib.util
 import inspect
 import multiprocessing as mp
 import os
-import socket
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from opt_checkpoint.files import Files
 from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.open_checkpoint import open_checkpoint
 from opt_checkpoint.planner import ShardedSavePlanner
+from opt_checkpoint.ranks import leave
 from opt_checkpoint.reader import CheckpointReader
 from opt_checkpoint.strictness import StrictHandling
 from opt_checkpoint.writer import CheckpointWriter
@@ -30,17 +31,18 @@ from opt_checkpoint.writer import CheckpointWriter
 TIMEOUT = timedelta(seconds=60)
 
 
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def new_meeting(folder: Path) -> str:
+    """A new file in which the ranks of a world find each other.
+
+    No port: on torch 2.6 a rank that knocks before rank 0 listens may wait for half a minute before it tries again.
+    """
+    return str(folder / f"world-{uuid.uuid4().hex}")
 
 
-def join_world(rank: int, size: int, port: int, timeout: timedelta = TIMEOUT) -> None:
+def join_world(rank: int, size: int, meeting: str, timeout: timedelta = TIMEOUT) -> None:
     """Make this process a rank of a gloo world."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
 
 
 def function_at(file: str, name: str) -> Callable[..., Any]:
@@ -59,16 +61,16 @@ def _serve(pipe: Connection) -> None:
     """Run tasks until told to stop; each in a world of its own."""
     os.environ["OMP_NUM_THREADS"] = "1"
     while (task := pipe.recv()) is not None:
-        file, name, rank, size, port, arguments = task
+        file, name, rank, size, meeting, arguments = task
         try:
             work = function_at(file, name)
-            join_world(rank, size, port)
+            join_world(rank, size, meeting)
             pipe.send((True, work(rank, size, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                leave(dist.group.WORLD)
 
 
 class RankPool:
@@ -77,6 +79,7 @@ class RankPool:
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
 
     def run(self, size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`work(rank, size, *arguments)` on every rank of a new world; the results by rank."""
@@ -85,9 +88,9 @@ class RankPool:
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        port = free_port()
+        meeting = new_meeting(Path(self._folder.name))
         for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((inspect.getsourcefile(work), work.__name__, rank, size, port, arguments))
+            pipe.send((inspect.getsourcefile(work), work.__name__, rank, size, meeting, arguments))
         answers = [pipe.recv() if pipe.poll(120) else (False, "no answer") for _, pipe in self._workers[:size]]
         failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         assert not failed, "\n".join(failed)
@@ -98,6 +101,7 @@ class RankPool:
         for process, pipe in self._workers:
             pipe.send(None)
             process.join(5)
+        self._folder.cleanup()
 
 
 def save_as_ranks(states: Sequence[Any], path: Path, *, files: Files | None = None, **options: Any) -> None:

@@ -85,7 +85,9 @@ def load_and_train(rank: int, size: int, kind: str, path: str) -> list[float]:
     return train(model, optimizer, STEPS, 2 * STEPS)
 
 
-WORLDS = [("alone", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 3)]
+# On torch 2.6 a model that FSDP2 sharded cannot run without a GPU: `torch.cpu.Stream` records no events.
+FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")
+WORLDS = [("alone", 1), ("ddp", 2), *([("fsdp2", 2), ("fsdp2", 3)] if FSDP2_RUNS else [])]
 
 
 @pytest.mark.parametrize("before", WORLDS, ids=lambda w: f"{w[0]}{w[1]}")

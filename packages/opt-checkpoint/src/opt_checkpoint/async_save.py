@@ -13,7 +13,7 @@ import torch.distributed as dist
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.files import Files
 from opt_checkpoint.mapping import ShardedStateDict
-from opt_checkpoint.ranks import everyone, ranks_of, same_path
+from opt_checkpoint.ranks import everyone, leave, ranks_of, same_path
 from opt_checkpoint.save_load import NO_DETAILS, PathLike, save
 from opt_checkpoint.staging import Staging
 
@@ -146,7 +146,7 @@ class AsyncSaver:
             self.wait()
         finally:
             if self._group is not None:
-                dist.destroy_process_group(self._group)
+                leave(self._group)
                 self._group = None
 
 

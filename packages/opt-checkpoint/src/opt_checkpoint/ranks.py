@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 
 T = TypeVar("T")
+_LETTING_GO_S = 0.01
+# Before, torch.distributed.checkpoint takes a group's rank 0 for the world's.
+ANY_GROUP = TorchVersion(torch.__version__) >= TorchVersion("2.8")
 
 
 class Ranks(Protocol):
@@ -63,10 +69,34 @@ class GroupRanks(NamedTuple):
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks of a group, of the default group for None; this process alone without torch.distributed."""
+    """The ranks of a group, of the default group for None; this process alone without torch.distributed.
+
+    Raises:
+        CheckpointingException: this torch cannot save or load on such a group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
+    if process_group is not None and not ANY_GROUP:
+        _check_leader(dist.get_global_rank(process_group, 0))
     return GroupRanks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+
+
+def _check_leader(first: int) -> None:
+    if first != 0:
+        raise CheckpointingException(
+            f"the process group's first rank is rank {first} of the world; with torch {torch.__version__} it must be "
+            f"rank 0. Save or load with the group of all ranks, or with torch 2.8 or newer"
+        )
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Give a process group back, once all that this rank sent through it has arrived.
+
+    On torch 2.6, gloo's threads need the interpreter's lock to let go of a finished message, and the end of a group
+    waits for them while it holds that lock. Asleep, this thread leaves it to them.
+    """
+    time.sleep(_LETTING_GO_S)
+    dist.destroy_process_group(group)
 
 
 class _Outcome(NamedTuple):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint_ranks import free_port, function_at, join_world
+from checkpoint_ranks import function_at, join_world, new_meeting
 from disks import dying_at
 from states import state_at
 
@@ -24,9 +24,9 @@ def context() -> Any:
     return server
 
 
-def train_and_save(rank: int, size: int, port: int, folder: str, background: bool, steps: int) -> None:
+def train_and_save(rank: int, size: int, meeting: str, folder: str, background: bool, steps: int) -> None:
     """Resume from the newest step, then save step after step until killed."""
-    join_world(rank, size, port)
+    join_world(rank, size, meeting)
     manager = CheckpointManager(folder, keep=2, in_background=background)
     start = manager.latest() or 0
     for step in range(start + 1, start + 1 + steps):
@@ -52,15 +52,15 @@ def save_at_once(folder: str, step: int, start_at: float) -> None:
     os._exit(0)
 
 
-def die_by_name(file: str, rank: int, size: int, port: int, folder: str) -> None:
+def die_by_name(file: str, rank: int, size: int, meeting: str, folder: str) -> None:
     """`die_while_loading` of a test file, which this process cannot import by name."""
-    function_at(file, "die_while_loading")(rank, size, port, folder)
+    function_at(file, "die_while_loading")(rank, size, meeting, folder)
 
 
 def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
     """Start a world, kill some of its ranks after a while, then the rest; exit codes by rank."""
-    port, server = free_port(), context()
-    arguments = (size, port, str(folder), background, 100_000)
+    meeting, server = new_meeting(folder.parent), context()
+    arguments = (size, meeting, str(folder), background, 100_000)
     processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
     before = {p.name for p in folder.glob("step-*")}
     for process in processes:

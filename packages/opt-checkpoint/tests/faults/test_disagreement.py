@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, free_port, join_world, save_as_ranks
+from checkpoint_ranks import RankPool, join_world, new_meeting, save_as_ranks
 from states import COLUMNS, ROWS, assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -224,8 +224,8 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(ranks: RankPool, saved: Path) -
     assert len(set(ranks.run(2, misfit_on_one, str(saved)))) == 1
 
 
-def die_while_loading(rank: int, size: int, port: int, folder: str) -> None:
-    join_world(rank, size, port, timedelta(seconds=5))
+def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
+    join_world(rank, size, meeting, timedelta(seconds=5))
     if rank == 1:
         ShardedLoadPlanner.finish_plan = lambda self, plan: os._exit(9)
     try:
@@ -236,9 +236,8 @@ def die_while_loading(rank: int, size: int, port: int, folder: str) -> None:
 
 
 def test_when_a_rank_dies_while_loading_the_others_raise(saved: Path) -> None:
-    port = free_port()
-    server = context()
-    processes = [server.Process(target=die_by_name, args=(__file__, r, 2, port, str(saved))) for r in range(2)]
+    meeting, server = new_meeting(saved.parent), context()
+    processes = [server.Process(target=die_by_name, args=(__file__, r, 2, meeting, str(saved))) for r in range(2)]
     for process in processes:
         process.start()
     for process in processes:
