@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.state import check_state, load_state_, read_state
@@ -176,31 +177,62 @@ class Optimizer(torch.optim.Optimizer):
             state_dict = _replaced(after(self, state_dict), state_dict)
         return state_dict
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        on_conflict: Conflict = "error",
+        override: Mapping[str, Any] = NO_OVERRIDE,
+    ) -> None:
         """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
 
         Takes what `state_dict` gave, what torch's own optimizers give, or what `opt_checkpoint.load` made of
-        `sharded_state_dict`. In torch's own, a parameter without state is one that was never stepped.
+        `sharded_state_dict`; that all ranks load together. In torch's own, a parameter without state is one that was
+        never stepped. In a loaded one, so is a parameter whose state was not saved, or by another rule: it keeps its
+        group's hyper-parameters.
+
+        Args:
+            state_dict: see above.
+            on_conflict: for a loaded sharded state, where parameters that share a group were saved with different
+                hyper-parameters: an error, the `"saved"` ones of the group's first parameter, or the `"current"` ones.
+            override: for a loaded sharded state: hyper-parameters that get this value in every group, whatever was
+                saved, as `{"lr": 1e-4}`.
 
         Raises:
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
-                another rule or shape; hyper-parameters that are no numbers.
+                another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(before(self, dict(state_dict)), state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
-            self._load_sharded(state_dict)
+            self._load_sharded(state_dict, on_conflict=on_conflict, override=override)
+        elif on_conflict != "error" or override:
+            raise ValueError(
+                f"on_conflict={on_conflict!r}, override={dict(override)}: these are for a loaded sharded state; after "
+                "another, set what is to differ in param_groups"
+            )
         else:
             self._load_local(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load_sharded(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_sharded(
+        self, state_dict: Mapping[str, Any], *, on_conflict: Conflict, override: Mapping[str, Any]
+    ) -> None:
         if self._described is None:
             raise ValueError(
                 "a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first"
             )
-        load_sharded_(state_dict, self._described, self.param_groups, self._held, self.stepper.scaler)
+        load_sharded_(
+            state_dict,
+            self._described,
+            self.param_groups,
+            self._held,
+            self.stepper.scaler,
+            self._everyone,
+            on_conflict=on_conflict,
+            override=override,
+        )
 
     def _load_local(self, state_dict: Mapping[str, Any]) -> None:
         check_form(state_dict, version=VERSION, layout_id=self._layout_id)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
@@ -13,17 +13,17 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_distributed.comm.collectives import Comm
+from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
+from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.sharded import read_piece
+from opt_distributed.step.sharded import check_loaded, read_piece
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_paramgroups import ParamId
 
 VERSION = 1
-# What a group is follows from the run that loads it; only how it is trained is restored.
-_OF_THIS_RUN = frozenset(
-    {"params", "param_ids", "name", "optimizer", "default_config", "is_expert_parallel", "is_decoupled_lr"}
-)
+# What a group is follows from the run that loads it; only how it is trained is restored, by the same rule.
+_OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
+RULE = "optimizer"  # a group's field that names what moves it
 
 
 class Held(NamedTuple):
@@ -87,20 +87,46 @@ def load_sharded_(
     groups: Sequence[dict[str, Any]],
     held: Mapping[ParamId, Held],
     scaler: Scaler,
+    everyone: Comm,
+    *,
+    on_conflict: Conflict = "error",
+    override: Mapping[str, Any] = NO_OVERRIDE,
 ) -> None:
-    """Sets everything from what `opt_checkpoint.load` gave back.
+    """Sets everything from what `opt_checkpoint.load` gave back; all ranks call it together.
 
     Raises:
-        ValueError: saved groups contradict each other on a parameter's new group; then nothing was set but what the
-            load itself wrote.
+        ValueError: saved groups contradict each other on a parameter's new group, or a part of a parameter's state was
+            not loaded; on every rank, and then nothing was set but what the load itself wrote.
     """
     names = [[own.name for own in of_group] for of_group in described]
-    apply_saved_groups(groups, names, loaded["groups"])
-    for own in _flat(described):
-        if own.id in held:
-            read_piece(held[own.id].unit, held[own.id].piece).take_(loaded["state"][own.name])
+    saved = _of_same_rule(loaded["groups"], groups, names)
+    mine = [(held[own.id], loaded["state"].get(own.name, {})) for own in _flat(described) if own.id in held]
+    error: ValueError | None = None
+    try:
+        for (unit, piece, _), values in mine:
+            check_loaded(unit, piece, values)
+        untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
+        apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
+    except ValueError as refusal:
+        error = refusal
+    agree(everyone, error)
+    apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
+    for (unit, piece, _), values in mine:
+        read_piece(unit, piece).take_(values)
     if loaded["grad_scaler"]:
         scaler.load_state_dict(loaded["grad_scaler"])
+
+
+def _of_same_rule(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Saved groups less the parameters that another rule moves now: its learning rate means nothing to this one."""
+    now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
+    kept = [
+        [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
+        for group, own in zip(saved["groups"], saved["names"], strict=True)
+    ]
+    return {"groups": saved["groups"], "names": kept}
 
 
 def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:

@@ -5,7 +5,7 @@ an optimizer that was never sharded. Narrow block-scaled state is stored decoded
 other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from opt_checkpoint import (
     make_sharded_state,
 )
 from opt_distributed.step.mains import Numbers
-from opt_distributed.step.state import MAIN, STEP
+from opt_distributed.step.state import MAIN, STEP, StateError
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.rules.base import StateKind
@@ -59,27 +59,53 @@ class SavedPiece:
 
     @torch.no_grad()
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
-        """Sets the piece from what was loaded, as `sharded` names it."""
+        """Sets the piece from what was loaded, as `sharded` names it. Main values that were not saved are the
+        parameter's; a state that was not saved is as before the first step, and so is the count of steps."""
         piece = self.piece
-        for name, value in loaded.items():
-            if name == STEP:
-                piece.step = int(value)
-            elif name == MAIN:
-                piece.main.set_(value.view(piece.main.target.shape))
-            else:
-                _store_(self.unit, piece, name, value)
+        if MAIN in loaded:
+            piece.main.set_(loaded[MAIN].view(piece.main.target.shape))
+        else:
+            piece.main.reload_()
+        names = [spec.name for spec in _kept(self.unit, piece)]
+        if any(name not in loaded for name in (*names, STEP)):
+            piece.step = 0
+            for name, fresh in self.unit.fresh_state(piece).items():
+                piece.state[name].copy_(fresh)
+        else:
+            piece.step = int(loaded[STEP])
+            for name in names:
+                _store_(self.unit, piece, name, loaded[name])
+
+
+def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:
+    """Raises StateError where a part of a piece's state is among the names `loaded`, and a part is not."""
+    wanted = [STEP, *(spec.name for spec in _kept(unit, piece))]
+    lacking = [name for name in wanted if name not in loaded]
+    only_steps = lacking == wanted[1:]  # of another rule, which counts steps too
+    if lacking and lacking != wanted and not only_steps:
+        found = ", ".join(name for name in wanted if name in loaded)
+        raise StateError(
+            f"state of {piece.id.name!r}: {found} was loaded and {', '.join(lacking)} was not. A part of a state means "
+            "nothing: load all of it, by aliases where it has other names, or leave out all"
+        )
+
+
+def _kept(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:
+    """What a rule keeps of a piece here, less scales of blocks: what they scale is stored decoded."""
+    for spec in unit.rule.state_specs:
+        if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
+            yield spec
 
 
 def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     """What there is to save of a piece, and how each of it relates to the parameter."""
     saved = SavedPiece(unit=unit, piece=piece)
     saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
-    for spec in unit.rule.state_specs:
-        if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
-            saved.tensors[spec.name] = _decoded(unit, piece, spec)
-            saved.specs[spec.name] = _spec(spec, piece)
-            if spec.whole and piece.stage is not None:
-                saved.of_whole.add(spec.name)
+    for spec in _kept(unit, piece):
+        saved.tensors[spec.name] = _decoded(unit, piece, spec)
+        saved.specs[spec.name] = _spec(spec, piece)
+        if spec.whole and piece.stage is not None:
+            saved.of_whole.add(spec.name)
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
     return saved

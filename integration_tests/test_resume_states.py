@@ -1,0 +1,294 @@
+"""What becomes of each parameter's state and hyper-parameters between save and load, from `get_optimizer` to disk."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_model
+from opt_config import OptimizerConfig, ParamKey
+from opt_stack import Optimizer, get_optimizer
+
+FLAT = {"use_distributed_optimizer": True}
+NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
+KINDS = {
+    "replicated fp32": ({}, torch.float32),
+    "flat bf16 with mains": (FLAT | {"bf16": True}, torch.bfloat16),
+    "flat bf16 with remainders, narrow moments": (FLAT | {"bf16": True} | NARROW, torch.bfloat16),
+}
+UNUSED, ZERO, FROZEN = "unused.weight", "zero.weight", "frozen.weight"
+
+
+class Odd(nn.Module):
+    """Tied embedding and head; a frozen matrix; one that the loss never reaches; one whose gradient is always zero."""
+
+    def __init__(self, *, seed: int, backwards: bool = False):
+        super().__init__()
+        torch.manual_seed(seed)
+        parts = {
+            "embedding": nn.Embedding(11, 16),
+            "first": nn.Linear(16, 24),
+            "second": nn.Linear(24, 16),
+            "frozen": nn.Linear(16, 16, bias=False),
+            "zero": nn.Linear(16, 8, bias=False),
+            "unused": nn.Linear(16, 8, bias=False),
+            "head": nn.Linear(16, 11, bias=False),
+        }
+        for name in reversed(parts) if backwards else parts:
+            self.add_module(name, parts[name])
+        self.head.weight = self.embedding.weight
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embedding(codes[:, :-1])
+        x = x + self.frozen(self.second(torch.tanh(self.first(x)))) + (self.zero(x) * 0).sum()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), codes[:, 1:].flatten())
+
+
+def begin(kind: str, *, seed: int = 0, model: Odd | None = None, overrides: Any = None, **changes: Any) -> Any:
+    options, dtype = KINDS[kind]
+    model = (Odd(seed=seed) if model is None else model).to(dtype)
+    return model, get_optimizer(OptimizerConfig(**{"lr": 1e-2, **options, **changes}), [model], overrides)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(step)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights = sharded_model(model)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+
+def resume(model: nn.Module, optimizer: Optimizer, path: Path, load_options: Any = None, **options: Any) -> LoadReport:
+    report = load(state_of(model, optimizer), path, **(load_options or {}))
+    optimizer.load_state_dict(report.state["optimizer"], **options)
+    return report
+
+
+def states(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Copies, by parameter name; by one name of the tied one, which goes by the first of the model."""
+    held = optimizer.state_dict()
+    return {
+        name.replace("head", "embedding"): {key: value.clone() for key, value in held["state"][index].items()}
+        for group in held["param_groups"]
+        for index, name in zip(group["params"], group["param_names"], strict=True)
+    }
+
+
+def assert_same(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> None:
+    assert {name: set(state) for name, state in got.items()} == {name: set(state) for name, state in want.items()}
+    for name, state in want.items():
+        for key, value in state.items():
+            assert torch.equal(got[name][key], value), f"{key} of {name}"
+
+
+def group_of(optimizer: Optimizer, name: str) -> dict[str, Any]:
+    return next(g for g in optimizer.param_groups if name in {id.name for id in g["param_ids"]})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Odd, Optimizer, Path]:
+    """A plain run, three steps in."""
+    model, optimizer = begin("replicated fp32")
+    train(model, optimizer, range(3))
+    save(state_of(model, optimizer), tmp_path / "saved")
+    return model, optimizer, tmp_path / "saved"
+
+
+# --- parameters that did not all train --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(tmp_path: Path, kind: str) -> None:
+    model, optimizer = begin(kind)
+    train(model, optimizer, range(3))
+    save(state_of(model, optimizer), tmp_path / "x")
+    other, again = begin(kind, seed=1)
+    train(other, again, range(5, 7))
+    resume(other, again, tmp_path / "x")
+    want, got = states(optimizer), states(again)
+    assert_same(got, want)
+    assert {name: int(state["step"]) for name, state in got.items() if state["step"] != 3} == {UNUSED: 0}
+    assert not got[ZERO]["exp_avg"].any()
+    assert FROZEN not in got
+    assert torch.equal(other.frozen.weight, model.frozen.weight)
+    assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
+
+
+def test_a_tied_parameter_has_one_state_under_the_name_that_sorts_first(saved: Any) -> None:
+    keys = {key.removeprefix("optimizer.state.exp_avg.") for key in read_index(saved[2]).tensors if "exp_avg." in key}
+    assert "embedding.weight" in keys
+    assert "head.weight" not in keys
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_never_stepped_is_loaded_as_such(tmp_path: Path, kind: str) -> None:
+    """And its state exists: the reference makes it in the first step, so that such a save fits no later load."""
+    model, optimizer = begin(kind)
+    save(state_of(model, optimizer), tmp_path / "x")
+    other, again = begin(kind, seed=1)
+    train(other, again, range(2))
+    resume(other, again, tmp_path / "x")
+    assert_same(states(again), states(optimizer))
+    assert all(not state["step"] and not state["exp_avg"].any() for state in states(again).values())
+    assert train(other, again, range(4)) == train(model, optimizer, range(4))
+
+
+def test_a_parameter_that_is_unfrozen_later_begins_anew_and_is_reported(saved: Any) -> None:
+    _, optimizer, path = saved
+    model = Odd(seed=1)
+    model.frozen.weight.requires_grad_(True)
+    other, again = begin("replicated fp32", model=model)
+    train(other, again, range(2))
+    with pytest.raises(CheckpointKeyError, match=r"3 key\(s\) asked for are not in .*exp_avg\.frozen\.weight"):
+        load(state_of(other, again), path)
+    report = resume(other, again, path, {"strict": "return_unexpected"})
+    assert sorted(report.unexpected) == [f"optimizer.state.{s}.{FROZEN}" for s in ("exp_avg", "exp_avg_sq", "step")]
+    got = states(again)
+    fresh = got.pop(FROZEN)
+    assert not any(value.any() for value in fresh.values())
+    assert_same(got, states(optimizer))
+
+
+def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(saved: Any) -> None:
+    _, optimizer, path = saved
+    model = Odd(seed=1)
+    model.first.weight.requires_grad_(False)
+    other, again = begin("replicated fp32", model=model)
+    report = resume(other, again, path)
+    assert {key for key in report.missing if key.endswith("first.weight")} == {
+        f"optimizer.state.{s}.first.weight" for s in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert_same(states(again), {n: s for n, s in states(optimizer).items() if n != "first.weight"})
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+TWO_RATES = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*"): {"max_lr": 5e-3}}
+
+
+def test_groups_and_parameters_in_another_order_keep_their_own(tmp_path: Path) -> None:
+    """torch matches both by position: here each parameter would get another one's moments and rate."""
+    model, optimizer = begin("replicated fp32", overrides=TWO_RATES)
+    group_of(optimizer, "second.weight")["lr"] = 7e-3
+    train(model, optimizer, range(3))
+    save(state_of(model, optimizer), tmp_path / "x")
+    backwards = dict(reversed(TWO_RATES.items()))
+    other, again = begin("replicated fp32", model=Odd(seed=1, backwards=True), overrides=backwards, lr=0.5)
+    names = [[str(id) for id in group["param_ids"]] for group in again.param_groups]
+    assert names != [[str(id) for id in group["param_ids"]] for group in optimizer.param_groups]
+    resume(other, again, tmp_path / "x")
+    assert_same(states(again), states(optimizer))
+    assert [group_of(again, n)["lr"] for n in ("first.weight", "second.weight", ZERO)] == [3e-3, 7e-3, 1e-2]
+    assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
+
+
+def test_the_saved_rate_holds_unless_another_is_asked_for(saved: Any) -> None:
+    _, _, path = saved
+    other, again = begin("replicated fp32", seed=1, lr=0.25)
+    resume(other, again, path)
+    assert {group["lr"] for group in again.param_groups} == {1e-2}
+    resume(other, again, path, override={"lr": 0.125})
+    assert {group["lr"] for group in again.param_groups} == {0.125}
+    before = other.zero.weight.detach().clone()
+    train(other, again, range(3, 4))
+    # Zero gradients since the first step: only the decay of 0.01 moves it, at the rate asked for.
+    torch.testing.assert_close(other.zero.weight.detach(), before * (1 - 0.125 * 0.01), rtol=1e-6, atol=0)
+
+
+def test_groups_that_were_joined_say_what_they_disagree_on(tmp_path: Path) -> None:
+    model, optimizer = begin("replicated fp32", overrides=TWO_RATES)
+    train(model, optimizer, range(2))
+    save(state_of(model, optimizer), tmp_path / "x")
+    other, again = begin("replicated fp32", seed=1, lr=0.5)
+    with pytest.raises(ValueError, match=r"field 'max_lr': parameter .* was saved with .* on_conflict='saved'"):
+        resume(other, again, tmp_path / "x")
+    resume(other, again, tmp_path / "x", on_conflict="current")
+    assert group_of(again, "first.weight")["lr"] == 0.5
+    assert_same(states(again), states(optimizer))
+
+
+def test_what_is_for_a_sharded_state_is_refused_with_another() -> None:
+    _, optimizer = begin("replicated fp32")
+    with pytest.raises(ValueError, match=r"override=\{'lr': 1.0\}: these are for a loaded sharded state"):
+        optimizer.load_state_dict(optimizer.state_dict(), override={"lr": 1.0})
+
+
+# --- another rule, other numbers --------------------------------------------------------------------------------------
+
+MOVED = ("first.weight", "second.weight", ZERO, UNUSED)
+TO_MOMENTUM = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
+
+
+def moved_to_muon() -> Any:
+    other, again = begin("replicated fp32", seed=1, optimizer="muon", lr=0.05)
+    train(other, again, range(2))
+    assert {n for n, state in states(again).items() if "momentum_buffer" in state} == {*MOVED, "embedding.weight"}
+    return other, again
+
+
+@pytest.fixture
+def saved_by_adam(tmp_path: Path) -> Any:
+    model, optimizer = begin("replicated fp32")
+    train(model, optimizer, range(3))
+    save(state_of(model, optimizer), tmp_path / "adam")
+    return optimizer, tmp_path / "adam"
+
+
+def test_a_parameter_that_another_rule_moves_now_is_refused_with_what_there_is(saved_by_adam: Any) -> None:
+    with pytest.raises(CheckpointKeyError, match=r"saved by another rule, with exp_avg, exp_avg_sq, step; reset"):
+        resume(*moved_to_muon(), saved_by_adam[1])
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["reset", "mapped"])
+def test_it_begins_anew_or_takes_what_it_is_given_and_keeps_its_own_rate(saved_by_adam: Any, mapped: bool) -> None:
+    optimizer, path = saved_by_adam
+    other, again = moved_to_muon()
+    resume(other, again, path, {"aliases": TO_MOMENTUM} if mapped else {"strict": "return_unexpected"})
+    want, got = states(optimizer), states(again)
+    for name in MOVED:
+        assert int(got[name]["step"]) == (int(want[name]["step"]) if mapped else 0)
+        momentum = want[name]["exp_avg"] if mapped else torch.zeros_like(want[name]["exp_avg"])
+        assert torch.equal(got[name]["momentum_buffer"], momentum)
+    assert_same({"b": got["first.bias"]}, {"b": want["first.bias"]})
+    assert group_of(again, "first.weight")["lr"] == 0.05
+    assert "betas" not in group_of(again, "first.weight")
+    assert group_of(again, "first.bias")["lr"] == 1e-2
+    train(other, again, range(3, 5))
+
+
+def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> None:
+    """Muon's momentum mapped to Adam's first moment leaves the second one out: bias corrections would be wrong."""
+    model, optimizer = begin("replicated fp32", optimizer="muon")
+    train(model, optimizer, range(3))
+    save(state_of(model, optimizer), tmp_path / "muon")
+    other, again = begin("replicated fp32", seed=1, lr=0.5)
+    part = {"optimizer.state.exp_avg.": "optimizer.state.momentum_buffer."}
+    with pytest.raises(ValueError, match="step, exp_avg was loaded and exp_avg_sq was not"):
+        resume(other, again, tmp_path / "muon", {"aliases": part, "strict": "return_unexpected"})
+    assert group_of(again, "first.bias")["lr"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])
+@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
+def test_main_values_come_from_the_saved_weights_where_none_were_saved(saved: Any, kind: str, exact: bool) -> None:
+    """From an fp32 run to a bf16 one: all bits where the mains are mapped to the weights, else what bf16 holds."""
+    model, _, path = saved
+    other, again = begin(kind, seed=1)
+    # Nothing of the optimizer stands before a weight's key.
+    options = {"aliases": {"optimizer.state.fp32_param.": ""}} if exact else {"strict": "return_unexpected"}
+    resume(other, again, path, {"dtype": "cast", **options})
+    for name, state in states(again).items():
+        weight = model.get_parameter(name).detach()
+        assert torch.equal(state["fp32_param"], weight if exact else weight.bfloat16().float())
+        assert torch.equal(other.get_parameter(name).detach(), weight.bfloat16())
