@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from worlds import Tiny, joined_batch, make_model, my_batch
 
 from opt_checkpoint import load, save, sharded_model
@@ -11,6 +12,9 @@ from opt_config import OptimizerConfig
 from opt_stack import Optimizer, get_optimizer
 
 BEFORE, AFTER = 4, 8  # steps until the save, and in all
+
+
+FSDP2 = "fully_shard"  # among a run's options: torch shards the model
 
 
 class Case(NamedTuple):
@@ -24,9 +28,13 @@ class Case(NamedTuple):
 
 def begin(options: dict[str, Any], dtype: torch.dtype) -> tuple[Tiny, Optimizer]:
     model = make_model(dtype)
-    for module in (model.embedding, model.head):
+    fields = {name: value for name, value in options.items() if name != FSDP2}
+    if FSDP2 in options and dist.is_initialized():
+        fully_shard(model.layer)
+        fully_shard(model)
+    for module in (model.embedding, model.head):  # sharding makes new parameters, without the old ones' attributes
         module.weight.is_embedding_or_output_parameter = True
-    return model, get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.3, **options), [model])
+    return model, get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.3, **fields), [model])
 
 
 def state_of(model: Tiny, optimizer: Optimizer) -> dict[str, Any]:

@@ -5,19 +5,25 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from resuming import AFTER, BEFORE, Case, begin, resume, run_and_save, train
+from resuming import AFTER, BEFORE, FSDP2, Case, begin, resume, run_and_save, train
 from worlds import Job, run_jobs
 
 ZERO = {"use_distributed_optimizer": True}
 WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
 BF16 = {"bf16": True}
 NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+MUON = {**WHOLE, "use_layer_wise_distributed_optimizer": False}
+TORCH = {FSDP2: True}
 CASES = {
     "flat": Case(ZERO, ZERO),
     "replicated to flat": Case({}, ZERO),
     "flat to replicated, bf16": Case(ZERO | BF16, BF16, torch.bfloat16, near=0.02),
     "remainders to copies, narrow moments to wide": Case(ZERO | BF16 | NARROW, ZERO | BF16, torch.bfloat16, near=0.02),
-    "layer-wise to replicated muon": Case(WHOLE, {**WHOLE, "use_layer_wise_distributed_optimizer": False}),
+    "layer-wise to replicated muon": Case(WHOLE, MUON),
+    "fully_shard": Case(TORCH, TORCH),
+    "fully_shard to flat, bf16": Case(TORCH | BF16 | NARROW, ZERO | BF16, torch.bfloat16, near=0.02),
+    "muon, fully_shard to layer-wise": Case(TORCH | MUON, WHOLE),
+    "muon, layer-wise to fully_shard": Case(WHOLE, TORCH | MUON),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -13,12 +12,10 @@ from opt_checkpoint.mapping import ReplicaId, ShardedTensor
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local values of a DTensor, as the very object it holds; any other tensor itself.
 
-    Under `no_grad`, since with gradients `to_local()` makes a new tensor, and identity would be lost.
+    Not `to_local()`, which makes a new tensor where gradients are on, and from torch 2.13 on for every parameter:
+    identity would be lost.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_dtensor(tensor: object) -> bool:
