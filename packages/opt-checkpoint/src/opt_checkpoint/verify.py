@@ -22,7 +22,7 @@ from opt_checkpoint.manifest import MANIFEST
 from opt_checkpoint.open_checkpoint import read_index
 
 _PIECE_BYTES = 16 << 20
-_BUFFER_BYTES = 4 << 20
+_BUFFERS, _BUFFER_BYTES = 4, 2 << 20
 
 
 class Finding(NamedTuple):
@@ -123,13 +123,13 @@ def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def _file_crc(path: Path) -> int:
-    """The sum of a file: one thread reads into one of two buffers while another hashes the other."""
-    buffers, sums = (bytearray(_BUFFER_BYTES), bytearray(_BUFFER_BYTES)), list[Future[int]]()
+    """The sum of a file: one thread reads into a ring of buffers while another hashes what was read before."""
+    buffers, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[int]]()
     with Hasher() as hasher, path.open("rb", buffering=0) as stream:
         for number in count():
-            if number >= 2:
-                sums[number - 2].result()  # its buffer is free again
-            buffer = buffers[number % 2]
+            if number >= _BUFFERS:
+                sums[number - _BUFFERS].result()  # its buffer is free again
+            buffer = buffers[number % _BUFFERS]
             size = stream.readinto(buffer)
             if not size:
                 return sums[-1].result() if sums else 0
