@@ -181,7 +181,8 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
     """For people: matrices by axes and by who computes them."""
     counts: dict[tuple[str, Computes], int] = {}
     for plan in plans:
-        axes = " x ".join(f"{axis.name} {axis.size}" for axis in plan.axes)
-        counts[axes, plan.layout.computes] = counts.get((axes, plan.layout.computes), 0) + len(plan.layout.slots)
+        ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
+        key = (f"{ranks} ranks ({names})", plan.layout.computes)
+        counts[key] = counts.get(key, 0) + len(plan.layout.slots)
     for (axes, computes), count in counts.items():
         yield f"{count} matrices cut over {axes}: {WORDS[computes]}"

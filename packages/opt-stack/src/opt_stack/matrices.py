@@ -38,7 +38,8 @@ def place_matrices(
         LayoutError: a DTensor whose local part is not what its placements say.
     """
     rows = {id: tuple(metas[id].qkv_split_shapes) if split_qkv else () for id in unit.ids}
-    placed = {id: PlacedMatrix(MatrixSpec(split_rows=rows[id])) for id in unit.ids}
+    # Sorted: a set's order differs between processes, and that of the stages is that of their collectives.
+    placed = {id: PlacedMatrix(MatrixSpec(split_rows=rows[id])) for id in sorted(unit.ids)}
     peers = _Peers()
     for plan in unit.compute:
         by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share the names of their axes
@@ -51,7 +52,7 @@ def place_matrices(
 
 
 def stages_of(placed: Iterable[PlacedMatrix]) -> list[ComputeStage]:
-    """Their stages, each once, in the order of the plan."""
+    """Their stages, each once, in order of appearance."""
     return list(dict.fromkeys(matrix.stage for matrix in placed if matrix.stage is not None))
 
 

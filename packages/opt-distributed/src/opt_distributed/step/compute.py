@@ -28,8 +28,9 @@ Parts = Mapping[ParamId, Tensor]
 class ComputeStage:
     """The matrices of one `ComputeLayout`, on the rank whose coordinate `comms` tell: one for each axis.
 
-    Every rank of the grid makes the same calls with the same matrices in the same order. All tensors of a call share
-    dtype and device. A gather and a scatter are one collective for each axis that is not kept, however many matrices.
+    Every rank of the grid makes the same calls with the same matrices, one at least, in the same order. All tensors of
+    a call share dtype and device. A gather and a scatter are one collective for each axis that is not kept,
+    however many matrices there are.
     """
 
     def __init__(self, layout: ComputeLayout, comms: Sequence[Comm], *, of_whole: Mapping[ParamId, MatrixSpec]):
@@ -76,10 +77,9 @@ class ComputeStage:
 
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
         """The whole of each matrix that this rank computes, from every rank's part of all of them."""
-        held = dict(parts)
-        if held:
-            for axis in reversed(self._gathered):
-                held = self._joined_everywhere(axis, held) if self._every else self._joined_at_owners(axis, held)
+        held, like = dict(parts), next(iter(parts.values()))
+        for axis in reversed(self._gathered):
+            held = self._joined_everywhere(axis, held) if self._every else self._joined_at_owners(axis, held, like)
         return held
 
     def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
@@ -87,9 +87,8 @@ class ComputeStage:
         if self._every:
             return {id: _narrow(whole, self._block(id, self.at), self.whole(id)) for id, whole in wholes.items()}
         held = dict(wholes)
-        if like:
-            for axis in self._gathered:
-                held = self._parted(axis, held, like)
+        for axis in self._gathered:
+            held = self._parted(axis, held, like)
         return {id: held[id] for id in like}
 
     @property
@@ -112,7 +111,7 @@ class ComputeStage:
         dims = (self._slots[id].matrix.dims[axis] for id in ids)
         return {id: torch.cat(list(parts), dim) for id, dim, parts in zip(ids, dims, zip(*by_peer, strict=True))}
 
-    def _joined_at_owners(self, axis: int, held: Parts) -> dict[ParamId, Tensor]:
+    def _joined_at_owners(self, axis: int, held: Parts, like: Tensor) -> dict[ParamId, Tensor]:
         """Every matrix goes to the rank along `axis` that its owner shares; what it was cut into is put together."""
         comm = self.comms[axis]
         of_peer = [[id for id in held if self._owner(id, axis) == peer] for peer in range(comm.size)]
@@ -121,7 +120,7 @@ class ComputeStage:
             comm,
             [[held[id] for id in ids] for ids in of_peer],
             [self._along(axis, mine, peer) for peer in range(comm.size)],
-            like=next(iter(held.values())),
+            like=like,
         )
         return self._cat(axis, mine, received)
 

@@ -1,0 +1,127 @@
+"""Over gloo processes: matrices that come cut as DTensors, over one axis of a mesh or two, evenly or not."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cut_ranks import (
+    EVEN,
+    OBLONG,
+    UNEVEN,
+    LayOut,
+    Shapes,
+    Trained,
+    fsdp,
+    fsdp_x_tp,
+    hsdp,
+    resume,
+    tp,
+    train,
+    train_and_save,
+    two_axes,
+)
+from torch import Tensor
+from worlds import Job, run_jobs
+
+from opt_config import OptimizerConfig
+
+
+def config(rule: str, **changes: Any) -> OptimizerConfig:
+    # Not clipped: norms are summed in another order.
+    base = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
+    return OptimizerConfig(optimizer=rule, **{**base, **changes})
+
+
+SOAP, MUON = config("soap"), config("muon")  # whose mode is "blockwise", which is of tensor parallelism only
+DUPLICATED = config("muon", muon_tp_mode="duplicated")
+ADAMUON = config("adaptive_muon", muon_tp_mode="duplicated")
+NORMUON = config("adaptive_muon", muon_tp_mode="duplicated", adaptive_muon_moment2_method="normuon")
+
+
+class Case(NamedTuple):
+    config: OptimizerConfig
+    shapes: Shapes
+    lay_out: LayOut
+    told: str  # by the plan
+
+
+ONE, FOUR = "one rank gathers, computes and returns each, dealt by cost", "all ranks gather them, compute all, keep th"
+CASES = {
+    "muon, fsdp": Case(MUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
+    "adamuon, fsdp": Case(ADAMUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
+    "soap, fsdp": Case(SOAP, UNEVEN, fsdp, f"4 ranks (0): {ONE}"),
+    "normuon, hsdp": Case(NORMUON, OBLONG, hsdp, f"2 ranks (shard): {ONE}"),
+    "soap, hsdp": Case(SOAP, UNEVEN, hsdp, f"2 ranks (shard): {ONE}"),
+    "muon, fsdp x tp": Case(DUPLICATED, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
+    "muon, rows twice": Case(MUON, OBLONG, two_axes, f"2 x 2 ranks (outer, inner): {ONE}"),
+    "normuon, tp": Case(NORMUON, OBLONG, tp, f"4 ranks (tp): {FOUR}"),
+    "soap, tp": Case(SOAP, UNEVEN, tp, f"4 ranks (tp): {ONE}"),
+}
+SAVED = {"soap": (SOAP, UNEVEN, fsdp), "normuon": (NORMUON, OBLONG, hsdp), "adamuon": (ADAMUON, OBLONG, tp)}
+
+
+class Four(NamedTuple):
+    """What four ranks made."""
+
+    trained: dict[str, list[Trained]]
+    uninterrupted: dict[str, list[dict[str, Tensor]]]
+    resumed: dict[str, list[dict[str, Tensor]]]  # over tensor-parallel ranks
+    paths: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
+    paths = {name: str(tmp_path_factory.mktemp("checkpoints") / name) for name in SAVED}
+    jobs = {name: Job(train, case[:3]) for name, case in CASES.items()}
+    jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
+    jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
+    made = run_jobs(4, jobs)
+    return Four(
+        {name: made[name] for name in CASES},
+        {name: made[f"save {name}"] for name in SAVED},
+        {name: made[f"load {name}"] for name in SAVED},
+        paths,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_as_on_the_ranks() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Four) -> None:
+    """To the bit: gradients are equal, and the same matrix goes through the same products, wherever it is."""
+    want = train(*CASES[name][:2])
+    for got in four.trained[name]:
+        for param in ("column.weight", "row.weight", "qkv.weight"):
+            assert torch.equal(got.weights[param], want.weights[param])
+        # Adam on other runs of elements: in the lanes of a vector, or left over.
+        torch.testing.assert_close(got.weights["vector.weight"], want.weights["vector.weight"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_tells_who_computes(name: str, four: Four) -> None:
+    for rank in four.trained[name]:
+        assert CASES[name].told in rank.plan
+
+
+def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) -> None:
+    for name in ("muon, fsdp", "adamuon, fsdp", "soap, fsdp", "soap, tp"):
+        alone = train(*CASES[name][:2])
+        vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
+        assert sum(rank.state_numel for rank in four.trained[name]) == alone.state_numel + vector
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_run_goes_on_where_matrices_are_cut_otherwise_or_whole(name: str, four: Four) -> None:
+    rule, shapes, _ = SAVED[name]
+    alone = resume(rule, shapes, None, four.paths[name])
+    for param, want in train(rule, shapes).weights.items():
+        for got in (*four.uninterrupted[name], *four.resumed[name], alone):
+            torch.testing.assert_close(got[param], want, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,126 @@
+"""The compute stage over threads: parts come together on who computes, and go back; nothing else travels."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import opt_distributed.step.compute as compute
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.recording import RecordingComm
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.layout import Computes, SplitMatrix, compute_layout
+from opt_distributed.step.compute import ComputeStage
+from opt_kernels.rules.base import Hyper, MatrixPart, MatrixSpec, Task, Work
+from opt_paramgroups import ParamId
+
+SHAPES = [(6, 4), (5, 3), (1, 7), (4, 4), (2, 9, 3)]
+IDS = [ParamId(0, f"w{index}") for index in range(len(SHAPES))]
+WHOLES = {id: torch.randn(shape, generator=torch.Generator().manual_seed(9)) for id, shape in zip(IDS, SHAPES)}
+
+
+class Grid(NamedTuple):
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+    kept: int = 0
+
+
+def run_grid(sizes: tuple[int, ...], rank_main: Callable[[list[Comm]], Any]) -> list[Any]:
+    """Runs `rank_main(comms)`, one `Comm` for each axis, on every rank; ranks count along the last axis first."""
+    coordinates = list(itertools.product(*map(range, sizes)))
+    worlds: dict[Any, World] = {}
+    for at in coordinates:
+        for axis, size in enumerate(sizes):
+            worlds.setdefault((axis, at[:axis], at[axis + 1 :]), World(size))
+
+    def start(world: ThreadComm) -> Any:
+        at = coordinates[world.rank]
+        comms = [ThreadComm(worlds[axis, at[:axis], at[axis + 1 :]], at[axis]) for axis in range(len(sizes))]
+        return rank_main(list(map(RecordingComm, comms)))
+
+    return run_threads(len(coordinates), start)
+
+
+def stage_of(comms: list[Comm], grid: Grid, computes: Computes) -> ComputeStage:
+    matrices = [SplitMatrix(id=id, shape=tuple(whole.shape), dims=grid.dims) for id, whole in WHOLES.items()]
+    layout = compute_layout(matrices, sizes=grid.sizes, computes=computes, kept=grid.kept)
+    return ComputeStage(layout, comms, of_whole={})
+
+
+def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
+    whole = WHOLES[id]
+    slot = next(slot for slot in stage.layout.slots if slot.matrix.id == id)
+    for dim, (start, length) in enumerate(zip(*stage.layout.block(slot, at), strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+GRIDS = {
+    "rows": Grid((3,), (0,)),
+    "columns": Grid((4,), (1,)),
+    "rows and columns": Grid((2, 2), (0, 1)),
+    "rows twice": Grid((2, 3), (0, 0)),
+    "rows kept": Grid((2, 2), (0, 1), 1),
+    "all kept but columns": Grid((2, 1, 2), (0, 0, 1), 2),
+}
+
+
+@pytest.mark.parametrize("computes", [Computes.OWNER, Computes.EVERY])
+@pytest.mark.parametrize("name", GRIDS)
+def test_whole_matrices_come_to_who_computes_them_and_parts_go_back(name: str, computes: Computes) -> None:
+    """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole."""
+    grid = GRIDS[name]
+
+    def rank_main(comms: list[Comm]) -> list[ParamId]:
+        stage = stage_of(comms, grid, computes)
+        parts = {id: block(stage, id, stage.at) for id in IDS}
+        wholes = stage.gather(parts)
+        for id, whole in wholes.items():
+            assert torch.equal(whole, block(stage, id, stage.at[: grid.kept]))
+        back = stage.scatter({id: 2 * whole for id, whole in wholes.items()}, like=parts)
+        assert all(torch.equal(back[id], 2 * part) for id, part in parts.items())
+        assert list(wholes) == [id for id in wholes if stage.computes(id)]
+        return list(wholes)
+
+    computed = [id for ids in run_grid(grid.sizes, rank_main) for id in ids]
+    blocks = torch.Size(grid.sizes[: grid.kept]).numel()
+    times = blocks if computes is Computes.OWNER else torch.Size(grid.sizes).numel()
+    assert {id: computed.count(id) for id in IDS} == dict.fromkeys(IDS, times)
+
+
+def test_a_gather_and_a_scatter_are_one_exchange_each_and_carry_every_part_once() -> None:
+    grid = Grid((3,), (0,))
+
+    def rank_main(comms: list[Comm]) -> tuple[list[str], int]:
+        stage = stage_of(comms, grid, Computes.OWNER)
+        parts = {id: block(stage, id, stage.at) for id in IDS}
+        stage.scatter(stage.gather(parts), like=parts)
+        (comm,) = comms
+        assert isinstance(comm, RecordingComm)
+        sent = sum(part.numel() for part in parts.values())
+        owned = sum(WHOLES[id].numel() for id in IDS if stage.computes(id))
+        return [call.kind for call in comm.calls], sum(c.num_bytes for c in comm.calls) - 4 * 2 * max(sent, owned)
+
+    assert run_grid(grid.sizes, rank_main) == [(["all_to_all", "all_to_all"], 0)] * 3
+
+
+def tasks_of(stage: ComputeStage) -> list[Task]:
+    specs = {id: MatrixSpec(part=MatrixPart(id, tuple(whole.shape), 0)) for id, whole in WHOLES.items()}
+    works: Mapping[ParamId, Work] = {
+        id: Work(grad=block(stage, id, stage.at), main=None, state={}, matrix=spec) for id, spec in specs.items()
+    }
+    return [Task(Hyper(lr=0.1), work) for work in works.values()]
+
+
+def test_what_is_gathered_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the elements that a rank computes: of all matrices where every rank does, of its share where owners do."""
+    monkeypatch.setattr(compute, "WHOLE_NUMEL", 40)
+
+    def rank_main(comms: list[Comm]) -> tuple[list[int], list[int]]:
+        every, owner = (stage_of(comms, Grid((2,), (0,)), computes) for computes in (Computes.EVERY, Computes.OWNER))
+        return [len(run) for run in every.runs(tasks_of(every))], [len(run) for run in owner.runs(tasks_of(owner))]
+
+    assert run_grid((2,), rank_main) == [([2, 2, 1], [4, 1])] * 2
