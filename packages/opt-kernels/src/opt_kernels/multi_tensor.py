@@ -122,8 +122,8 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """`host` on `device`, without waiting for the device. Raises ChunkTableError while a graph is captured."""
     if is_capturing(device):
         raise ChunkTableError(
-            "a table of addresses would have to be copied to the device while a graph is captured, because a tensor "
-            "has moved since the last step; run one step before the capture and keep gradients in place "
+            "a table would have to be copied to the device while a graph is captured, because a tensor has moved since "
+            "the last step, or there was none; run one step before the capture and keep gradients in place "
             "(zero_grad(set_to_none=False), or flat buffers)"
         )
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

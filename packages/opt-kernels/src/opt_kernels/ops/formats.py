@@ -1,5 +1,6 @@
 """In which numbers the tensors of a Triton sweep are kept: what it is compiled for."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Formats(NamedTuple):
         return self.bytes_moved >= IEEE_BYTES
 
 
+@cache
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     """What tensors of `dtype` are in Triton. Raises LayoutError for one that a sweep does not know."""
     names = {

@@ -6,12 +6,13 @@ are computed in float64 and rounded once, as a host would.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from opt_kernels.jit import jit, tl
+from opt_kernels.multi_tensor import DeviceTables, to_device
 from opt_kernels.rules.base import Hyper
 
 WIDTH: tl.constexpr = tl.constexpr(16)
@@ -138,10 +139,14 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
 
 
-@lru_cache(maxsize=64)
 def _host_rows(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    host = torch.tensor(rows, dtype=torch.float64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
+
+
+@cache
+def known_rows(device: torch.device) -> DeviceTables[Tensor]:
+    """The host's numbers that are on `device`: a captured graph reads its own at every replay."""
+    return DeviceTables(device)
 
 
 def _refuse_host_numbers(**columns: Tensor | None) -> None:

@@ -120,14 +120,17 @@ def launch(
 
 def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
     """The arguments that every sweep takes by these names: formats, shape of the launch, compiler options."""
+    return {**_constants(formats), "WIDTH": table.records.shape[1], "CHUNK": table.chunk}
+
+
+@cache
+def _constants(formats: Formats) -> dict[str, Any]:
     return {
         "GRAD": triton_dtype(formats.grad),
         "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
         "OUT": None if formats.out is None else triton_dtype(formats.out),
         "REMAINDER": formats.remainder,
         "IEEE": formats.ieee,
-        "WIDTH": table.records.shape[1],
-        "CHUNK": table.chunk,
         "BLOCK": BLOCK,
         "E": formats.vector,
         "num_warps": NUM_WARPS,

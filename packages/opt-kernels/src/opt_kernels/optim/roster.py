@@ -18,7 +18,6 @@ from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Works
 
 _GRAD = attrgetter("grad")
-_IS_SPARSE = attrgetter("is_sparse")
 
 
 class Sweep(NamedTuple):
@@ -80,7 +79,7 @@ class Roster:
         state: Mapping[Tensor, dict[str, Tensor]],
         enrol: Callable[[int, int, Tensor, int], Member],  # from place, group, parameter, first
     ) -> None:
-        """`enrol` makes the state of a parameter that has none."""
+        """`enrol` makes the state of a parameter that has none. Raises ValueError for a sparse gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
@@ -89,6 +88,7 @@ class Roster:
         for index, group in enumerate(groups):
             for param in group["params"]:
                 if param.grad is not None:
+                    _refuse_sparse(param.grad)
                     members.append(enrol(place, index, param, first))
                 place, first = place + 1, first + param.numel()
         self._rows = _rows(members)
@@ -114,17 +114,10 @@ class Roster:
         return grads if holds else None
 
     def batches(self, grads: Sequence[Tensor | None], hyper: Callable[[int, float], Hyper]) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group and step.
-
-        Raises ValueError for a sparse gradient.
-        """
+        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group and step."""
         found: dict[Sweep, list[Batch]] = {}
         for row in self._rows:
-            of_row = [grad for grad in map(grads.__getitem__, row.places) if grad is not None]
-            if any(map(_IS_SPARSE, of_row)):
-                raise ValueError(
-                    "a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False"
-                )
+            of_row: list[Any] = [grads[place] for place in row.places]
             params = row.params
             if self._distributed:
                 params, of_row = list(map(local, params)), list(map(local, of_row))
@@ -136,6 +129,11 @@ class Roster:
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """All parameters, in order."""
     return [param for group in groups for param in group["params"]]
+
+
+def _refuse_sparse(grad: Tensor) -> None:
+    if grad.is_sparse:
+        raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
 
 
 def _rows(members: Sequence[Member]) -> list[Row]:

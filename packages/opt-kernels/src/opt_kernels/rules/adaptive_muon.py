@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
-from opt_kernels.rules.matrices import matrix_dim, read_state, update_in_phases_, write_state_
+from opt_kernels.rules.matrices import compute_dtype, matrix_dim, read_state, write_state_
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.orthogonalization import TpMode
 
@@ -73,7 +74,9 @@ class AdaptiveMuon:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        update_in_phases_(self, batches, grad_scale=grad_scale, skip=skip)
+        adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
+        transform = partial(self._directions, skip=skip)
+        self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Muon's."""
@@ -81,19 +84,26 @@ class AdaptiveMuon:
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O; by row, divided by its history, and with its norm."""
-        updates = self.muon.transform_(tasks, inputs, skip)
+        return self._directions(tasks, inputs, False, skip=skip)
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """By element, divides O by its history; then Muon's."""
+        if self.second_moment is SecondMoment.ADAMUON:
+            self._divide_(task, update, skip=skip)
+        self.muon.apply_(task, update, skip)
+
+    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
+        updates = self.muon.directions(tasks, inputs, normalised).to(compute_dtype(tasks[0].work))
         if self.second_moment is SecondMoment.NORMUON:
             for update, task in zip(updates, tasks):
                 second = self._seen(task, _row_mean(task.work, update), skip)
                 _divide_rows_(task.work, update, second, task.hyper)
         return updates
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """By element, divides O by its history; then Muon's."""
-        if self.second_moment is SecondMoment.ADAMUON:
-            second = self._seen(task, update.square(), skip)
-            update.div_(second.sqrt_().add_(task.hyper.eps))
-        self.muon.apply_(task, update, skip)
+    def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
+        """By element."""
+        second = self._seen(task, update.square(), skip)
+        update.div_(second.sqrt_().add_(task.hyper.eps))
 
     def _seen(self, task: Task, squares: Tensor, skip: Tensor | None) -> Tensor:
         """v, with `squares` in it."""

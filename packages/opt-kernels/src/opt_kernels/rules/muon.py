@@ -2,29 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import parse_backend
+from opt_kernels.dispatch import parse_backend, tensors_of, version
+from opt_kernels.ops.muon import Adapt, Inputs, Transform
+from opt_kernels.ops.muon.reference import MOMENTUM
+from opt_kernels.ops.muon.torch_native import accumulate_, descend_
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.rules.base import Batch, Needs, StateSpec, Task, Work
-from opt_kernels.rules.matrices import (
-    join,
-    matrix_dim,
-    read_main,
-    read_state,
-    split,
-    update_in_phases_,
-    whole_size,
-    write_main_,
-    write_state_,
-)
+from opt_kernels.rules.matrices import compute_dtype, join, matrix_dim, split, whole_size
 from opt_kernels.rules.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
-
-MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +42,7 @@ class Muon:
     use_syrk: bool = True  # compute half of a symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, int8
-    backend: str | None = None  # "reference", "torch", "triton"; None: by device
+    backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
 
     def __post_init__(self) -> None:
         parse_backend(self.backend)
@@ -93,63 +83,69 @@ class Muon:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        update_in_phases_(self, batches, grad_scale=grad_scale, skip=skip)
+        self.step_(batches, transform=self.directions, adapt_=None, grad_scale=grad_scale, skip=skip)
+
+    def step_(
+        self,
+        batches: Sequence[Batch],
+        *,
+        transform: Transform,
+        adapt_: Adapt | None,
+        grad_scale: float | Tensor,
+        skip: Tensor | None,
+    ) -> None:
+        """`update_`, with `transform` for the orthogonalisation and `adapt_` behind it."""
+        version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))(
+            batches,
+            transform=transform,
+            adapt_=adapt_,
+            inputs=self._inputs,
+            factors=self._factors,
+            nesterov=self.nesterov,
+            decoupled=self.decoupled,
+            momentum_codec=self.codecs[MOMENTUM],
+            grad_scale=grad_scale,
+            skip=skip,
+        )
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """The momentum, and from it u."""
-        hyper, work = task
-        if not self.decoupled:
-            grad.add_(read_main(work) * hyper.weight_decay)
-        codec, stored = self.codecs[MOMENTUM], work.state[MOMENTUM]
-        in_place = skip is None and stored.dtype is grad.dtype
-        momentum = stored if in_place else read_state(work, MOMENTUM, codec)
-        momentum.lerp_(grad, 1.0 - hyper.momentum)
-        if not in_place:
-            write_state_(work, MOMENTUM, codec, momentum, skip)
-        if self.nesterov:
-            grad.lerp_(momentum, hyper.momentum)
-        else:
-            grad.copy_(momentum)
+        codec = self.codecs[MOMENTUM]
+        accumulate_(task, grad, nesterov=self.nesterov, decoupled=self.decoupled, codec=codec, skip=skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O, not scaled."""
+        return self.directions(tasks, inputs, False)
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Scales the direction, and goes along it."""
+        descend_(task, update, factors=self._factors(task.work), decoupled=self.decoupled, skip=skip)
+
+    def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+        """O (len(tasks), *shape), not scaled, of works of one layout; `normalised` as `_inputs` would have them."""
         work = tasks[0].work
         rows = work.matrix.split_rows
         parts = [
-            self.orthogonalization(part, cut_dim=matrix_dim(work), tensor_parallel=work.matrix.tensor_parallel)
+            self.orthogonalization(
+                part,
+                cut_dim=matrix_dim(work),
+                tensor_parallel=work.matrix.tensor_parallel,
+                normalised=normalised,
+            )
             for part in split(inputs, rows)
         ]
         return join(parts, rows).reshape(inputs.shape)
 
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Scales the direction, and goes along it."""
-        scale_(self, task.work, update)
-        descend_(self, task, update, skip)
+    def _inputs(self, work: Work) -> Inputs:
+        return self.orthogonalization.inputs(
+            compute_dtype(work), work.grad.device, cut_dim=matrix_dim(work), tensor_parallel=work.matrix.tensor_parallel
+        )
 
-
-def scale_(rule: Muon, work: Work, update: Tensor) -> None:
-    """Multiplies `update` (*shape) by s e: the rows of each of its split parts by its own s, that of the whole part."""
-    rows, cols = whole_size(work)
-    sizes = work.matrix.split_rows or (rows,)
-    factors = [
-        scale_factor(rule.scale_mode, rows=size * (rows // sum(sizes)), cols=cols) * rule.extra_scale_factor
-        for size in sizes
-    ]
-    if len(sizes) == 1:
-        update.mul_(factors[0])
-        return
-    first = 0 if work.matrix.part is None else work.matrix.part.first_row
-    of_group = torch.arange(first, first + update.shape[-2], device=update.device).remainder_(sum(sizes))
-    scales = torch.full_like(of_group, factors[-1], dtype=update.dtype)
-    for factor, end in reversed(list(zip(factors[:-1], accumulate(sizes)))):
-        scales.masked_fill_(of_group < end, factor)
-    update.mul_(scales.unsqueeze(-1))
-
-
-def descend_(rule: Muon, task: Task, update: Tensor, skip: Tensor | None) -> None:
-    """p <- p - lr wd p - lr update, where p is not skipped; `update` is overwritten."""
-    hyper, work = task
-    main = read_main(work) if skip is None else read_main(work).clone()
-    if rule.decoupled:
-        main.mul_(1.0 - hyper.lr * hyper.weight_decay)
-    write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
+    def _factors(self, work: Work) -> tuple[float, ...]:
+        """s e of each of the work's split parts: s is that of the whole part."""
+        rows, cols = whole_size(work)
+        sizes = work.matrix.split_rows or (rows,)
+        return tuple(
+            scale_factor(self.scale_mode, rows=size * (rows // sum(sizes)), cols=cols) * self.extra_scale_factor
+            for size in sizes
+        )

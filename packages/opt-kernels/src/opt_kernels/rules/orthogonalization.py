@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opt_kernels.choice import Choice
 from opt_kernels.dispatch import Backend, parse_backend, version
+from opt_kernels.ops.muon import Inputs
 from opt_kernels.ops.newton_schulz import reference, torch_native
 from opt_kernels.ops.newton_schulz.coefficients import Schedule
 from opt_kernels.ops.newton_schulz.segments import cut
@@ -66,37 +67,62 @@ class Orthogonalization:
         *,
         cut_dim: int | None = None,  # -2 or -1: what tensor parallelism cuts
         tensor_parallel: TensorParallel | None = None,
+        normalised: bool = False,  # x comes as `inputs` asks for it
     ) -> Tensor:
         """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
         if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
-            return self._oriented(x, transpose=x.shape[-2] > x.shape[-1])
+            return self._oriented(x, transpose=x.shape[-2] > x.shape[-1], normalised=normalised)
         if self.tp_mode is TpMode.DISTRIBUTED:
             # Ranks must hold columns, so that their Gram matrices add up to that of the whole.
-            return self._oriented(x, transpose=cut_dim == -2, all_reduce=tensor_parallel.all_reduce)
+            reduce = tensor_parallel.all_reduce
+            return self._oriented(x, transpose=cut_dim == -2, all_reduce=reduce, normalised=normalised)
         whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
         part = x.shape[cut_dim]
         done = self._oriented(whole, transpose=whole.shape[-2] > whole.shape[-1])
         return done.narrow(cut_dim, tensor_parallel.rank * part, part)
 
-    def _oriented(self, x: Tensor, *, transpose: bool, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def inputs(
+        self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
+    ) -> Inputs:
+        """How x may come, so that it need not be read once more for its norm. `dtype` is that of the computation."""
+        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
+            return Inputs(self._dtype(dtype, device), True)
+        if self.tp_mode is TpMode.DISTRIBUTED:
+            return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce)
+        # Gathered, and normalised by every rank alike: a norm that ranks add up may differ in its last bit.
+        return Inputs(dtype, False)
+
+    def _oriented(
+        self,
+        x: Tensor,
+        *,
+        transpose: bool,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+        normalised: bool = False,
+    ) -> Tensor:
         """With the Gram matrix of the rows, or of the columns where `transpose`."""
-        done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce).to(x.dtype)
+        done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce, normalised).to(x.dtype)
         return done.mT if transpose else done
 
-    def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-        dtype = self._dtype(x)
+    def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None, normalised: bool) -> Tensor:
+        dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
         if parse_backend(self.backend) is Backend.REFERENCE:
             return reference.newton_schulz(x, segments=(self.schedule,), all_reduce=all_reduce)
         segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
         with _Fp32Products(self.precision):
             return torch_native.newton_schulz(
-                x, segments=segments, dtype=dtype, product=self._product(x), all_reduce=all_reduce
+                x,
+                segments=segments,
+                dtype=dtype,
+                product=self._product(x),
+                all_reduce=all_reduce,
+                normalised=normalised,
             )
 
-    def _dtype(self, x: Tensor) -> torch.dtype:
-        if x.dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
-            return x.dtype
-        return torch.float16 if x.is_cuda else torch.bfloat16
+    def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
+            return dtype
+        return torch.float16 if device.type == "cuda" else torch.bfloat16
 
     def _product(self, x: Tensor) -> Callable[..., Tensor]:
         if not self.use_syrk:

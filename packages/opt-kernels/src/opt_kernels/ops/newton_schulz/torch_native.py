@@ -19,13 +19,14 @@ def newton_schulz(
     eps: float = EPS,
     product: Callable[..., Tensor] = symmetric_product,
     all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+    normalised: bool = False,  # x is over its norm already
 ) -> Tensor:
     """What `reference.newton_schulz` says, up to rounding.
 
     The Gram matrix is summed over ranks once a segment; all of a segment's other products are of (m, m) matrices, which
     every rank has.
     """
-    x = _normalised(x, eps=eps, all_reduce=all_reduce).to(dtype)
+    x = (x if normalised else _normalised(x, eps=eps, all_reduce=all_reduce)).to(dtype)
     for segment in segments:
         gram = product(x, x.mT)
         if all_reduce is not None:

@@ -1,0 +1,68 @@
+"""Muon's step around its orthogonalisation, as it is written down: one work after the other."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import StateCodec
+from opt_kernels.ops.elements import skipped
+from opt_kernels.ops.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.rules.base import Batch, Task, Work
+from opt_kernels.rules.matrices import check, compute_dtype, read_main, read_state, write_main_, write_state_
+
+MOMENTUM = "momentum_buffer"
+
+
+def muon_(
+    batches: Sequence[Batch],
+    *,
+    transform: Transform,
+    adapt_: Adapt | None,
+    inputs: Callable[[Work], Inputs],
+    factors: Factors,
+    nesterov: bool,
+    decoupled: bool,
+    momentum_codec: StateCodec,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """Writes `main`, `out`, `remainder` and the state `momentum_buffer` of every work, or with `skip` nothing.
+
+        g <- grad_scale g          (g <- g + wd p where not decoupled)
+        m <- m + (1 - mu)(g - m)
+        u <- g + mu (m - g)        with nesterov, else m
+        O <- adapt(transform(u))
+        p <- p - lr wd p - lr s e O
+
+    `transform` gets matrices that are not normalised, in the compute dtype, whatever `inputs` asks for.
+    """
+    if skipped(skip):
+        return
+    for hyper, works in batches:
+        for work in works:
+            check(work)
+            if not work.grad.numel():
+                continue
+            task, main = Task(hyper, work), read_main(work)
+            g = work.grad.to(compute_dtype(work)) * grad_scale
+            if not decoupled:
+                g = g + hyper.weight_decay * main
+            m = read_state(work, MOMENTUM, momentum_codec)
+            m = m + (1.0 - hyper.momentum) * (g - m)
+            write_state_(work, MOMENTUM, momentum_codec, m, None)
+            u = g + hyper.momentum * (m - g) if nesterov else m
+            direction = transform([task], u.unsqueeze(0), False)[0]
+            if adapt_ is not None:
+                adapt_(task, direction)
+            decayed = main - hyper.lr * hyper.weight_decay * main if decoupled else main
+            write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
+
+
+def _of_rows(work: Work, factors: tuple[float, ...], direction: Tensor) -> Tensor:
+    """The factor of each row, (rows, 1)."""
+    sizes = work.matrix.split_rows or (direction.shape[-2],)
+    first = 0 if work.matrix.part is None else work.matrix.part.first_row
+    of_group = [factor for factor, size in zip(factors, sizes) for _ in range(size)]
+    rows = [of_group[(first + row) % len(of_group)] for row in range(direction.shape[-2])]
+    return torch.tensor(rows, dtype=direction.dtype, device=direction.device).unsqueeze(-1)
