@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from tp_model import Part, cut, joined
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm, TorchComm
+from opt_distributed.comm.groups import Axes, Roles
 from opt_stack import Optimizer, get_optimizer
 
 STEPS = 3
@@ -103,6 +106,61 @@ def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) 
     optimizer.load_state_dict(loaded["optimizer"])
     _step(net, optimizer, shapes, lay_out, STEPS - 1)
     return _weights(net)
+
+
+class Parts(nn.Module):
+    """The same matrices, plain and marked as tensor parallel."""
+
+    def __init__(self, shapes: Shapes, seed: int, tp: Comm):
+        super().__init__()
+        for name, held in Net(shapes, seed).named_children():
+            dim = None if name == "vector" else int(name == "row")
+            self.add_module(name, Part(held.weight.detach(), tp, dim=dim))
+        self.qkv.weight.qkv_split_shapes = QKV
+
+    def sharded(self) -> dict[str, Any]:
+        return {name: part.sharded(f"{name}.weight", 0) for name, part in self.named_children()}
+
+    def joined(self, tp: Comm) -> dict[str, Tensor]:
+        """By the ranks' own order, and by nothing of the checkpoint's."""
+        by_rank = tp.gather_objects({name: part.weight.detach() for name, part in self.named_children()})
+        parts = dict(self.named_children())
+        return {f"{name}.weight": joined([rank[name] for rank in by_rank], dim=parts[name].dim) for name in parts}
+
+
+def resume_by_attributes(
+    saved: OptimizerConfig, loaded: OptimizerConfig, shapes: Shapes, path: str
+) -> dict[int, dict[str, Tensor]]:
+    """Whole weights after the last step, by the number of tensor-parallel ranks that made it; two made the others."""
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
+    found = {}
+    for size, config, steps in ((2, saved, range(STEPS - 1)), *((size, loaded, [STEPS - 1]) for size in groups)):
+        if dist.get_rank() < size:
+            found[size] = _run_by_attributes(config, shapes, TorchComm(groups[size]), list(steps), path)
+        dist.barrier()
+    return found
+
+
+def _run_by_attributes(
+    config: OptimizerConfig, shapes: Shapes, tp: TorchComm, steps: list[int], path: str
+) -> dict[str, Tensor]:
+    """From the beginning, and then saves; or from what was saved."""
+    net = Parts(shapes, 50 if steps[0] else 0, tp)
+    axes = Axes(dp=Alone(), tp=tp)
+    optimizer = get_optimizer(config, [net], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))
+    weights = net.sharded()
+    state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+    if steps[0]:
+        optimizer.load_state_dict(load(state, path, process_group=tp.group).state["optimizer"])
+    for step in steps:
+        for name, part in net.named_children():
+            grad = dict(Net(shapes, 1 + step).named_children())[name].weight.detach()
+            part.weight.grad = cut(grad, tp.rank, tp.size, dim=part.dim)
+        optimizer.step()
+    if not steps[0]:
+        weights = net.sharded()
+        save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, path, process_group=tp.group)
+    return net.joined(tp)
 
 
 def _begun(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, *, seed: int = 0) -> tuple[Net, Optimizer]:

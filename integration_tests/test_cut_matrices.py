@@ -16,6 +16,7 @@ from cut_ranks import (
     fsdp_x_tp,
     hsdp,
     resume,
+    resume_by_attributes,
     tp,
     train,
     train_and_save,
@@ -58,6 +59,8 @@ CASES = {
     "normuon, tp": Case(NORMUON, OBLONG, tp, f"4 ranks (tp): {FOUR}"),
     "soap, tp": Case(SOAP, UNEVEN, tp, f"4 ranks (tp): {ONE}"),
 }
+JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment2_method="normuon")
+BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
 SAVED = {"soap": (SOAP, UNEVEN, fsdp), "normuon": (NORMUON, OBLONG, hsdp), "adamuon": (ADAMUON, OBLONG, tp)}
 
 
@@ -68,6 +71,7 @@ class Four(NamedTuple):
     uninterrupted: dict[str, list[dict[str, Tensor]]]
     resumed: dict[str, list[dict[str, Tensor]]]  # over tensor-parallel ranks
     paths: dict[str, str]
+    by_attributes: dict[str, list[dict[int, dict[str, Tensor]]]]
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +80,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     jobs = {name: Job(train, case[:3]) for name, case in CASES.items()}
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
+    for name, (saved, loaded) in BY_ATTRIBUTES.items():
+        path = str(tmp_path_factory.mktemp("by_attributes") / "checkpoint")
+        jobs[f"attributes, {name}"] = Job(resume_by_attributes, (saved, loaded, EVEN, path))
     made = run_jobs(4, jobs)
     return Four(
         {name: made[name] for name in CASES},
         {name: made[f"save {name}"] for name in SAVED},
         {name: made[f"load {name}"] for name in SAVED},
         paths,
+        {name: made[f"attributes, {name}"] for name in BY_ATTRIBUTES},
     )
 
 
@@ -125,3 +133,13 @@ def test_a_saved_run_goes_on_where_matrices_are_cut_otherwise_or_whole(name: str
     for param, want in train(rule, shapes).weights.items():
         for got in (*four.uninterrupted[name], *four.resumed[name], alone):
             torch.testing.assert_close(got[param], want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", BY_ATTRIBUTES)
+def test_a_tensor_parallel_run_goes_on_at_another_tensor_parallel_size(name: str, four: Four) -> None:
+    """Matrix state that one rank has, that all have, or that lies in parts, is saved as that of the whole."""
+    want = train(BY_ATTRIBUTES[name][0], EVEN).weights
+    for rank in four.by_attributes[name]:
+        for weights in rank.values():
+            for param, weight in weights.items():
+                torch.testing.assert_close(weight, want[param], rtol=2e-5, atol=2e-6)
