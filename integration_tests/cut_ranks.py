@@ -9,7 +9,7 @@ from parity import Held
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from tp_model import Part, cut, joined
 
 from opt_checkpoint import load, save, sharded_model
@@ -62,13 +62,19 @@ def tp(net: Net) -> None:
     _distribute(net, mesh, lambda name: [Shard(1 if name == "row" else 0)])
 
 
+def replicas_of_tp(net: Net) -> None:
+    """As `fsdp_x_tp`, but for FSDP2: what tensor parallelism leaves, twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _distribute(net, mesh, lambda name: [Replicate(), Shard(1 if name == "row" else 0)])
+
+
 def two_axes(net: Net) -> None:
     """No plan of torch's: rows cut twice, or rows and columns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     _distribute(net, mesh, lambda name: [Shard(0), Shard(1 if name == "row" else 0)])
 
 
-def _distribute(net: Net, mesh: Any, placements_of: Callable[[str], list[Shard]]) -> None:
+def _distribute(net: Net, mesh: Any, placements_of: Callable[[str], list[Placement]]) -> None:
     for name, module in net.named_children():
         if name != "vector":
             module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, placements_of(name)))

@@ -15,6 +15,7 @@ from cut_ranks import (
     fsdp,
     fsdp_x_tp,
     hsdp,
+    replicas_of_tp,
     resume,
     resume_by_attributes,
     tp,
@@ -61,6 +62,8 @@ CASES = {
 }
 JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment2_method="normuon")
 BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
+BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
+BLOCKS = (replicas_of_tp, fsdp_x_tp)
 SAVED = {"soap": (SOAP, UNEVEN, fsdp), "normuon": (NORMUON, OBLONG, hsdp), "adamuon": (ADAMUON, OBLONG, tp)}
 
 
@@ -72,6 +75,7 @@ class Four(NamedTuple):
     resumed: dict[str, list[dict[str, Tensor]]]  # over tensor-parallel ranks
     paths: dict[str, str]
     by_attributes: dict[str, list[dict[int, dict[str, Tensor]]]]
+    blocks: list[list[Trained]]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +84,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     jobs = {name: Job(train, case[:3]) for name, case in CASES.items()}
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
+    jobs |= {f"blocks, {lay_out.__name__}": Job(train, (BLOCKWISE, EVEN, lay_out)) for lay_out in BLOCKS}
     for name, (saved, loaded) in BY_ATTRIBUTES.items():
         path = str(tmp_path_factory.mktemp("by_attributes") / "checkpoint")
         jobs[f"attributes, {name}"] = Job(resume_by_attributes, (saved, loaded, EVEN, path))
@@ -90,6 +95,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         {name: made[f"load {name}"] for name in SAVED},
         paths,
         {name: made[f"attributes, {name}"] for name in BY_ATTRIBUTES},
+        [made[f"blocks, {lay_out.__name__}"] for lay_out in BLOCKS],
     )
 
 
@@ -124,6 +130,15 @@ def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) 
         alone = train(*CASES[name][:2])
         vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
         assert sum(rank.state_numel for rank in four.trained[name]) == alone.state_numel + vector
+
+
+def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(four: Four) -> None:
+    """NorMuon's rows and norms are those of the whole all the same: summed over the owners of the blocks."""
+    for kept, cut in zip(*four.blocks, strict=True):
+        for param in ("column.weight", "row.weight", "qkv.weight"):
+            assert torch.equal(cut.weights[param], kept.weights[param])
+    whole = train(BLOCKWISE, EVEN).weights
+    assert not torch.allclose(four.blocks[0][0].weights["row.weight"], whole["row.weight"], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -185,4 +185,4 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
         key = (f"{ranks} ranks ({names})", plan.layout.computes)
         counts[key] = counts.get(key, 0) + len(plan.layout.slots)
     for (axes, computes), count in counts.items():
-        yield f"{count} matrices cut over {axes}: {WORDS[computes]}"
+        yield f"{count} matri{'x' if count == 1 else 'ces'} cut over {axes}: {WORDS[computes]}"

@@ -6,11 +6,12 @@ from enum import Enum
 from hashlib import sha256
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
-from opt_distributed.layout import Layout, ParamShape
+from opt_distributed.layout import Computes, Layout, ParamShape
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Rule, StateKind, StateSpec
 from opt_paramgroups import ParamId
@@ -113,16 +114,36 @@ class Plan:
 
 
 def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
-    """Bytes that `unit` keeps on data-parallel rank `rank`."""
+    """Bytes that `unit` keeps on data-parallel rank `rank`; of what peers compute for each other, an equal share."""
     total = 0
+    wholes = dict(_wholes(unit))
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params}
         main = MAIN_BYTES[unit.numbers[buffer.dtype]]
         for owned in buffer.layout.owned(rank % buffer.layout.num_shards):
             if owned.piece.id in unit.ids:
                 total += owned.piece.numel * main
-                total += sum(spec_bytes(s, shapes[owned.piece.id], owned.piece.numel) for s in unit.rule.state_specs)
+                whole = wholes.get(owned.piece.id)
+                for spec in unit.rule.state_specs:
+                    if spec.whole and whole is not None:
+                        total += spec_bytes(spec, whole.shape, prod(whole.shape)) // whole.num_owners
+                    else:
+                        total += spec_bytes(spec, shapes[owned.piece.id], owned.piece.numel)
     return total
+
+
+class _Whole(NamedTuple):
+    """A matrix that ranks store parts of, as the rule sees it."""
+
+    shape: tuple[int, ...]
+    num_owners: int  # ranks of which one keeps its state; 1 where all of them do
+
+
+def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
+    for layout in (plan.layout for plan in unit.compute if plan.layout.computes.gathers):
+        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
+        for slot in layout.slots:
+            yield slot.matrix.id, _Whole(layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners)
 
 
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:

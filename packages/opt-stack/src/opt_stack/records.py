@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
 from opt_distributed.comm.collectives import Comm, agree
+from opt_stack.compute import compute_lines
 from opt_stack.local_state import param_name
 from opt_stack.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
 
@@ -57,6 +58,7 @@ def _unit_record(plan: Plan, unit: UnitPlan) -> dict[str, Any]:
         "is_expert": unit.is_expert,
         "numbers": {short(dtype): numbers.name.lower() for dtype, numbers in unit.numbers.items()},
         "state": {spec.name: short(spec.dtype) for spec in unit.rule.state_specs},
+        "compute": list(compute_lines(unit.compute)),
         "state_bytes_of_rank_0": unit_bytes(plan, unit, rank=0),
         "params": sorted(map(param_name, unit.ids)),
     }

@@ -1,0 +1,133 @@
+"""Who computes matrices that ranks store parts of: the decision for each kind of cut, and what is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from opt_config import ConfigError
+from opt_distributed.layout import Computes, LayoutError
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import TpMode
+from opt_kernels.rules.soap import SOAP
+from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
+from opt_stack.compute import ComputePlan, compute_lines, plan_compute
+
+BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
+FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)
+COLUMNS = MeshPlacement("tp", 2, 1)
+
+
+def meta(shape: tuple[int, ...] = (16, 8), *placements: MeshPlacement, name: str = "w", **fields: Any) -> ParamMeta:
+    return ParamMeta(id=ParamId(0, name), shape=shape, local_shape=shape, dtype=None, placements=placements, **fields)
+
+
+def plan(rule: Rule, *metas: ParamMeta, **changes: Any) -> tuple[ComputePlan, ...]:
+    given = {"tensor_parallel": 2, "team_of": {}, "split_qkv": True, **changes}
+    return plan_compute(rule, metas, **given)
+
+
+def told(plans: Sequence[ComputePlan]) -> list[Any]:
+    return [(plan.layout.computes, [axis.name for axis in plan.axes], plan.layout.kept) for plan in plans]
+
+
+MARKED = {"tensor_parallel": True, "partition_dim": 0}
+PART, EVERY, JOINT, OWNER = Computes
+CASES = {
+    "whole": (DUPLICATED, meta(), []),
+    "marked, blockwise": (BLOCKWISE, meta(**MARKED), [(PART, ["tensor parallel"], 1)]),
+    "marked, duplicated": (DUPLICATED, meta(**MARKED), [(EVERY, ["tensor parallel"], 0)]),
+    "marked, distributed": (DISTRIBUTED, meta(**MARKED), [(JOINT, ["tensor parallel"], 1)]),
+    "marked, adaptive": (AdaptiveMuon(muon=DUPLICATED), meta(**MARKED), [(EVERY, ["tensor parallel"], 0)]),
+    "marked, soap": (SOAP(), meta(**MARKED), [(OWNER, ["tensor parallel"], 0)]),
+    "tp, blockwise": (BLOCKWISE, meta((16, 8), TP), [(PART, ["tp"], 1)]),
+    "tp, distributed": (DISTRIBUTED, meta((16, 8), TP), [(JOINT, ["tp"], 1)]),
+    "tp, soap": (SOAP(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
+    "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
+    "hsdp": (SOAP(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
+    "axes of one rank": (SOAP(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
+    "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),
+    "fsdp of blocks": (BLOCKWISE, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 1)]),
+    "fsdp of blocks of columns": (BLOCKWISE, meta((16, 8), FSDP, COLUMNS), [(OWNER, ["tp", "dp"], 1)]),
+    "a dealt stack": (BLOCKWISE, meta((8, 16, 4), FSDP), [(PART, ["dp"], 1)]),
+    "a dealt stack of cut ones": (DUPLICATED, meta((8, 16, 4), FSDP, COLUMNS), [(EVERY, ["dp", "tp"], 1)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_computes_follows_from_rule_mode_and_cuts(case: str) -> None:
+    rule, matrix, expected = CASES[case]
+    assert told(plan(rule, matrix)) == expected
+
+
+def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
+    """Each of two data-parallel shards has its costly and its cheap matrix, and two tensor-parallel ranks for them."""
+    shapes = {"a": (64, 64), "b": (64, 64), "c": (8, 8), "d": (8, 8)}
+    metas = [meta(shape, name=name, **MARKED) for name, shape in shapes.items()]
+    team_of = {ParamId(0, name): number for name, number in zip(shapes, (0, 0, 1, 1), strict=True)}
+    owners = {s.matrix.id.name: s.owner for p in plan(SOAP(), *metas, team_of=team_of) for s in p.layout.slots}
+    assert owners == {"a": (0,), "b": (1,), "c": (0,), "d": (1,)}
+
+
+def test_the_plan_says_it_in_words() -> None:
+    metas = [meta((16, 8), FSDP, name=name) for name in "abc"] + [meta((16, 8), LAST_FSDP, TP, name="d")]
+    assert list(compute_lines(plan(SOAP(), *metas))) == [
+        "3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each, dealt by cost",
+        "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, dealt by cost",
+    ]
+
+
+class NoPhases:
+    """A matrix rule of somebody else's, which only knows `update_`."""
+
+    name = "theirs"
+
+
+QKV = {"qkv_split_shapes": (4, 2, 2)}
+REFUSED = {
+    "unequal parts of a joint update": (
+        DISTRIBUTED,
+        meta((15, 8), TP),
+        LayoutError,
+        "w of shape (15, 8) does not divide into (2,) equal parts along dims (0,), as muon_tp_mode='distributed' "
+        "needs; pad it, or set muon_tp_mode='duplicated'",
+    ),
+    "query groups cut by blocks": (
+        BLOCKWISE,
+        meta((24, 8), TP, **QKV),
+        ConfigError,
+        "w: qkv_split_shapes=(4, 2, 2): query groups of 8 rows are cut: 12 of 24 rows are on one rank; deal whole "
+        "groups to ranks, or set muon_tp_mode='duplicated'",
+    ),
+    "a rule without phases": (
+        NoPhases(),
+        meta((16, 8), FSDP),
+        ConfigError,
+        "optimizer='theirs' needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts cannot be "
+        "brought together for it, but w is cut along dim 0 over 4 ranks (dp); use 'muon', 'adaptive_muon' or 'soap'",
+    ),
+    "tensor parallelism after fsdp": (
+        BLOCKWISE,
+        meta((16, 8), FSDP, TP),
+        ConfigError,
+        "muon_tp_mode='blockwise', but w is cut along dim 0 over 4 ranks (dp), along dim 0 over 2 ranks (tp): what one "
+        "rank of 'tp' holds is no block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism "
+        "first",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_when_it_is_planned(case: str) -> None:
+    rule, matrix, kind, message = REFUSED[case]
+    with pytest.raises(kind) as caught:
+        plan(rule, matrix)
+    assert str(caught.value) == message
+
+
+def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_split() -> None:
+    cut = meta((24, 8), TP, **QKV)
+    assert plan(DUPLICATED, cut)
+    assert plan(BLOCKWISE, cut, split_qkv=False)
