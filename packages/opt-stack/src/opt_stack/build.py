@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opt_config import OptimizerConfig
+from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.step.compute import init_state
@@ -77,15 +78,23 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
     if axes.num_replicas == 1:
         return OwnGrads(params, num_replicas=replicas)
+    dtype = plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
+    sharded = buffer.spread is not Spread.REPLICATED
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,
         param_dtype=buffer.dtype,
-        grad_dtype=plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32,
+        grad_dtype=dtype,
         device=model.device,
-        sharded=buffer.spread is not Spread.REPLICATED,
+        sharded=sharded,
+        holds_grads=not sharded,
     )
-    return BufferedGrads(memory, params, axes, num_replicas=replicas)
+    reduced: ReducedGrads = (
+        GradShards(buffer.layout, params, dtype=dtype, device=model.device, axes=axes)
+        if sharded
+        else GradsEverywhere(memory, axes)
+    )
+    return BufferedGrads(reduced, memory, axes, num_replicas=replicas)
 
 
 def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:

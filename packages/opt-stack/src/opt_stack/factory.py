@@ -9,6 +9,7 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.agreement import from_all_replicas
+from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
 from opt_distributed.comm.populated import roles_of_world
@@ -193,7 +194,15 @@ def plan_of(
     ready = [
         buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
     ]
-    return make_plan(config, describe(chunks), groups, made, sizes=sizes, ready_buffers=ready)
+    return make_plan(
+        config,
+        describe(chunks),
+        groups,
+        made,
+        sizes=sizes,
+        bucket_size=default_bucket_size(sizes.dense),
+        ready_buffers=ready,
+    )
 
 
 def _check_peers(plan: Plan, roles: Roles) -> None:

@@ -29,9 +29,10 @@ class _Range(NamedTuple):
 class ParamAndGradBuffer:
     """Gradients of many parameters in one tensor, and the parameters in another; everything else is views of the two.
 
-    `grad_data` (layout.numel,) of `grad_dtype`, zeros. `param_data` (layout.numel,) of `param_dtype`, or None: it
-    holds the parameters' values, and the parameters themselves are re-pointed into it (`param.data` becomes a view),
-    so that an in-place all-gather of a bucket is all it takes to publish them. Padding is zero and stays so.
+    `grad_data` (layout.numel,) of `grad_dtype`, zeros; (0,) where gradients are kept elsewhere. `param_data`
+    (layout.numel,) of `param_dtype`, or None: it holds the parameters' values, and the parameters themselves are
+    re-pointed into it (`param.data` becomes a view), so that an in-place all-gather of a bucket is all it takes to
+    publish them. Padding is zero and stays so.
 
     Raises:
         StorageError: parameters and layout differ in ids or sizes; a parameter of another dtype or device, frozen, or
@@ -48,13 +49,14 @@ class ParamAndGradBuffer:
         grad_dtype: torch.dtype,
         device: torch.device,
         sharded: bool,  # the parameters move into the buffer
+        holds_grads: bool = True,
     ):
         self.layout = layout
         self.params = dict(params)
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
-        self.grad_data = torch.zeros(layout.numel, dtype=grad_dtype, device=device)
+        self.grad_data = torch.zeros(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
         self.param_data = self._move_params_in() if sharded else None
 
     def grad_view(self, id: ParamId) -> Tensor:

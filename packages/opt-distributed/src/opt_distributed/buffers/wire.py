@@ -14,6 +14,9 @@ from torch import Tensor
 from opt_distributed.comm.collectives import Comm, Pending
 from opt_distributed.comm.groups import Axes
 
+SUM_TILE_NUMEL = 1 << 18
+"""Elements that are summed in fp32 at a time: enough for any device, 1 MiB of scratch."""
+
 
 class Wire(Protocol):
     """Sums a bucket over ranks."""
@@ -24,7 +27,7 @@ class Wire(Protocol):
         ...
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Writes `shard` (n,): this rank's part of the sum of `full` (size * n,), of which `shard` is a view."""
+        """Writes `shard` (n,), a view of `full` or not: this rank's part of the sum of `full` (size * n,)."""
         ...
 
 
@@ -77,11 +80,13 @@ class SumInFp32:
         """Writes `shard`; holds a second bucket until the end of its only stage."""
         received = torch.empty_like(full)
         yield self.comm.all_to_all_(received, full, async_op=True)
-        first, *others = received.view(self.comm.size, shard.numel())
-        total = first.to(torch.float32)
-        for part in others:
-            total.add_(part)
-        shard.copy_(total)
+        parts = received.view(self.comm.size, shard.numel())
+        for start in range(0, shard.numel(), SUM_TILE_NUMEL):
+            first, *others = parts[:, start : start + SUM_TILE_NUMEL]
+            total = first.to(torch.float32)
+            for part in others:
+                total.add_(part)
+            shard[start : start + SUM_TILE_NUMEL].copy_(total)
 
 
 def sum_over(axes: Axes, *, num_shards: int) -> Wire:

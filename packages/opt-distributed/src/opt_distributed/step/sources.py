@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.dtensor import local_grad
@@ -130,33 +131,22 @@ class LaidOutGrads:
 
 
 class BufferedGrads:
-    """Plain modules on several ranks: in the step, gradients are copied into a flat buffer and reduced there.
+    """Plain modules on several ranks: in the step, gradients are copied into buckets and reduced there.
 
-    Where state is sharded, each rank's shard of the buffer holds what it owns, and new values are gathered as soon as
-    they are all there; where it is replicated, every rank updates everything and nothing is gathered. `num_replicas`
-    are the dense ones, for experts too (see `OwnGrads`).
+    Where state is sharded, this rank keeps its shards of the sums, and new values are gathered as soon as they are all
+    there; where it is replicated, every rank updates everything and nothing is gathered. `num_replicas` are the dense
+    ones, for experts too (see `OwnGrads`).
     """
 
-    def __init__(
-        self, memory: ParamAndGradBuffer, params: Mapping[ParamId, nn.Parameter], axes: Axes, *, num_replicas: int
-    ):
-        self.memory = memory
-        self.params = params
-        self.axes = axes
+    def __init__(self, reduced: ReducedGrads, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
+        self.reduced, self.memory, self.axes = reduced, memory, axes
+        self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
         self.doubtful: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
-        self._places = [memory.grad_view(id) for id in self.doubtful]
         self._unused = _NONE
 
     def reduce_(self) -> None:
-        grads = [self.params[id].grad for id in self.doubtful]
-        for place, grad in zip(self._places, grads, strict=True):
-            if grad is None:
-                place.zero_()
-        places = [place for place, grad in zip(self._places, grads, strict=True) if grad is not None]
-        if places:
-            torch._foreach_copy_(places, [grad for grad in grads if grad is not None])
-        self.memory.reduce_(self.axes)
+        self.reduced.reduce_({id: self.params[id].grad for id in self.doubtful})
 
     def flags(self) -> Tensor:
         return torch.tensor([self.params[id].grad is not None for id in self.doubtful], dtype=torch.float64)
@@ -168,7 +158,7 @@ class BufferedGrads:
         return self._unused
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
-        view = self.memory.grad_piece(id, of_param)
+        view = self.reduced.piece(id, of_param)
         return lambda: view
 
     def publish_(self) -> None:

@@ -1,0 +1,117 @@
+"""Gradients that autograd left one by one, reduced in the step: to this rank's shards, or everywhere."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.wire import InFlight, SumToShards
+from opt_distributed.comm.groups import Axes
+from opt_distributed.layout import Layout
+from opt_paramgroups import ParamId
+
+Grads = Mapping[ParamId, Tensor | None]
+"""Every parameter's gradient on this rank; None stands for zeros."""
+
+
+class ReducedGrads(Protocol):
+    """Where the sums over all replicas are kept, from one reduction to the next."""
+
+    def reduce_(self, grads: Grads) -> None:
+        """Makes the sums of these gradients; reads them.
+
+        Raises:
+            CollectiveError: a collective failed, or ran into the group's timeout.
+        """
+        ...
+
+    def piece(self, id: ParamId, of_param: slice) -> Tensor:
+        """The sum for flat elements of a parameter that this rank owns; in its shape where they are all of it. A view
+        that stays valid."""
+        ...
+
+
+class GradsEverywhere:
+    """All sums on every rank, reduced in place."""
+
+    def __init__(self, memory: ParamAndGradBuffer, axes: Axes):
+        self.memory, self.axes = memory, axes
+        self._places = {id: memory.grad_view(id) for id in memory.params}
+
+    def reduce_(self, grads: Grads) -> None:
+        _fill_(self._places, grads)
+        self.memory.reduce_(self.axes)
+
+    def piece(self, id: ParamId, of_param: slice) -> Tensor:
+        return self.memory.grad_piece(id, of_param)
+
+
+class GradShards:
+    """This rank's shard of every bucket; only while it is reduced, one bucket of gradients beside it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        params: Mapping[ParamId, nn.Parameter],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        axes: Axes,
+    ):
+        self.layout, self.axes = layout, axes
+        self.shards = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        largest = max((bucket.numel for bucket in layout.buckets), default=0)
+        self._bucket = torch.zeros(largest, dtype=dtype, device=device)
+        self._places = [
+            {slot.id: self._place(slot.start - bucket.start, params[slot.id]) for slot in bucket.slots}
+            for bucket in layout.buckets
+        ]
+        self._pieces = {piece.id: self._piece(index, piece.of_shard) for index, piece in layout.owned(axes.dp.rank)}
+        self._shapes = {id: param.shape for id, param in params.items()}
+        self._bucket.untyped_storage().resize_(0)
+
+    def reduce_(self, grads: Grads) -> None:
+        wire = SumToShards(self.axes.dp, self.axes.inter)
+        with self._bucket_memory():
+            for index, (bucket, places) in enumerate(zip(self.layout.buckets, self._places, strict=True)):
+                _fill_(places, grads)
+                stages = wire.stages(self._bucket[: bucket.numel], self._shard(index))
+                InFlight(stages, f"gradient bucket {index}").finish()
+
+    def piece(self, id: ParamId, of_param: slice) -> Tensor:
+        shape = self._shapes[id]
+        return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
+
+    @contextmanager
+    def _bucket_memory(self) -> Iterator[None]:
+        """Views of the bucket can be used inside. Zeros, so that padding is."""
+        storage = self._bucket.untyped_storage()
+        storage.resize_(self._bucket.numel() * self._bucket.element_size())
+        self._bucket.zero_()
+        try:
+            yield
+        finally:
+            storage.resize_(0)
+
+    def _place(self, start: int, param: nn.Parameter) -> Tensor:
+        return self._bucket[start : start + param.numel()].view(param.shape)
+
+    def _shard(self, index: int) -> Tensor:
+        """Buckets have no gaps between them, so neither have their shards."""
+        bucket, num_shards = self.layout.buckets[index], self.layout.num_shards
+        return self.shards[bucket.start // num_shards : bucket.stop // num_shards]
+
+    def _piece(self, index: int, of_shard: slice) -> Tensor:
+        return self._shard(index)[of_shard]
+
+
+def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
+    """Writes `places`: the gradients, zeros where there is none."""
+    there = [id for id in places if grads[id] is not None]
+    for id in places.keys() - there:
+        places[id].zero_()
+    if there:
+        torch._foreach_copy_([places[id] for id in there], [grad for id in there if (grad := grads[id]) is not None])
