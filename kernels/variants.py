@@ -1,7 +1,7 @@
 """Every kernel variant that is compiled ahead of time, and what each must turn into."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from opt_kernels.ops.adam.triton import adam_sweep
 from opt_kernels.ops.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.ops.grad_stats.triton import SUM_BLOCK, stats_sweep, stats_total, tile_elements
 from opt_kernels.ops.lion.triton import lion_sweep
+from opt_kernels.ops.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
+from opt_kernels.ops.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.ops.quantize.triton import scheme
 from opt_kernels.ops.scalars import fill_scalars
 from opt_kernels.ops.sgd.triton import sgd_sweep
@@ -67,10 +69,15 @@ def widths(formats: Formats) -> Widths:
     else:
         reads, writes = [*reads, formats.main.itemsize], [*writes, formats.main.itemsize]
         writes += [] if formats.out is None else [formats.out.itemsize]
+    return widths_of(reads, writes, formats.vector)
+
+
+def widths_of(reads: list[int], writes: list[int], vector: int) -> Widths:
+    """The accesses to columns of so many bytes an element, in pieces of `vector` elements."""
     elements = BLOCK // (NUM_WARPS * 32)
 
     def count(sizes: list[int], width: int) -> int:
-        return sum(elements * size // width for size in sizes if min(16, formats.vector * size) == width)
+        return sum(elements * size // width for size in sizes if min(16, vector * size) == width)
 
     return Widths(
         load_128=count(reads, 16), load_64=count(reads, 8), store_128=count(writes, 16), store_64=count(writes, 8)
@@ -174,6 +181,69 @@ def stats(name: str, dtype: torch.dtype) -> Variant:
     )  # fmt: skip
 
 
+def muon_momentum(
+    name: str, m: torch.dtype, u: torch.dtype, *, scheme_u: str = "plain", nesterov: bool = True, **of: Any
+) -> Variant:
+    """Muon's momentum sweep, with what is to be orthogonalised in `u`."""
+    codec = codec_for("momentum_buffer", m, signed=True)
+    kept = formats(states=(m,), **of)
+    extra = {
+        "MOMENTUM": triton_dtype(m), "SCHEME": scheme(codec), "U": triton_dtype(u), "SCHEME_U": scheme_u,
+        "NESTEROV": nesterov, "DECOUPLED": True,
+    }  # fmt: skip
+    one = sweep(f"muon/momentum-{name}", momentum_sweep, kept, {"momentum_buffer": codec}, extra)
+    return replace(
+        one,
+        signature=one.signature | {"u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "sums": "*fp64"},
+        aligned=(*one.aligned, "u", "u_scales", "sums"),
+        # The main is neither read nor written where decay is decoupled.
+        widths=widths_of([kept.grad.itemsize, m.itemsize], [m.itemsize, u.itemsize], kept.vector),
+        tile_read_bytes=BLOCK * (kept.grad.itemsize + m.itemsize),
+        shared_allowed=True,
+    )
+
+
+def muon_normalise(name: str, u: torch.dtype, x: torch.dtype, vector: int) -> Variant:
+    """Muon's normalisation of `u` in place."""
+    narrow = u is F16
+    return Variant(
+        name=f"muon/normalise-{name}",
+        kernel=normalise_sweep,
+        signature={
+            "records": "*i64", "u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "x": f"*{triton_dtype(x)}",
+            "totals": "*fp64",
+        },
+        constants={
+            "X": triton_dtype(x), "SCHEME_U": "half" if narrow else "plain", "TAG": 3, "WIDTH": 8, "CHUNK": CHUNK,
+            "BLOCK": BLOCK, "E": vector,
+        },
+        aligned=("records", "u", "u_scales", "x", "totals"),
+        max_registers=96,
+        widths=widths_of([u.itemsize], [x.itemsize], vector),
+        tile_read_bytes=BLOCK * u.itemsize,
+        shared_allowed=narrow,
+    )  # fmt: skip
+
+
+def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
+    """Muon's update along directions in `o`."""
+    kept = formats(states=(F32,), **of)
+    one = sweep(f"muon/descent-{name}", descent_sweep, kept, {}, {"DECOUPLED": True, "TAG": 3})
+    main = [2, 2] if kept.main is None else [kept.main.itemsize]
+    written = main if kept.main is None or kept.out is None else [*main, kept.out.itemsize]
+    return replace(
+        one,
+        signature={
+            "records": "*i64", "block": "*fp32", "directions": f"*{triton_dtype(o)}", "origin": "i64",
+            "factors": "*fp32",
+        },
+        constants={name: value for name, value in one.constants.items() if name in descent_sweep.arg_names},
+        aligned=("records", "block", "directions", "factors"),
+        widths=widths_of([*main, o.itemsize], written, kept.vector),
+        tile_read_bytes=BLOCK * (sum(main) + o.itemsize),
+    )  # fmt: skip
+
+
 def small_kernels() -> Iterator[Variant]:
     """The two kernels of one or a few programs."""
     yield Variant(
@@ -184,6 +254,14 @@ def small_kernels() -> Iterator[Variant]:
         aligned=("sums", "counts", "power", "totals"),
         num_warps=8,
         fusion=True,
+        shared_allowed=True,
+    )
+    yield Variant(
+        name="muon/totals",
+        kernel=slot_totals,
+        signature={"sums": "*fp64", "bounds": "*i64", "totals": "*fp64"},
+        constants={"BLOCK": MUON_SUM_BLOCK},
+        aligned=("sums", "bounds", "totals"),
         shared_allowed=True,
     )
     columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
@@ -255,6 +333,18 @@ def all_variants() -> list[Variant]:
         sgd("fp32", F32),
         sgd("fp32-no-momentum", None),
         sgd("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
+        muon_momentum("fp32-to-fp16", F32, F16, scheme_u="half"),
+        muon_momentum("fp32-to-fp32", F32, F32, nesterov=False),
+        muon_momentum("g16-to-fp16", F32, F16, scheme_u="half", grad=BF16, **remainder),
+        muon_momentum("g16-bf16-to-fp16", BF16, F16, scheme_u="half", grad=BF16, **remainder),
+        muon_momentum("g16-8-bit-to-fp16", I8, F16, scheme_u="half", grad=BF16, **remainder),
+        muon_normalise("fp16", F16, F16, 4),
+        muon_normalise("fp16-wide", F16, F16, 8),
+        muon_normalise("fp32", F32, F32, 4),
+        muon_descent("fp32", F16),
+        muon_descent("bf16-out", F16, out=BF16),
+        muon_descent("remainder", F16, **remainder),
+        muon_descent("fp32-directions", F32),
         stats("fp32", F32),
         stats("bf16", BF16),
         *small_kernels(),

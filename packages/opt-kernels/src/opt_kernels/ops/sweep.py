@@ -292,8 +292,8 @@ def _parts(
         if item.grad.numel():
             _check(item, codecs, device)
             numel = item.grad.numel()
-            for piece in [Cut(index, 0, numel, item.first)] if cutting is None else cutting(index, numel):
-                by_formats.setdefault(_formats(item, piece, codecs), []).append(piece)
+            cuts = [Cut(index, 0, numel, item.first)] if cutting is None else list(cutting(index, numel))
+            by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
     tagged = cutting is not None
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
 
@@ -306,15 +306,18 @@ def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> lis
     ]
 
 
-def _formats(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> Formats:
+def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> Formats:
+    """One for all runs of a work, which stay together. Block scales are read one by one, wherever they lie."""
     main, out, *states = item.columns
-    grad_at = item.grad.data_ptr() + piece.begin * item.grad.itemsize
+    kept = 2 + len(codecs)
+    places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
+    places += [item.grad.data_ptr() + c.begin * item.grad.itemsize for c in cuts]
     return Formats(
         grad=item.grad.dtype,
         main=None if item.remainder or main is None else main.dtype,
         out=None if out is None else out.dtype,
         states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
-        aligned=reduce(or_, _addresses(item, piece, codecs), grad_at | piece.beside) % ALIGNMENT == 0,
+        aligned=reduce(or_, places) % ALIGNMENT == 0,
     )
 
 

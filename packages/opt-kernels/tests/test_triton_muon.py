@@ -1,0 +1,347 @@
+"""Muon's Triton sweeps against the reference, with a transformation that is as simple as can be: the matrix itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from opt_kernels.codecs import Plain, codec_for
+from opt_kernels.ops.elements import LayoutError
+from opt_kernels.ops.muon import Inputs, rounds
+from opt_kernels.ops.muon import reference as slow
+from opt_kernels.ops.muon import triton as fast
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
+from opt_kernels.rules.matrices import join as joined
+from opt_kernels.rules.matrices import split
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import MatmulPrecision, TpMode
+
+HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, momentum=0.9)
+# 0, 1, 63 and 1025 elements, whole chunks with a rest, several matrices in one parameter, and fused rows.
+SHAPES = ((0, 7), (1, 1), (7, 9), (25, 41), (48, 50), (3, 24, 40))
+FUSED = (24, 128)
+CROOKED = (24, 9)  # of its fused rows some begin at aligned addresses, others do not
+ALL = (*SHAPES, FUSED, CROOKED)
+FP32, FP16 = Inputs(torch.float32, True), Inputs(torch.float16, True)
+FACTORS = (0.5, 2.0, 1.0)
+HALF_UNIT = 2.0**-24  # of float32, relative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """In which numbers a work is kept."""
+
+    grad: torch.dtype = torch.float32
+    main: torch.dtype | None = torch.float32  # None: remainder
+    out: torch.dtype | None = None
+    momentum: torch.dtype = torch.float32
+
+
+STORAGES = {
+    "fp32": Storage(),
+    "bf16-grads-bf16-out": Storage(grad=torch.bfloat16, out=torch.bfloat16),
+    "fp16-out": Storage(grad=torch.float16, out=torch.float16),
+    "bf16-itself": Storage(grad=torch.bfloat16, main=torch.bfloat16),
+    "remainder": Storage(main=None, out=torch.bfloat16),
+    "remainder-all-16-bit": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, momentum=torch.bfloat16),
+    "fp16-momentum": Storage(momentum=torch.float16),
+    "fp8-momentum": Storage(momentum=torch.float8_e4m3fn),
+    "int8-momentum-remainder": Storage(
+        grad=torch.bfloat16, main=None, out=torch.bfloat16, momentum=torch.int8
+    ),
+}  # fmt: skip
+
+
+def make_works(
+    storage: Storage,
+    device: torch.device,
+    *,
+    offset: int = 0,
+    shapes: tuple[tuple[int, ...], ...] = ALL,
+) -> list[Work]:
+    """Works with random contents, the same at every call; `out` is NaN until it is written."""
+    generator = torch.Generator().manual_seed(5)
+    codec = codec_for("momentum_buffer", storage.momentum, signed=True)
+    works = []
+    for shape in shapes:
+        if codec.block and shape in ((3, 24, 40), CROOKED):
+            continue  # their matrices share blocks
+
+        def empty(dtype: torch.dtype, shape: tuple[int, ...] = shape) -> Tensor:
+            numel = torch.Size(shape).numel()
+            return torch.empty(numel + offset, dtype=dtype, device=device)[offset:].view(shape)
+
+        p, g, m = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
+        codes = empty(codec.dtype)
+        state = {"momentum_buffer": codes}
+        scales = torch.empty(-(-p.numel() // codec.block), device=device) if codec.block else None
+        codec.encode_(codes.view(-1), scales, m.view(-1))
+        if scales is not None:
+            state["momentum_buffer_scale"] = scales
+        out = None if storage.out is None else empty(storage.out).fill_(torch.nan)
+        main, remainder = None, None
+        if storage.main is None:
+            remainder = empty(torch.int16)
+            assert out is not None
+            split_(out, remainder, p)
+        else:
+            main = empty(storage.main).copy_(p)
+        spec = MatrixSpec(split_rows=(4, 1, 1)) if shape in (FUSED, CROOKED) else MatrixSpec()
+        grad = empty(storage.grad).copy_(g)
+        works.append(Work(grad=grad, main=main, out=out, remainder=remainder, state=state, matrix=spec))
+    return works
+
+
+def in_float64(work: Work, momentum: torch.dtype) -> Work:
+    codec = codec_for("momentum_buffer", momentum, signed=True)
+    values = torch.empty(work.grad.shape, dtype=torch.float64, device=work.grad.device)
+    codes = work.state["momentum_buffer"]
+    codec.decode_(values.view(-1), codes.view(-1), work.state.get("momentum_buffer_scale"))
+    state = {"momentum_buffer": values}
+    return replace(work, main=main_of(work), out=None, remainder=None, state=state, grad=work.grad.double())
+
+
+def main_of(work: Work) -> Tensor:
+    if work.main is not None:
+        return work.main.double()
+    assert work.out is not None
+    assert work.remainder is not None
+    return join(work.out, work.remainder).double()
+
+
+def itself(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
+    """Each matrix over its norm, each split part over its own: what every transformation begins with."""
+    if normalised:
+        return matrices
+    rows = tasks[0].work.matrix.split_rows
+    parts = [part / part.square().sum((-2, -1), keepdim=True).sqrt() for part in split(matrices, rows)]
+    return joined(parts, rows).reshape(matrices.shape)
+
+
+def moved(version: Any, works: list[Work], momentum: Any, inputs: Inputs = FP32, **more: Any) -> None:
+    version.muon_(
+        [Batch(HYPER, works[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), works[3:])],
+        **{
+            "transform": itself, "adapt_": None, "inputs": lambda work: inputs, "nesterov": True, "decoupled": True,
+            "factors": lambda work: FACTORS[: len(work.matrix.split_rows) or 1],
+            "momentum_codec": codec_for("momentum_buffer", momentum, signed=True),
+        } | more,
+    )  # fmt: skip
+
+
+def tensors(work: Work) -> list[Tensor]:
+    named = (work.grad, work.main, work.out, work.remainder, *work.state.values())
+    return [tensor for tensor in named if tensor is not None]
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def assert_close(work: Work, true: Work, old: Tensor, *, unit: float, main: torch.dtype | None) -> None:
+    """`unit` is the rounding of a direction, relative to the longest of its matrix; then a few of float32's."""
+    assert true.main is not None
+    largest = float((true.main - old).abs().max()) if old.numel() else 0.0
+    stored = 2.0**-8 if main is torch.bfloat16 else 2 * HALF_UNIT
+    error = (main_of(work) - true.main).abs()
+    assert (error <= 2 * unit * largest + stored * true.main.abs() + 4 * HALF_UNIT * old.abs() + 1e-37).all()
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES.keys())
+@pytest.mark.parametrize(("nesterov", "decoupled"), [(False, True), (True, False)], ids=["plain", "nesterov-l2"])
+def test_a_step_equals_its_float64_reference(
+    storage: Storage, nesterov: bool, decoupled: bool, kernel_device: torch.device
+) -> None:
+    works = make_works(storage, kernel_device)
+    exact = [in_float64(work, storage.momentum) for work in works]
+    before = [main_of(work) for work in works]
+    how = {"nesterov": nesterov, "decoupled": decoupled}
+    slow.muon_(
+        [Batch(HYPER, exact[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), exact[3:])],
+        transform=itself, adapt_=None, inputs=lambda work: FP32, grad_scale=0.5,
+        factors=lambda work: FACTORS[: len(work.matrix.split_rows) or 1],
+        momentum_codec=Plain(dtype=torch.float64), **how,
+    )  # fmt: skip
+    moved(fast, works, storage.momentum, grad_scale=torch.tensor(0.5, device=kernel_device), **how)
+    codec = codec_for("momentum_buffer", storage.momentum, signed=True)
+    for work, true, old in zip(works, exact, before):
+        assert_close(work, true, old, unit=64 * HALF_UNIT, main=storage.main)
+        if work.out is not None and work.main is not None:
+            assert torch.equal(work.out, work.main.to(work.out.dtype))
+        values = torch.empty(work.grad.numel(), device=kernel_device)
+        codec.decode_(values, work.state["momentum_buffer"].view(-1), work.state.get("momentum_buffer_scale"))
+        # What the codec itself loses: a unit of its codes.
+        unit = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}.get(storage.momentum, 2**-4)
+        expected = true.state["momentum_buffer"].view(-1).float()
+        torch.testing.assert_close(values, expected, rtol=unit, atol=max(unit * 0.3, 1e-6))
+
+
+@pytest.mark.parametrize("inputs", [FP16, Inputs(torch.bfloat16, True), Inputs(torch.float32, False)], ids=str)
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9], ids=str)
+def test_inputs_come_in_the_dtype_and_scale_that_were_asked_for(
+    inputs: Inputs, size: float, kernel_device: torch.device
+) -> None:
+    works = make_works(Storage(), kernel_device)
+    for work in works:
+        work.grad.mul_(size)
+        work.state["momentum_buffer"].mul_(size)
+    exact = [in_float64(work, torch.float32) for work in works]
+    before = [main_of(work) for work in works]
+    seen = []
+
+    def watched(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
+        seen.append((matrices.dtype, normalised))
+        return itself(tasks, matrices, normalised)
+
+    moved(slow, exact, torch.float32, momentum_codec=Plain(dtype=torch.float64))
+    moved(fast, works, torch.float32, inputs, transform=watched)
+    assert set(seen) == {(inputs.dtype, inputs.normalised)}
+    # Rounded once, whatever its size: not to what fp16 makes of numbers that are not normalised.
+    unit = torch.finfo(inputs.dtype).eps if inputs.normalised else 64 * HALF_UNIT
+    for work, true, old in zip(works, exact, before):
+        assert_close(work, true, old, unit=unit, main=torch.float32)
+
+
+def test_norms_are_those_of_the_whole_where_ranks_hold_parts(kernel_device: torch.device) -> None:
+    # As if another rank held as much again: the norm grows by the root of two.
+    two = Inputs(torch.float32, True, lambda squares: 2 * squares)
+    works, others = (make_works(Storage(), kernel_device) for _ in range(2))
+    for one in (works, others):
+        for work in one:
+            assert work.main is not None
+            work.main.zero_()
+    moved(fast, works, torch.float32, two)
+    moved(fast, others, torch.float32)
+    for work, other in zip(works, others):
+        assert work.main is not None
+        assert other.main is not None
+        torch.testing.assert_close(work.main * 2**0.5, other.main, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["bf16-grads-bf16-out", "int8-momentum-remainder"])
+def test_a_skip_flag_leaves_every_byte_and_gradients_are_never_written(name: str, kernel_device: torch.device) -> None:
+    storage = STORAGES[name]
+    works = make_works(storage, kernel_device)
+    before = [[tensor.clone() for tensor in tensors(work)] for work in works]
+    moved(fast, works, storage.momentum, skip=torch.tensor(True, device=kernel_device))
+    for old, work in zip(before, works):
+        assert all(map(same_bytes, old, tensors(work)))
+    moved(fast, works, storage.momentum, FP16, grad_scale=0.5)
+    assert all(same_bytes(old[0], work.grad) for old, work in zip(before, works))
+
+
+@pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
+def test_alignment_and_rounds_make_no_difference(
+    name: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = STORAGES[name]
+    usual, shifted, cut = (make_works(storage, kernel_device, offset=offset) for offset in (0, 3, 0))
+    for works in (usual, shifted):
+        moved(fast, works, storage.momentum, FP16)
+    monkeypatch.setattr(rounds, "ROUND_NUMEL", 3000)
+    moved(fast, cut, storage.momentum, FP16)
+    for a, *others in zip(usual, shifted, cut):
+        for b in others:
+            assert all(map(same_bytes, tensors(a), tensors(b)))
+
+
+@pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
+def test_many_chunks_are_as_good_as_one(name: str, kernel_device: torch.device) -> None:
+    storage = STORAGES[name]
+    [work], [true] = (make_works(storage, kernel_device, shapes=((1, 65537),)) for _ in range(2))
+    moved(fast, [work], storage.momentum)
+    moved(slow, [true], storage.momentum)
+    # Both compute in float32 and differ by a unit or two; an element of the wrong chunk differs by all of itself.
+    torch.testing.assert_close(main_of(work), main_of(true), rtol=1e-5, atol=1e-7)
+
+
+def test_storages_may_be_mixed_within_a_stack(kernel_device: torch.device) -> None:
+    names = ("fp32", "bf16-grads-bf16-out", "remainder")
+    mixed, alone = (
+        [make_works(STORAGES[name], kernel_device, shapes=((25, 41),))[0] for name in names] for _ in range(2)
+    )
+    moved(fast, mixed, torch.float32)
+    for work in alone:
+        moved(fast, [work], torch.float32)
+    for a, b in zip(mixed, alone):
+        assert all(map(same_bytes, tensors(a), tensors(b)))
+
+
+def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.device) -> None:
+    rule = Muon(backend="triton")
+    wide = torch.zeros(4, 6, dtype=torch.float64, device=kernel_device)
+    holes = torch.zeros(6, 4, device=kernel_device).t()
+    for main, reason in ((wide, "backend='torch'"), (holes, "contiguous")):
+        work = Work(grad=torch.ones_like(main), main=main, state=rule.init_state(main))
+        with pytest.raises(LayoutError, match=reason):
+            rule.update_([Batch(HYPER, [work])])
+    coded = Muon(backend="triton", momentum_buffer_dtype=torch.int8)
+    odd = torch.zeros(2, 3, 5, device=kernel_device)
+    with pytest.raises(LayoutError, match="share blocks of 128"):
+        coded.update_([Batch(HYPER, [Work(grad=odd.clone(), main=odd, state=coded.init_state(odd))])])
+
+
+RULES = {
+    "muon": Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST),
+    "muon-16-bit": Muon(nesterov=True),
+    "adamuon": AdaptiveMuon(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+    "normuon": AdaptiveMuon(
+        muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON
+    ),
+}  # fmt: skip
+
+
+def with_backend(rule: Muon | AdaptiveMuon, backend: str) -> Muon | AdaptiveMuon:
+    muon = rule if isinstance(rule, Muon) else rule.muon
+    # Products by torch on both sides: only what is around them differs.
+    chosen = replace(muon, backend=backend, use_syrk=False)
+    return chosen if isinstance(rule, Muon) else replace(rule, muon=chosen)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_moves_as_it_does_in_torch(name: str, kernel_device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(48, 64), (64, 32), (48, 64), (2, 24, 40), (36, 40)]
+    mains = [torch.randn(shape, generator=generator).to(kernel_device) for shape in shapes]
+    grads = [[torch.randn(shape, generator=generator).to(kernel_device) for shape in shapes] for _ in range(2)]
+    results = []
+    for backend in ("triton", "torch"):
+        rule = with_backend(RULES[name], backend)
+        specs = [MatrixSpec(split_rows=(4, 1, 1)) if m.shape == (36, 40) else MatrixSpec() for m in mains]
+        states = [rule.init_state(main) for main in mains]
+        moving = [main.clone() for main in mains]
+        for step, of_step in enumerate(grads, 1):
+            works = [Work(grad=g, main=m, state=s, matrix=x) for g, m, s, x in zip(of_step, moving, states, specs)]
+            rule.update_([Batch(replace(HYPER, step=step, lr=0.1), works)], grad_scale=0.5)
+        results.append((moving, states))
+    # 16-bit products pull apart what differs in the last bit of their inputs; adamuon divides small ones by small ones.
+    tolerance = {"muon-16-bit": 0.02, "adamuon": 1e-4}.get(name, 1e-5)
+    for i in range(len(shapes)):
+        start, (a, b) = mains[i], (moving[i] for moving, _ in results)
+        assert float((a - b).norm() / (b - start).norm()) < tolerance
+        for key, state in results[0][1][i].items():
+            torch.testing.assert_close(state, results[1][1][i][key], rtol=1e-3, atol=1e-3 if "16" in name else 1e-5)
+
+
+@pytest.mark.parametrize("mode", TpMode)
+def test_a_matrix_that_is_cut_moves_as_it_does_in_torch(mode: TpMode, kernel_device: torch.device) -> None:
+    # One rank that plays two, the other of which holds the same.
+    group = TensorParallel(rank=0, size=2, all_reduce=lambda x: 2 * x, all_gather=lambda x, dim: torch.cat((x, x), dim))
+    spec = MatrixSpec(partition_dim=1, tensor_parallel=group)
+    moving = []
+    for backend in ("triton", "torch"):
+        rule = Muon(tp_mode=mode, fp32_matmul_prec=MatmulPrecision.HIGHEST, use_syrk=False, backend=backend)
+        main, grad = (
+            torch.randn(16, 24, generator=torch.Generator().manual_seed(i)).to(kernel_device) for i in range(2)
+        )
+        work = Work(grad=grad, main=main, state=rule.init_state(main), matrix=spec)
+        rule.update_([Batch(replace(HYPER, lr=0.1), [work])])
+        moving.append(main)
+    torch.testing.assert_close(*moving, rtol=0, atol=2e-5)
