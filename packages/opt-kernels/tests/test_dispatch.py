@@ -2,6 +2,7 @@
 
 import ast
 import logging
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,13 +11,27 @@ import torch
 
 import opt_kernels
 from opt_kernels import dispatch
-from opt_kernels.dispatch import BackendError, version
+from opt_kernels.dispatch import Backend, BackendError, version
 
 CPU = [torch.ones(2)]
 
 
-def test_the_device_decides_and_an_explicit_choice_wins() -> None:
-    assert version("adam", "adam_", backend=None, tensors=CPU).__module__ == "opt_kernels.ops.adam.torch_native"
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Says whether there is a C++ compiler."""
+
+    def there_is(one: bool) -> None:
+        monkeypatch.setitem(dispatch._REQUIRED, Backend.CPP, lambda: one)
+        dispatch._available.cache_clear()
+
+    yield there_is
+    dispatch._available.cache_clear()
+
+
+def test_the_device_decides_and_an_explicit_choice_wins(compiler: Callable[[bool], None]) -> None:
+    compiler(True)
+    assert version("adam", "adam_", backend=None, tensors=CPU).__module__ == "opt_kernels.ops.adam.cpp"
+    assert version("newton_schulz", "newton_schulz", backend=None, tensors=CPU).__module__.endswith("torch_native")
     assert version("adam", "adam_", backend="torch", tensors=CPU).__module__ == "opt_kernels.ops.adam.torch_native"
     assert version("adam", "adam_", backend="reference", tensors=CPU).__module__ == "opt_kernels.ops.adam.reference"
     assert version("adam", "adam_", backend=None, tensors=[]).__module__ == "opt_kernels.ops.adam.torch_native"
@@ -27,6 +42,24 @@ def test_a_version_that_does_not_exist_is_refused() -> None:
         version("nothing", "nothing_", backend="torch", tensors=CPU)
 
 
+def test_without_a_compiler_torch_does_it_and_the_log_says_so(
+    compiler: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler(False)
+    dispatch._function.cache_clear()
+    with caplog.at_level(logging.INFO, logger="opt_kernels.dispatch"):
+        version("lion", "lion_", backend=None, tensors=CPU)
+    assert caplog.messages == ["lion runs as torch_native.lion_"]
+    with pytest.raises(BackendError, match=r"backend='cpp' .* install a C\+\+ compiler, or name it in CXX"):
+        version("lion", "lion_", backend="cpp", tensors=CPU)
+
+
+def test_cpp_sweeps_cpu_memory_only(compiler: Callable[[bool], None]) -> None:
+    compiler(True)
+    with pytest.raises(BackendError, match="backend='cpp' with tensors on meta"):
+        version("lion", "lion_", backend="cpp", tensors=[torch.ones(2, device="meta")])
+
+
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == "triton" else find_spec(name))
     dispatch._available.cache_clear()
@@ -35,12 +68,15 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyP
     dispatch._available.cache_clear()
 
 
-def test_the_log_says_once_which_version_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_which_version_runs(
+    compiler: Callable[[bool], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler(True)
     dispatch._function.cache_clear()
     with caplog.at_level(logging.INFO, logger="opt_kernels.dispatch"):
         for _ in range(3):
             version("lion", "lion_", backend=None, tensors=CPU)
-    assert caplog.messages == ["lion runs as torch_native.lion_"]
+    assert caplog.messages == ["lion runs as cpp.lion_"]
 
 
 def test_torch_distributed_is_imported_nowhere() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import CodecError
+from opt_kernels.cpp.compiler import usable
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.remainder.reference import join, split_
 from opt_kernels.ops.tiles import TILE_NUMEL
@@ -81,7 +82,9 @@ KEPT: Mapping[str, Kept] = {
 }
 ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
 ON_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
-ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
+NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+ON_FAST = pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 
 
 def value(work: Work) -> Tensor:
@@ -173,7 +176,7 @@ def test_float32_adamw_has_the_bits_of_torchs_fused_adamw() -> None:
 
 @ON_KEPT
 def test_out_is_the_main_rounded(kept: Kept) -> None:
-    for backend in ("reference", "torch"):
+    for backend in ("reference", "torch", None):
         work = run(Adam(backend=backend), kept.work(Adam(), start_of((1025,))))
         if work.main is not None and work.out is not None:
             assert torch.equal(work.out, work.main.to(work.out.dtype))
@@ -216,11 +219,12 @@ def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend
     assert [bits(tensor) for tensor in written(work)] != before
 
 
+@ON_FAST
 @ON_RULES
 @ON_KEPT
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept, scale: float) -> None:
-    rule = make(backend="torch")
+def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept, scale: float, backend: str) -> None:
+    rule = make(backend=backend)
     size = TILE_NUMEL + 64 * 1000 + 37
     cuts = [0, 64, 64 * 3, 64 * 501, TILE_NUMEL - 64, TILE_NUMEL + 64, size]
     whole, pieces = kept.work(rule, start_of((size,))), kept.work(rule, start_of((size,)))
@@ -252,12 +256,13 @@ NARROW = {
 }
 
 
+@ON_FAST
 @pytest.mark.parametrize(("first", "second", "rounding"), NARROW.values(), ids=NARROW.keys())
 @ON_KEPT
 def test_narrow_moments_stay_close_and_are_cut_at_blocks_without_a_trace(
-    first: torch.dtype, second: torch.dtype, rounding: float, kept: Kept
+    first: torch.dtype, second: torch.dtype, rounding: float, kept: Kept, backend: str
 ) -> None:
-    rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend="torch")
+    rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend=backend)
     size, start = 128 * 21 + 5, start_of((128 * 21 + 5,))
     whole, pieces = kept.work(rule, start), kept.work(rule, start)
     whole = run(rule, whole, scale=0.5)
@@ -286,14 +291,15 @@ def test_both_backends_store_the_same_narrow_moments(first: torch.dtype, second:
         assert (one != other).float().mean() < 0.02
 
 
-def test_works_of_any_dtypes_go_together_in_one_call() -> None:
+@ON_FAST
+def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
     together: list[Work] = []
     alone: list[Work] = []
     for kept in KEPT.values():
         for works in (together, alone):
             work = kept.work(Adam(), start_of((200,)))
             works.append(replace(work, grad=gradients((200,), kept.grad)[0]))
-    rule = Adam(backend="torch")
+    rule = Adam(backend=backend)
     rule.update_([Batch(HYPER, together[:5]), Batch(replace(HYPER, lr=0.5), together[5:])], grad_scale=0.5)
     for index, work in enumerate(alone):
         rule.update_([Batch(HYPER if index < 5 else replace(HYPER, lr=0.5), [work])], grad_scale=0.5)
@@ -314,10 +320,11 @@ def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(written(plain), written(tensors), strict=True))
 
 
+@ON_FAST
 @ON_RULES
 @ON_KEPT
-def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept) -> None:
-    rule = make(backend="torch")
+def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept, backend: str) -> None:
+    rule = make(backend=backend)
     flat, matrix = kept.work(rule, start_of((30 * 8,))), kept.work(rule, start_of((30, 8)))
     grad = gradients((30 * 8,), kept.grad)[0]
     small = kept.work(rule, start_of((8,)))
@@ -420,7 +427,7 @@ def test_stochastic_rounding_of_float16_is_refused() -> None:
 
 REFUSED: Mapping[str, tuple[Callable[[], Rule], type[Exception], str]] = {
     "order": (lambda: Adam(order="apex"), ValueError, "give 'torch' or 'te'"),  # type: ignore[arg-type]
-    "backend": (lambda: Adam(backend="cuda"), ValueError, "'reference', 'torch', 'triton'"),
+    "backend": (lambda: Adam(backend="cuda"), ValueError, "'reference', 'torch', 'cpp', 'triton'"),
     "signed codes of a square": (lambda: Adam(exp_avg_sq_dtype=torch.int8), CodecError, "uint8"),
     "unsigned codes of a mean": (lambda: Lion(exp_avg_dtype=torch.uint8), CodecError, "int8"),
     "dampened nesterov": (lambda: SGD(nesterov=True, dampening=0.1), ValueError, "dampening=0.0"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.cpp.compiler import usable
 from opt_kernels.dispatch import BackendError
 from opt_kernels.ops.grad_stats import grad_stats
 from opt_kernels.ops.grad_stats.torch_native import ROW_NUMEL, TILE_NUMEL
@@ -13,7 +14,8 @@ from opt_kernels.ops.grad_stats.torch_native import ROW_NUMEL, TILE_NUMEL
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
+NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 SIZES = [0, 1, 63, 1025, ROW_NUMEL, ROW_NUMEL + 1, 65537]
 
 
@@ -115,5 +117,5 @@ def test_a_strided_gradient_is_read_as_it_is() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(BackendError, match="'reference', 'torch', 'triton'"):
+    with pytest.raises(BackendError, match="'reference', 'torch', 'cpp', 'triton'"):
         grad_stats([torch.ones(2)], backend="foreach")

@@ -1,8 +1,9 @@
 """Which version of an operation runs: an explicit choice always wins, else the device decides.
 
-An operation is a directory of `ops`; its versions are its modules `reference`, `torch_native` and `triton`, which have
+An operation is a directory of `ops`; its versions are its modules `reference`, `torch_native`, `cpp` and `triton`, with
 the same functions with the same signatures. A `triton` module in an operation's directory is all it takes to be chosen
-on GPUs. A version is imported when it is first used, so that Triton is needed only where it runs.
+on GPUs, a `cpp` module on CPUs where there is a compiler. A version is imported when it is first used, so that Triton
+and the compiler are needed only where they run.
 """
 
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opt_kernels.cpp.compiler import usable
 from opt_kernels.rules.base import Batch
 
 
@@ -23,11 +25,18 @@ class Backend(Enum):
 
     REFERENCE = "reference"  # the formula: slow, any device, any float dtype
     TORCH = "torch"  # torch's own operations: any device
+    CPP = "cpp"  # one compiled pass for all tensors: CPUs, where a C++ compiler is installed
     TRITON = "triton"  # one kernel for all tensors: GPUs, or the interpreter
 
 
 _LOG = logging.getLogger(__name__)
-_MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.TRITON: "triton"}
+_MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.CPP: "cpp", Backend.TRITON: "triton"}
+_OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # else torch's own operations
+# What must be there to run a version; asked when it is first wanted.
+_REQUIRED: dict[Backend, Callable[[], bool]] = {
+    Backend.TRITON: lambda: find_spec("triton") is not None,
+    Backend.CPP: usable,
+}
 
 
 class BackendError(ValueError):
@@ -53,9 +62,13 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
     chosen = parse_backend(backend) or _suited(op, tensors)
     if not _available(op, chosen):
         raise BackendError(
-            f"backend={chosen.value!r} is not available for {op!r}: "
-            + ("install triton" if find_spec("triton") is None else "this operation has no such version")
-            + ", or give backend=None to choose by device"
+            f"backend={chosen.value!r} is not available for {op!r}: {_what_is_missing(op, chosen)}, "
+            "or give backend=None to choose by device"
+        )
+    if chosen is Backend.CPP and tensors and tensors[0].device.type != "cpu":
+        raise BackendError(
+            f"backend='cpp' with tensors on {tensors[0].device}: it sweeps CPU memory; give backend=None to choose by "
+            "device"
         )
     return _function(op, function, chosen)
 
@@ -66,16 +79,25 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
-    on_gpu = bool(tensors) and tensors[0].is_cuda
-    return Backend.TRITON if on_gpu and _available(op, Backend.TRITON) else Backend.TORCH
+    """By the device of the first tensor; nothing to sweep needs nothing compiled."""
+    suited = _OF_DEVICE.get(tensors[0].device.type) if tensors else None
+    return suited if suited is not None and _available(op, suited) else Backend.TORCH
 
 
 @cache
 def _available(op: str, backend: Backend) -> bool:
-    if backend is Backend.TRITON and find_spec("triton") is None:
-        return False
+    return _is_written(op, backend) and _REQUIRED.get(backend, lambda: True)()
+
+
+def _is_written(op: str, backend: Backend) -> bool:
     package = f"opt_kernels.ops.{op}"
     return find_spec(package) is not None and find_spec(f"{package}.{_MODULES[backend]}") is not None
+
+
+def _what_is_missing(op: str, backend: Backend) -> str:
+    if not _is_written(op, backend):
+        return "this operation has no such version"
+    return "install triton" if backend is Backend.TRITON else "install a C++ compiler, or name it in CXX"
 
 
 @cache  # so that the log says once which version runs

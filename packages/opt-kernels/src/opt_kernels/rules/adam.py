@@ -25,7 +25,7 @@ class Adam:
     exp_avg_sq_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, uint8
     order: Order = "torch"  # of operations: torch.optim.AdamW's, or "te", Transformer Engine's
     stochastic_rounding: bool = False  # a bfloat16 main is rounded up or down by chance, right on average
-    backend: str | None = None  # "reference", "torch", "triton"; None: by device
+    backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
 
     def __post_init__(self) -> None:
         if self.order not in ("torch", "te"):

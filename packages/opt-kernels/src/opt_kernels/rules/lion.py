@@ -20,7 +20,7 @@ class Lion:
     """
 
     exp_avg_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, int8
-    backend: str | None = None  # "reference", "torch", "triton"; None: by device
+    backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
 
     def __post_init__(self) -> None:
         parse_backend(self.backend)

@@ -36,10 +36,15 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
         if count_zeros:
             zeros.append(tile.numel() - torch.count_nonzero(tile))
     total = torch.cat(norms).double().square().sum()
-    if not SMALLEST_SAFE < float(total) < LARGEST_SAFE:
+    if not is_safe(float(total)):
         return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
     none = torch.zeros((), dtype=torch.int64, device=total.device)
     return GradStats(sum_of_squares=total, nonfinite=none, zeros=torch.stack(zeros).sum() if zeros else none)
+
+
+def is_safe(sum_of_squares: float) -> bool:
+    """Whether no float32 square can have been lost to overflow or underflow, nor any element not finite."""
+    return SMALLEST_SAFE < sum_of_squares < LARGEST_SAFE
 
 
 def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:

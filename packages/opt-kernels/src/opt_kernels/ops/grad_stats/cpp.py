@@ -1,0 +1,56 @@
+"""The statistics of gradients in one C++ pass over memory, for float32 and bfloat16; other formats go to torch."""
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opt_kernels.cpp.compiler import library
+from opt_kernels.cpp.sweep import C_TYPES
+from opt_kernels.cpp.threads import run
+from opt_kernels.ops.grad_stats import reference, torch_native
+from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
+from opt_kernels.ops.grad_stats.torch_native import is_safe
+
+SOURCE = Path(__file__).with_name("grad_stats.cpp")
+ROW_NUMEL = 1 << 12  # as in grad_stats.cpp
+SHARE_ROWS = 1 << 4  # that are worth waking a thread for
+
+
+@torch.no_grad()
+def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+    """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself; see `torch_native` for the rest."""
+    check_norm_type(norm_type)
+    if norm_type != 2.0:
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    others = [grad for grad in grads if grad.dtype not in C_TYPES]
+    found = torch_native.grad_stats(others, count_zeros=count_zeros)
+    total, zeros = float(found.sum_of_squares), int(found.zeros)
+    for dtype in C_TYPES:
+        same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
+        if same:
+            of_dtype, zeros_of_dtype = _sums([grad.contiguous() for grad in same], count_zeros=count_zeros)
+            if not is_safe(of_dtype):
+                return reference.grad_stats(grads, count_zeros=count_zeros)
+            total, zeros = total + of_dtype, zeros + zeros_of_dtype
+    return GradStats(torch.tensor(total, dtype=torch.float64), found.nonfinite, torch.tensor(zeros))
+
+
+def _sums(grads: Sequence[Tensor], *, count_zeros: bool) -> tuple[float, int]:
+    """The sum of squares and the number of zeros of contiguous gradients of one dtype."""
+    compiled = library(SOURCE, GRAD=C_TYPES[grads[0].dtype], COUNT_ZEROS=int(count_zeros))
+    numels = list(map(Tensor.numel, grads))
+    table = array("q", [*map(Tensor.data_ptr, grads), *numels])
+    row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)
+    zeros = run(
+        compiled,
+        table=table.buffer_info()[0],
+        num_runs=len(grads),
+        extra=row_sums.data_ptr(),
+        total=row_sums.numel(),
+        least=SHARE_ROWS,
+    )
+    # One after the other: the same bits whatever the number of threads.
+    return float(row_sums.cumsum(0)[-1]), zeros

@@ -1,0 +1,237 @@
+"""Sweeps compiled in C++: found again on disk, the same bits on any number of threads and however a run is cut."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.cpp import compiler, threads
+from opt_kernels.cpp.compiler import CompilerError, library, usable
+from opt_kernels.ops.grad_stats import cpp as grad_stats_cpp
+from opt_kernels.ops.grad_stats import grad_stats
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.base import Batch, Hyper, Work, Works
+from opt_kernels.rules.lion import Lion
+
+HYPER = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), step=3)
+NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
+
+needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A compiler that remembers nothing, and an empty folder to keep libraries in."""
+    found = (compiler.usable, compiler._library, compiler._compiler, compiler._compiler_version, compiler._folder)
+    monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
+    for cached in found:
+        cached.cache_clear()
+    yield tmp_path
+    for cached in found:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors(*numels: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
+
+
+def work_of(numel: int) -> Work:
+    """A bf16 parameter with its float32 main, in the middle of a run."""
+    main, grad, exp_avg, exp_avg_sq = tensors(*[numel] * 4)
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square()}
+    return Work(grad=grad.bfloat16(), main=main, out=torch.empty(numel, dtype=torch.bfloat16), state=state)
+
+
+def part(work: Work, cut: slice) -> Work:
+    assert work.main is not None
+    assert work.out is not None
+    state = {name: tensor[cut] for name, tensor in work.state.items()}
+    return Work(grad=work.grad[cut], main=work.main[cut], out=work.out[cut], state=state)
+
+
+def written(work: Work) -> list[Tensor]:
+    return [tensor for tensor in (work.main, work.out, *work.state.values()) if tensor is not None]
+
+
+def assert_same(one: Work, other: Work) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable()
+    made = sorted(fresh.iterdir())
+    assert [path.suffix for path in made] == [".so"]
+    compiler._library.cache_clear()
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    library(compiler.PROBE)
+    assert sorted(fresh.iterdir()) == made
+
+
+@needs_compiler
+def test_what_goes_into_a_library_tells_it_apart(fresh: Path) -> None:
+    source = grad_stats_cpp.SOURCE
+    for count_zeros in (0, 1):
+        library(source, GRAD="float", COUNT_ZEROS=count_zeros)
+    assert len(list(fresh.glob("grad_stats-*.so"))) == 2
+
+
+@needs_compiler
+def test_a_source_that_the_compiler_refuses_is_an_error_in_its_words(fresh: Path) -> None:
+    source = fresh / "wrong.cpp"
+    source.write_text("static int64_t sweep(const Task &, int64_t, int64_t) { return nothing; }")
+    with pytest.raises(CompilerError, match="nothing"):
+        library(source)
+    assert not list(fresh.glob("*.so"))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_does_not_work_is_told_of_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho out of order >&2\ncase $1 in --version) exit 0;; esac\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
+        assert not usable()
+    assert "torch's operations run instead: out of order" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPT_KERNELS_CPP", "0")
+    assert not usable()
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_replaced_for_this_process(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fresh / "file").touch()
+    monkeypatch.setenv("OPT_KERNELS_CACHE", str(fresh / "file" / "folder"))
+    assert usable()
+
+
+@needs_compiler
+def test_float32_adamw_has_the_operations_of_torchs_fused_adamw() -> None:
+    mine, theirs = (tensors(4096, 4096, 4096, 4096) for _ in range(2))
+    mine[3].square_()
+    theirs[3].square_()
+    state = {"exp_avg": mine[2], "exp_avg_sq": mine[3]}
+    Adam(backend="cpp").update_([Batch(HYPER, [Work(grad=mine[1], main=mine[0], state=state)])])
+    p, g, m, v = ([tensor] for tensor in theirs)
+    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": HYPER.eps}
+    torch._fused_adamw_(p, g, m, v, [], [torch.tensor(3.0)], **numbers, amsgrad=False, maximize=False)
+    # Equal bits where torch's own vectors have fused products; elsewhere one rounding of 2^-24 may differ.
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.5e-7, atol=1e-9)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
+def test_neither_threads_nor_cuts_change_a_bit(rule: Adam | Lion) -> None:
+    together, alone, cut = (work_of(NUMEL) for _ in range(3))
+    rule.update_([Batch(HYPER, [together])], grad_scale=0.3)
+    torch.set_num_threads(1)
+    rule.update_([Batch(HYPER, [alone])], grad_scale=0.3)
+    cuts = [0, 1, 17, 63, 64, 65, 100_001, NUMEL]  # at any element
+    rule.update_([Batch(HYPER, [part(cut, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
+    assert_same(together, alone)
+    assert_same(together, cut)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = work_of(NUMEL), work_of(NUMEL)
+    Adam(backend="cpp").update_([Batch(HYPER, [theirs])])
+    calls: list[int] = []
+
+    def team(work: object, task: int, threads_asked: int) -> None:
+        calls.append(threads_asked)
+        threads._python_team(work, task, threads_asked)
+
+    monkeypatch.setattr(threads, "_team", lambda: team)
+    Adam(backend="cpp").update_([Batch(HYPER, [ours])])
+    assert calls == [3]
+    assert_same(ours, theirs)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+def test_statistics_have_the_same_bits_on_any_number_of_threads() -> None:
+    grads = tensors(NUMEL, 5, 4097)
+    three = grad_stats(grads, backend="cpp").sum_of_squares
+    torch.set_num_threads(1)
+    assert torch.equal(grad_stats(grads, backend="cpp").sum_of_squares, three)
+
+
+@needs_compiler
+def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [Batch(HYPER, [work_of(100), work_of(7)]), Batch(Hyper(lr=0.5, step=9), [work_of(33)])]
+    expected = [Batch(hyper, [work_of(work.grad.numel()) for work in works]) for hyper, works in batches]
+    for batch in expected:
+        Adam(backend="cpp").update_([batch])
+    calls: list[ctypes.CDLL] = []
+    run = threads.run
+    monkeypatch.setattr("opt_kernels.cpp.sweep.run", lambda lib, **call: (calls.append(lib), run(lib, **call)))
+    Adam(backend="cpp").update_(batches)
+    assert len(calls) == 1
+    for (_, ours), (_, theirs) in zip(batches, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+
+
+@needs_compiler
+def test_works_in_columns_are_swept_as_works_are() -> None:
+    listed, columns = ([work_of(100), work_of(7)] for _ in range(2))
+    works = Works(
+        [work.grad for work in columns],
+        mains=[work.main for work in columns if work.main is not None],
+        outs=[work.out for work in columns if work.out is not None],
+        states=[work.state for work in columns],
+    )
+    Adam(backend="cpp").update_([Batch(HYPER, works)])
+    Adam(backend="cpp").update_([Batch(HYPER, listed)])
+    for one, other in zip(listed, columns, strict=True):
+        assert_same(one, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_lost_number_stays_lost(bad: float) -> None:
+    for rule in (Adam(backend="cpp"), Lion(backend="cpp")):
+        work = work_of(70)
+        work.grad[65] = bad
+        rule.update_([Batch(HYPER, [work])])
+        assert work.main is not None
+        assert work.out is not None
+        assert bool(work.main[65].isnan()) is bool(work.out[65].isnan())
+        assert work.main[:65].isfinite().all()
+        assert rule.name == "lion" or work.main[65].isnan()
+
+
+@needs_compiler
+def test_a_nan_of_any_payload_is_a_nan_in_bfloat16() -> None:
+    work = work_of(70)
+    assert work.main is not None
+    work.main.view(torch.int32)[65] = 0x7FFFFFFF  # rounded as a number it would be minus zero
+    Adam(backend="cpp").update_([Batch(HYPER, [work])])
+    assert work.out is not None
+    assert work.out[65].isnan()
