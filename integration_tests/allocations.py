@@ -1,0 +1,17 @@
+"""Bytes that torch's allocator hands out on the CPU while something runs: counted, not timed."""
+
+from collections.abc import Callable
+
+from torch.autograd.profiler import profile
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that were allocated at once during `call`, beyond what was there before it."""
+    with profile(use_cpu=True, profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,106 @@
+"""What a step allocates beyond what was there before it: at most one bucket. Bytes counted by torch's allocator.
+
+One of four ranks, whose collectives do nothing: it holds a fourth of the state and of the reduced gradients.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from allocations import peak_bytes
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers import wire
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import DONE, Alone, Pending
+from opt_distributed.comm.groups import Axes, Roles
+from opt_stack import Optimizer, factory, get_optimizer
+
+SIZE, WIDTH, DEPTH = 4, 512, 8
+NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)
+BUCKET = 2 * (WIDTH * WIDTH + WIDTH)  # elements: two layers, four buckets
+SMALL = 1 << 16  # bytes of statistics, steps, views: nothing that grows with the model
+
+
+class First(Alone):
+    """The first of four ranks."""
+
+    size = SIZE
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        return self.all_gather_(shard, full[: shard.numel()])
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
+        out.copy_(x)
+        return DONE
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full[: shard.numel()].copy_(shard)
+        return DONE
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * SIZE
+
+
+class Built:
+    """A model and its optimizer; `wrapper`: what `DistributedDataParallel` is told, None for a plain module."""
+
+    def __init__(self, dtype: torch.dtype, *, wrapper: dict[str, Any] | None, **fields: Any):
+        axes = Axes(dp=First(), tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=First())
+        self.dtype = dtype
+        self.model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(dtype)
+        if wrapper is not None:
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=BUCKET, **wrapper)
+            self.model = DistributedDataParallel(ddp, self.model, groups=roles)
+        config = OptimizerConfig(
+            lr=1e-3, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True, log_num_zeros_in_grad=True, **fields
+        )
+        self.optimizer: Optimizer = get_optimizer(config, [self.model], {}, pg_collection=roles)
+
+    def peak_of_a_step(self) -> int:
+        """Of two: the first reduces nothing before it begins, the second finds what the first left."""
+        peaks = []
+        for _ in range(2):
+            self.model(torch.ones(2, WIDTH, dtype=self.dtype)).float().square().mean().backward()
+            peaks.append(peak_bytes(self.optimizer.step))
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.zero_grad_buffer()
+        return max(peaks)
+
+
+both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with fp32 mains"])
+
+
+@both
+def test_a_plain_modules_step_takes_one_bucket_beside_its_shard(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are fp32 in the bucket; the shard of their sums is there from construction on."""
+    monkeypatch.setattr(factory, "default_bucket_size", lambda num_ranks: BUCKET)
+    built = Built(dtype, wrapper=None)
+    (buffer,) = built.optimizer.plan.buffers
+    (source,) = built.optimizer.stepper.families[0].sources
+    assert [bucket.numel for bucket in buffer.layout.buckets] == [BUCKET] * 4
+    assert source.reduced.shards.nbytes == 4 * NUMEL // SIZE
+    assert source.memory.grad_data.nbytes == 0
+    assert 4 * BUCKET <= built.peak_of_a_step() <= 4 * BUCKET + SMALL
+
+
+@both
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overlap: bool) -> None:
+    """Reduced and gathered in place: the fp32 gradients that backward filled are all there is."""
+    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    built = Built(dtype, wrapper=overlaps | {"grad_reduce_in_fp32": True}, overlap_param_gather=overlap)
+    assert built.peak_of_a_step() <= SMALL
+
+
+def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second bucket, which receives; sums are made in tiles."""
+    monkeypatch.setattr(wire, "SUM_TILE_NUMEL", 1 << 12)
+    sums = {"reduce_scatter_with_fp32_accumulation": True, "overlap_grad_reduce": True}
+    built = Built(torch.bfloat16, wrapper=sums)
+    assert 2 * BUCKET <= built.peak_of_a_step() <= 2 * BUCKET + SMALL
