@@ -26,6 +26,7 @@ Shapes = Mapping[str, tuple[int, int]]
 UNEVEN: Shapes = {"column": (10, 10), "row": (6, 6), "qkv": (20, 20)}
 EVEN: Shapes = {"column": (8, 8), "row": (12, 12), "qkv": (16, 16)}
 OBLONG: Shapes = {"column": (10, 7), "row": (6, 13), "qkv": (20, 9)}
+SMALL: Shapes = {"column": (3, 3), "row": (3, 3), "more": (3, 3), "qkv": (4, 4)}  # one of 3 rows is the last rank's
 QKV = (2, 1, 1)
 
 
@@ -84,6 +85,7 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
     norms: list[float]
     state_numel: int
+    planned_bytes: int  # of state, on this rank
     plan: str
 
 
@@ -92,7 +94,7 @@ def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None) -> Tr
     net, optimizer = _begun(config, shapes, lay_out)
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
-    return Trained(_weights(net), norms, numel, str(optimizer.plan))
+    return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes(), str(optimizer.plan))
 
 
 def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:

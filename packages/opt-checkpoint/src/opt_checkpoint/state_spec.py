@@ -87,8 +87,12 @@ class _Held(NamedTuple):
         return self.global_offset[self.prepended :]
 
     def replica_if(self, main: bool) -> ReplicaId:
-        """This holder's replica number for a state that several blocks share: main where `main` and the block is."""
-        return 0 if main and is_main(self.replica_id) else 1
+        """This holder's replica number for a state that several blocks share: main where `main` and the block is.
+
+        A block without elements never is, of a parameter that has some: it begins nowhere.
+        """
+        empty = not all(self.local_shape) and all(self.global_shape)
+        return 0 if main and not empty and is_main(self.replica_id) else 1
 
     @property
     def has_first_element(self) -> bool:

@@ -131,25 +131,25 @@ def _pieces(
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
-        for number, (_, piece) in enumerate(buffer.layout.owned(rank)):
-            if piece.id not in unit.ids:
+        for number, (id, of_param) in enumerate(buffer.runs(rank)):
+            if id not in unit.ids:
                 continue
-            param, meta, group = model.params[piece.id], model.metas[piece.id], model.group_of[piece.id]
+            param, meta, group = model.params[id], model.metas[id], model.group_of[id]
             stored = local(param) if meta.is_dtensor else param
-            whole = piece.of_param == slice(0, stored.numel())
-            main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[piece.of_param])
+            whole = of_param == slice(0, stored.numel())
+            main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
             yield OwnedPiece(
-                id=piece.id,
+                id=id,
                 param=param,
-                of_param=piece.of_param,
+                of_param=of_param,
                 group=group,
                 source=sources[buffer.name],
                 main=main,
-                state=init_state(unit.rule, main.value(), id=piece.id, stage=placed[piece.id].stage),
+                state=init_state(unit.rule, main.value(), id=id, stage=placed[id].stage),
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=_counted(buffer, meta, axes, param, number, spans_instances=roles.instance is None),
-                matrix=placed[piece.id].spec,
-                stage=placed[piece.id].stage,
+                matrix=placed[id].spec,
+                stage=placed[id].stage,
             )
 
 

@@ -39,6 +39,18 @@ class Spread(Enum):
     LAID_OUT = "as it came"  # the caller's own DTensor shard
 
 
+class Run(NamedTuple):
+    """Some elements of one parameter."""
+
+    id: ParamId
+    of_param: slice  # flat elements of what is stored of it
+
+    @property
+    def numel(self) -> int:
+        numel: int = self.of_param.stop - self.of_param.start
+        return numel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
     """Parameters whose gradients travel together: one dtype, one family, one spread."""
@@ -49,6 +61,14 @@ class BufferPlan:
     spread: Spread
     params: tuple[ParamShape, ...]
     layout: Layout
+
+    def runs(self, rank: int) -> Iterator[Run]:
+        """What shard `rank` keeps of the parameters; of those that came laid out also of what is empty here, since the
+        ranks that store such a matrix may give it to this one to compute."""
+        if self.spread is Spread.LAID_OUT:
+            return (Run(param.id, slice(0, param.numel)) for param in self.params)
+        owned = self.layout.owned(rank % self.layout.num_shards)
+        return (Run(piece.id, piece.of_param) for _, piece in owned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +140,15 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params}
         main = MAIN_BYTES[unit.numbers[buffer.dtype]]
-        for owned in buffer.layout.owned(rank % buffer.layout.num_shards):
-            if owned.piece.id in unit.ids:
-                total += owned.piece.numel * main
-                whole = wholes.get(owned.piece.id)
+        for run in buffer.runs(rank):
+            if run.id in unit.ids:
+                total += run.numel * main
+                whole = wholes.get(run.id)
                 for spec in unit.rule.state_specs:
                     if spec.whole and whole is not None:
                         total += spec_bytes(spec, whole.shape, prod(whole.shape)) // whole.num_owners
                     else:
-                        total += spec_bytes(spec, shapes[owned.piece.id], owned.piece.numel)
+                        total += spec_bytes(spec, shapes[run.id], run.numel)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Over gloo processes: matrices that come cut as DTensors, over one axis of a mesh or two, evenly or not."""
+"""Over gloo processes: parameters that come laid out as DTensors, over one axis of a mesh or two, evenly or not."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ import torch
 from cut_ranks import (
     EVEN,
     OBLONG,
+    SMALL,
     UNEVEN,
     LayOut,
     Shapes,
@@ -23,6 +24,7 @@ from cut_ranks import (
     train_and_save,
     two_axes,
 )
+from laid_out_ranks import train_fsdp, train_whole
 from torch import Tensor
 from worlds import Job, run_jobs
 
@@ -59,6 +61,7 @@ CASES = {
     "muon, rows twice": Case(MUON, OBLONG, two_axes, f"2 x 2 ranks (outer, inner): {ONE}"),
     "normuon, tp": Case(NORMUON, OBLONG, tp, f"4 ranks (tp): {FOUR}"),
     "soap, tp": Case(SOAP, UNEVEN, tp, f"4 ranks (tp): {ONE}"),
+    "soap, an owner without rows": Case(SOAP, SMALL, fsdp, f"4 ranks (0): {ONE}"),
 }
 JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment2_method="normuon")
 BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
@@ -67,9 +70,17 @@ BLOCKS = (replicas_of_tp, fsdp_x_tp)
 SAVED = {"soap": (SOAP, UNEVEN, fsdp), "normuon": (NORMUON, OBLONG, hsdp), "adamuon": (ADAMUON, OBLONG, tp)}
 
 
+MODELS = {
+    "adamw": config("adam", clip_grad=0.1),
+    "muon": config("muon", clip_grad=0.1),
+    "adaptive muon, distributed": config("adaptive_muon", clip_grad=0.1, muon_tp_mode="distributed"),
+}
+
+
 class Four(NamedTuple):
     """What four ranks made."""
 
+    models: dict[str, list[Any]]
     trained: dict[str, list[Trained]]
     uninterrupted: dict[str, list[dict[str, Tensor]]]
     resumed: dict[str, list[dict[str, Tensor]]]  # over tensor-parallel ranks
@@ -82,6 +93,7 @@ class Four(NamedTuple):
 def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     paths = {name: str(tmp_path_factory.mktemp("checkpoints") / name) for name in SAVED}
     jobs = {name: Job(train, case[:3]) for name, case in CASES.items()}
+    jobs |= {f"model, {name}": Job(train_fsdp, (rule,)) for name, rule in MODELS.items()}
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"blocks, {lay_out.__name__}": Job(train, (BLOCKWISE, EVEN, lay_out)) for lay_out in BLOCKS}
@@ -90,6 +102,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         jobs[f"attributes, {name}"] = Job(resume_by_attributes, (saved, loaded, EVEN, path))
     made = run_jobs(4, jobs)
     return Four(
+        {name: made[f"model, {name}"] for name in MODELS},
         {name: made[name] for name in CASES},
         {name: made[f"save {name}"] for name in SAVED},
         {name: made[f"load {name}"] for name in SAVED},
@@ -105,6 +118,28 @@ def _one_thread_as_on_the_ranks() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+# Ranks' means are summed in another order than one batch: a few 2**-24 of a gradient, which Adam and Muon turn into the
+# same share of lr = 0.02, more where elements are small beside the others.
+# AdaptiveMuon divides each element of an update by its own size; gradients, and their norms, follow the weights.
+ATOL, NORM_RTOL = (
+    {"adam": 2e-5, "muon": 2e-5, "adaptive_muon": 2e-4},
+    {"adam": 1e-5, "muon": 1e-5, "adaptive_muon": 1e-4},
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(name: str, four: Four) -> None:
+    """Elementwise rules on the local shards, Muon on matrices brought together; norms count each element once."""
+    rule = MODELS[name]
+    want = train_whole(rule)
+    for got in four.models[name]:
+        for param, weight in want.weights.items():
+            torch.testing.assert_close(got.weights[param], weight, rtol=1e-4, atol=ATOL[rule.optimizer])
+        torch.testing.assert_close(got.norms, want.norms, rtol=NORM_RTOL[rule.optimizer], atol=0)
+        assert got.inf_norm == pytest.approx(want.inf_norm, rel=1e-4)
+    assert sum(rank.state_bytes for rank in four.models[name]) == want.state_bytes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,7 +164,10 @@ def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) 
     for name in ("muon, fsdp", "adamuon, fsdp", "soap, fsdp", "soap, tp"):
         alone = train(*CASES[name][:2])
         vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
-        assert sum(rank.state_numel for rank in four.trained[name]) == alone.state_numel + vector
+        kept = sum(rank.state_numel for rank in four.trained[name])
+        assert kept == alone.state_numel + vector
+        planned = sum(rank.planned_bytes for rank in four.trained[name])  # equal shares, rounded down by state
+        assert 4 * kept - 4 * 8 * 3 <= planned <= 4 * kept
 
 
 def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(four: Four) -> None:
