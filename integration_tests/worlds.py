@@ -2,8 +2,8 @@
 
 import os
 import pickle
-import socket
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -25,8 +25,11 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
-        port = _free_port()
-        ranks = [context.Process(target=_rank, args=(r, size, port, folder, rank_main, args)) for r in range(size)]
+        # It listens before anybody asks: on torch 2.6 a rank that comes too early may wait for half a minute.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks = [
+            context.Process(target=_rank, args=(r, size, store.port, folder, rank_main, args)) for r in range(size)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -59,14 +62,16 @@ def _all_jobs(jobs: Mapping[str, Job]) -> dict[str, Any]:
 
 def _rank(rank: int, size: int, port: int, folder: str, rank_main: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         result = rank_main(*args)
     except Exception as error:
         error.add_note(traceback.format_exc())
         result = error
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    time.sleep(0.01)  # torch 2.6 waits for gloo's threads holding the lock that they need to let go of messages
     dist.destroy_process_group()
 
 
@@ -74,13 +79,6 @@ def _result(path: Path, rank: int) -> Any:
     if not path.exists():
         raise RuntimeError(f"rank {rank} died or hung without a result")
     return pickle.loads(path.read_bytes())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -143,13 +143,8 @@ SCENARIOS: Mapping[str, Callable[[], None]] = MappingProxyType(
 def main(scenario: str, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     timeout = TIMEOUT_S if scenario == "trains" else SHORT_TIMEOUT_S
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     SCENARIOS[scenario]()
     dist.barrier()
     sys.stdout.flush()

@@ -1,21 +1,20 @@
 """The wrapped model over real processes: gloo agrees with one process, and a lost peer is an error that says where."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 PROGRAM = Path(__file__).with_name("gloo_rank.py")
 
 
 def run_world(scenario: str, *, size: int) -> list[list[str]]:
     """What each rank printed, by line. Raises if one failed or hung."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    commands = [[sys.executable, str(PROGRAM), scenario, str(rank), str(size), str(port)] for rank in range(size)]
+    # It listens before anybody asks: on torch 2.6 a rank that comes too early may wait for half a minute.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    commands = [[sys.executable, str(PROGRAM), scenario, str(r), str(size), str(store.port)] for r in range(size)]
     pipe = subprocess.PIPE
     ranks = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
     try:
