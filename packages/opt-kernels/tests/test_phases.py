@@ -1,0 +1,79 @@
+"""A matrix rule in phases: parts prepared and applied where they lie, whole matrices transformed elsewhere."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.base import Batch, Hyper, MatrixPart, MatrixRule, MatrixSpec, Rule, Task, Work
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.rules.soap import SOAP
+
+MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
+RULES: dict[str, MatrixRule] = {
+    "muon": MUON,
+    "adamuon": AdaptiveMuon(muon=MUON),
+    "normuon": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON),
+    "soap": SOAP(),
+}
+SPLIT = (4, 1, 1)
+CUTS = {"rows": [(0, 5), (5, 11), (11, 24)], "one": [(0, 24)], "none and all": [(0, 0), (0, 24)]}  # through groups of 6
+
+
+def tensor(seed: int) -> Tensor:
+    return torch.randn(24, 24, generator=torch.Generator().manual_seed(seed))
+
+
+class Part(NamedTuple):
+    """Some rows, with the state of their elements."""
+
+    first: int
+    stop: int
+    main: Tensor
+    state: dict[str, Tensor]
+
+
+def in_phases(rule: MatrixRule, main: Tensor, grads: list[Tensor], cuts: list[tuple[int, int]]) -> Tensor:
+    """The main after a step for each of `grads`, its rows being kept apart."""
+    whole = {spec.name for spec in rule.state_specs if spec.whole}
+    state = {name: value for name, value in rule.init_state(main).items() if name in whole}
+    parts = []
+    for first, stop in cuts:
+        rows = main[first:stop].clone()
+        parts.append(Part(first, stop, rows, {n: v for n, v in rule.init_state(rows).items() if n not in whole}))
+    for step, grad in enumerate(grads, start=1):
+        hyper = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), step=step)
+        tasks, inputs = [], []
+        for part in parts:
+            spec = MatrixSpec(split_rows=SPLIT, part=MatrixPart("w", (24, 24), part.first))
+            rows = grad[part.first : part.stop].clone()
+            tasks.append(Task(hyper, Work(grad=rows, main=part.main, state=part.state, matrix=spec)))
+            rule.prepare_(tasks[-1], rows, None)
+            inputs.append(rows)
+        work = Work(grad=torch.cat(inputs), main=None, state=state, matrix=MatrixSpec(split_rows=SPLIT))
+        (update,) = rule.transform_([Task(hyper, work)], work.grad.unsqueeze(0), None)
+        for part, task in zip(parts, tasks, strict=True):
+            rule.apply_(task, update[part.first : part.stop].clone(), None)
+    return torch.cat([part.main for part in parts])
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", RULES)
+def test_parts_move_as_the_whole_does(name: str, cut: str) -> None:
+    """To the bit, however rows are cut: also those of q, k and v, which have scales of their own."""
+    rule, main, grads = RULES[name], tensor(0), [tensor(seed) for seed in (1, 2, 3)]
+    got = in_phases(rule, main, grads, CUTS[cut])
+    state = rule.init_state(main)
+    for step, grad in enumerate(grads, start=1):
+        hyper = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), step=step)
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=MatrixSpec(split_rows=SPLIT))])])
+    assert torch.equal(got, main)
+
+
+def test_rules_of_elements_have_no_phases() -> None:
+    rules: list[Rule] = [Adam(), *RULES.values()]
+    assert [isinstance(rule, MatrixRule) for rule in rules] == [False, True, True, True, True]
