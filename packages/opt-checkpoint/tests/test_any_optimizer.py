@@ -10,9 +10,10 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from opt_checkpoint import (
@@ -22,6 +23,7 @@ from opt_checkpoint import (
     load,
     load_optimizer,
     save,
+    sharded_like,
     sharded_model,
     sharded_optimizer,
 )
@@ -100,6 +102,78 @@ def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, bef
                 assert resumed == losses[STEPS:]
             # Averaging equal gradients over three ranks rounds: a few units of float32 in the third digit of Adam.
             assert resumed == pytest.approx(losses[STEPS:], rel=1e-4)
+
+
+# ----- FSDP2 of tensor-parallel parameters
+
+
+def two_linears(mesh: DeviceMesh | None, *, rows: int = 8) -> nn.Module:
+    """Plain, under FSDP2 on a mesh of one axis, or tensor-parallel on the second of two."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, rows), nn.Tanh(), nn.Linear(rows, 3))
+    if mesh is not None and mesh.ndim == 2:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if mesh is not None:
+        fully_shard(model, mesh=mesh if mesh.ndim == 1 else mesh["dp"])
+    return model
+
+
+def mesh_of(size: int) -> DeviceMesh | None:
+    if size == 4:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (size,)) if size > 1 else None
+
+
+def train_two_linears(rank: int, size: int, path: str) -> list[float]:
+    model = two_linears(mesh_of(size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = train(model, optimizer, 0, STEPS)
+    if size == 4:
+        assert any(type(p).__name__ == "_StridedShard" for p in model[0].weight.placements)
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
+    return losses + train(model, optimizer, STEPS, 2 * STEPS)
+
+
+def resume_two_linears(rank: int, size: int, path: str) -> list[float]:
+    model = two_linears(mesh_of(size))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    load({"model": sharded_model(model)}, path)
+    load_optimizer(model, optimizer, path)
+    return train(model, optimizer, STEPS, 2 * STEPS)
+
+
+def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Both cut the rows of the first matrix: FSDP2 what tensor parallelism left, though its mesh axis stands first."""
+    weights = {}
+    for before, after in ((4, (4, 1)), (2, (4,))):
+        path = tmp_path / str(before)
+        (losses, *_) = ranks.run(before, train_two_linears, str(path))
+        for size in after:
+            for resumed in ranks.run(size, resume_two_linears, str(path)):
+                if before == size:
+                    assert resumed == losses[STEPS:]
+                assert resumed == pytest.approx(losses[STEPS:], rel=1e-4)
+        weights[before] = torch.zeros(8, 5)
+        load({"model": {"0.weight": sharded_like("0.weight", weights[before])}}, path)
+    torch.testing.assert_close(weights[4], weights[2], rtol=1e-4, atol=1e-5)
+
+
+def refuse_runs(rank: int, size: int) -> str:
+    weight = two_linears(mesh_of(size))[0].weight
+    placements = [weight.placements[0], Replicate()]
+    options = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+    with pytest.raises(CheckpointingException) as caught:
+        sharded_like("w", DTensor.from_local(torch.zeros(4, 5), weight.device_mesh, placements, **options))
+    return str(caught.value)
+
+
+def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
+    for told in ranks.run(4, refuse_runs):
+        assert "w of shape (8, 5) is placed as" in told
+        assert "its local values (4, 5) are not surely one block of it. Make every cut" in told
 
 
 # ----- one process
