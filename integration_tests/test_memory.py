@@ -60,15 +60,15 @@ class Built:
         )
         self.optimizer: Optimizer = get_optimizer(config, [self.model], {}, pg_collection=roles)
 
-    def peak_of_a_step(self) -> int:
-        """Of two: the first reduces nothing before it begins, the second finds what the first left."""
+    def peaks_of_two_steps(self) -> list[int]:
+        """The first reduces nothing before it begins, the second finds what the first left."""
         peaks = []
         for _ in range(2):
             self.model(torch.ones(2, WIDTH, dtype=self.dtype)).float().square().mean().backward()
             peaks.append(peak_bytes(self.optimizer.step))
             if isinstance(self.model, DistributedDataParallel):
                 self.model.zero_grad_buffer()
-        return max(peaks)
+        return peaks
 
 
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with fp32 mains"])
@@ -86,7 +86,7 @@ def test_a_plain_modules_step_takes_one_bucket_beside_its_shard(
     assert [bucket.numel for bucket in buffer.layout.buckets] == [BUCKET] * 4
     assert source.reduced.shards.nbytes == 4 * NUMEL // SIZE
     assert source.memory.grad_data.nbytes == 0
-    assert 4 * BUCKET <= built.peak_of_a_step() <= 4 * BUCKET + SMALL
+    assert all(4 * BUCKET <= peak <= 4 * BUCKET + SMALL for peak in built.peaks_of_two_steps())
 
 
 @both
@@ -95,7 +95,7 @@ def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overla
     """Reduced and gathered in place: the fp32 gradients that backward filled are all there is."""
     overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     built = Built(dtype, wrapper=overlaps | {"grad_reduce_in_fp32": True}, overlap_param_gather=overlap)
-    assert built.peak_of_a_step() <= SMALL
+    assert max(built.peaks_of_two_steps()) <= SMALL
 
 
 def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +103,4 @@ def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(wire, "SUM_TILE_NUMEL", 1 << 12)
     sums = {"reduce_scatter_with_fp32_accumulation": True, "overlap_grad_reduce": True}
     built = Built(torch.bfloat16, wrapper=sums)
-    assert 2 * BUCKET <= built.peak_of_a_step() <= 2 * BUCKET + SMALL
+    assert 2 * BUCKET <= max(built.peaks_of_two_steps()) <= 2 * BUCKET + SMALL
