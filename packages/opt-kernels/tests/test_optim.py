@@ -328,3 +328,51 @@ def test_a_sparse_gradient_is_refused() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optim.AdamW(embedding.parameters()).step()
+
+
+def stepped(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], *, without: int | None = None) -> None:
+    """One step with a gradient of ones for every parameter but the one `without`."""
+    for index, param in enumerate(params):
+        param.grad = None if index == without else torch.ones_like(param)
+    optimizer.step()
+
+
+def counts(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[float]:
+    return [float(optimizer.state[param]["step"]) for param in params]
+
+
+def test_parameters_that_move_together_are_counted_one_by_one() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    optimizer = optim.AdamW(params, backend="torch")
+    stepped(optimizer, params)
+    stepped(optimizer, params, without=1)
+    stepped(optimizer, params)
+    assert counts(optimizer, params) == [3.0, 2.0, 3.0]
+    # Steps may be set from outside, in place or by another tensor, and count on from there.
+    optimizer.state[params[0]]["step"].fill_(10)
+    optimizer.state[params[2]]["step"] = torch.tensor(20.0)
+    stepped(optimizer, params)
+    assert counts(optimizer, params) == [11.0, 3.0, 21.0]
+
+
+def test_a_saved_step_stays_when_the_optimizer_goes_on() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = optim.AdamW(params, backend="torch")
+    stepped(optimizer, params)
+    saved = optimizer.state_dict()
+    stepped(optimizer, params)
+    assert [float(state["step"]) for state in saved["state"].values()] == [1.0, 1.0]
+
+
+def test_states_that_were_put_elsewhere_are_the_ones_that_move() -> None:
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = optim.AdamW(params, backend="torch", mains="float32")
+    stepped(optimizer, params)
+    # As offloading does: the tensors are replaced, or the whole state of a parameter.
+    state = optimizer.state[params[0]]
+    left = state["exp_avg"]
+    state["exp_avg"] = left.clone()
+    optimizer.state[params[1]] = dict(optimizer.state[params[1]])
+    stepped(optimizer, params)
+    assert counts(optimizer, params) == [2.0, 2.0]
+    assert float(state["exp_avg"][0]) > float(left[0])

@@ -20,7 +20,7 @@ from opt_kernels.ops.remainder.reference import join, split_
 from opt_kernels.ops.sgd import reference as sgd_reference
 from opt_kernels.ops.sgd import triton as sgd_triton
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Work
+from opt_kernels.rules.base import Batch, Hyper, Work, Works
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
 
@@ -450,6 +450,38 @@ def test_a_gradient_that_has_moved_is_found_again(kernel_device: torch.device) -
         lion_reference.lion_([Batch(HYPER, expected)], exp_avg_codec=Plain())
     for work, other in zip(works, expected):
         torch.testing.assert_close(work.main, other.main, rtol=1e-6, atol=1e-7)
+
+
+def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: torch.device) -> None:
+    # As when a parameter is narrowed in place: the table of the wide one would write behind its end.
+    memory = torch.ones(256, device=kernel_device)
+    grad = torch.ones(128, device=kernel_device)
+    for dtype in (torch.float32, torch.bfloat16):
+        main = memory.view(dtype)[:128]
+        work = Work(grad=grad, main=main, state={"exp_avg": torch.zeros(128, device=kernel_device)})
+        memory[64:] = 1.0
+        lion_triton.lion_([Batch(replace(HYPER, lr=0.5, weight_decay=0.0), [work])], exp_avg_codec=Plain())
+    assert memory[64:].tolist() == [1.0] * 192
+    assert main.tolist() != [1.0] * 128
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("name", ["bf16-out", "remainder-all-16-bit"])
+def test_works_in_columns_move_like_any_others(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
+    one, other = (make_works(sweep, STORAGES[name], kernel_device) for _ in range(2))
+    columns = Works(
+        [work.grad for work in other],
+        mains=None if other[0].main is None else [work.main for work in other if work.main is not None],
+        states=[work.state for work in other],
+        outs=[work.out for work in other if work.out is not None],
+        remainders=None if other[0].main is not None else [w.remainder for w in other if w.remainder is not None],
+        firsts=tuple(work.first for work in other),
+    )
+    assert [work.first for work in columns[1:3]] == [work.first for work in other[1:3]]
+    for works in (one, columns):
+        sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(STORAGES[name].state))
+    for (label, a), (_, b) in zip(tensors(one), tensors(list(columns))):
+        assert same_bytes(a, b), label
 
 
 @pytest.mark.parametrize("rule", [Adam, SGD, Lion], ids=lambda rule: rule.__name__)

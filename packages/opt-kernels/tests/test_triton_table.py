@@ -1,6 +1,8 @@
 """The chunk table against a brute-force one, and the scalar block against Python's own arithmetic."""
 
+import gc
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opt_kernels import multi_tensor
 from opt_kernels.multi_tensor import (
     MAX_CHUNK,
     MIN_CHUNK,
@@ -105,6 +108,34 @@ def test_the_table_that_was_unused_longest_makes_room() -> None:
     assert len(tables) == 2
     assert tables.get("a", lambda: torch.ones(1)) is a
     assert tables.get("b", lambda: torch.ones(1)).item() == 1
+
+
+class Table:
+    """Something to be found again, of which it can be told when it is gone."""
+
+
+def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A table that was built again under its old key once replaced the one that an earlier capture had used.
+    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"), capacity=1)
+    captured = []
+    for _ in range(2):
+        tables.get("a", Table)
+        monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+        captured.append(weakref.ref(tables.get("a", Table)))
+        monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: False)
+        tables.get("b", Table)  # there is room for one
+    gc.collect()
+    first, second = (table() for table in captured)
+    assert first is not None
+    assert second is not None
+    assert first is not second
+
+
+def test_a_table_that_no_longer_holds_is_built_anew() -> None:
+    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
+    first = tables.get("a", Table)
+    assert tables.get("a", Table, holds=lambda table: table is first) is first
+    assert tables.get("a", Table, holds=lambda table: table is not first) is not first
 
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

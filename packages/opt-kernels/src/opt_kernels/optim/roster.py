@@ -39,6 +39,25 @@ class Member(NamedTuple):
     first: int  # number of its first element among all
 
 
+class Steps:
+    """The `step` states of parameters that move together, as elements of one tensor: one addition counts for all."""
+
+    def __init__(self, step: float, count: int) -> None:
+        self._all = torch.full((count,), step)  # float32 on the host, as in torch.optim
+        self.elements = self._all.unbind()
+        self._version = self._all._version
+
+    def are_even(self) -> bool:
+        """Whether nobody has set any of them since they were counted."""
+        return self._all._version == self._version
+
+    def count(self) -> float:
+        """One step more; returns how many these are."""
+        self._all.add_(1)
+        self._version = self._all._version
+        return float(self._all[0])
+
+
 class Row(NamedTuple):
     """Parameters of one sweep, one group, one step and one kind of mains, column by column."""
 
@@ -50,11 +69,11 @@ class Row(NamedTuple):
     states: list[dict[str, Tensor]]
     matrices: list[MatrixSpec]
     firsts: tuple[int, ...]
-    steps: Tensor  # float32 on the host, of which every `step` state is an element: one addition counts for all
+    steps: Steps
 
     def holds(self, grad: Tensor | None) -> bool:
-        """Whether all have made as many steps, which anyone may set, and are still where their first gradient is."""
-        return len(set(self.steps.tolist())) == 1 and grad is not None and grad.device == self.sweep.device
+        """Whether all have made as many steps, and are still where their first gradient is."""
+        return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
 
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """What is to be done with these, the local shards of DTensors."""
@@ -121,8 +140,8 @@ class Roster:
             params = row.params
             if self._distributed:
                 params, of_row = list(map(local, params)), list(map(local, of_row))
-            step = float(row.steps.add_(1)[0])
-            found.setdefault(row.sweep, []).append(Batch(hyper(row.group, step), row.works(params, of_row)))
+            batch = Batch(hyper(row.group, row.steps.count()), row.works(params, of_row))
+            found.setdefault(row.sweep, []).append(batch)
         return found
 
 
@@ -147,8 +166,8 @@ def _rows(members: Sequence[Member]) -> list[Row]:
 
 
 def _row(sweep: Sweep, group: int, kind: str | None, step: float, members: Sequence[Member]) -> Row:
-    steps = torch.full((len(members),), step)
-    for member, element in zip(members, steps.unbind()):
+    steps = Steps(step, len(members))
+    for member, element in zip(members, steps.elements):
         member.state[STEP] = element
     return Row(
         sweep=sweep,
