@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_model
+from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_like, sharded_model
+from opt_checkpoint.bucket_space import BucketSlot, dp_reshardable_to_checkpoint
 from opt_config import OptimizerConfig, ParamKey
+from opt_distributed.layout import ParamShape, flat_layout
+from opt_paramgroups import ParamId
 from opt_stack import Optimizer, get_optimizer
 
 FLAT = {"use_distributed_optimizer": True}
@@ -292,3 +295,42 @@ def test_main_values_come_from_the_saved_weights_where_none_were_saved(saved: An
         weight = model.get_parameter(name).detach()
         assert torch.equal(state["fp32_param"], weight if exact else weight.bfloat16().float())
         assert torch.equal(other.get_parameter(name).detach(), weight.bfloat16())
+
+
+# --- from the reference -----------------------------------------------------------------------------------------------
+
+
+def test_buckets_of_the_reference_go_on_as_our_state(tmp_path: Path) -> None:
+    """Its default directory holds whole buckets. The planner of flat shards knows where parameters are in them."""
+    model, optimizer = begin("flat bf16 with mains")
+    train(model, optimizer, range(3))
+    want = states(optimizer)
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    shapes = [ParamShape(id=ParamId(0, name), shape=tuple(param.shape)) for name, param in params.items()]
+    layout = flat_layout(shapes, num_shards=2, bucket_size=1000, shard_multiple=1)
+    slots, buckets = [], {}
+    for number, bucket in enumerate(layout.buckets):
+        key = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(bf16, fp32).bucket_idx_{number}"
+        flat = {
+            state: torch.zeros(bucket.slots[-1].stop - bucket.start) for state in ("param", "exp_avg", "exp_avg_sq")
+        }
+        for slot in bucket.slots:
+            name, start = slot.id.name, slot.start - bucket.start
+            slots.append(BucketSlot(name=name, shape=tuple(params[name].shape), start=start, bucket=number))
+            for state, values in flat.items():
+                held = want[name]["fp32_param" if state == "param" else state]
+                values[start : start + slot.numel] = held.flatten()
+        buckets.update({f"{key}.{state}": sharded_like(f"{key}.{state}", values) for state, values in flat.items()})
+    assert len(layout.buckets) > 1
+    save(buckets, tmp_path / "theirs")
+    dp_reshardable_to_checkpoint(tmp_path / "theirs", slots, tmp_path / "ours", step=3)
+    other, again = begin("flat bf16 with mains", seed=1)
+    train(other, again, range(2))
+    other.load_state_dict(model.state_dict())
+    loaded = load({"optimizer": state_of(other, again)["optimizer"]}, tmp_path / "ours", strict="return_unexpected")
+    again.load_state_dict(loaded.state["optimizer"])
+    del want[UNUSED]["step"]  # the reference counts steps once for all
+    got = states(again)
+    del got[UNUSED]["step"]
+    assert_same(got, want)
+    assert train(other, again, range(3, 6)) == train(model, optimizer, range(3, 6))

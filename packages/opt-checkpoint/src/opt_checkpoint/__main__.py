@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from opt_checkpoint.bucket_space import dp_reshardable_to_checkpoint, read_bucket_slots
 from opt_checkpoint.compare import differences, read_whole
 from opt_checkpoint.convert import (
     checkpoint_to_torch_file,
@@ -176,12 +177,14 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    form = ("torch", "safetensors", "from-torch", "from-legacy")
+    form = ("torch", "safetensors", "from-torch", "from-legacy", "from-dp-reshardable")
     parser.add_argument("--to", choices=form, required=True, help="what to make; from-...: a checkpoint, from that")
     parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
     parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
     parser.add_argument("--names", type=Path, help="from-torch: JSON list of parameter names in the optimizer's order")
-    parser.add_argument("--slots", type=Path, help="from-legacy: JSON list of {name, shape, start, ...}")
+    slots = "from-legacy, from-dp-reshardable: JSON list of {name, shape, start, ...}"
+    parser.add_argument("--slots", type=Path, help=slots)
+    parser.add_argument("--step", type=int, help="the same: how many updates were made; without it none is stored")
 
 
 def _convert(options: argparse.Namespace) -> int:
@@ -191,9 +194,10 @@ def _convert(options: argparse.Namespace) -> int:
         names = json.loads(options.names.read_text()) if options.names else None
         torch_file_to_checkpoint(options.source, options.target, names=names)
     elif options.to == "from-legacy":
-        if options.slots is None:
-            raise CheckpointingException("a legacy file names no parameters: give --slots, where each one is in it")
-        legacy_file_to_checkpoint(options.source, read_slots(options.slots), options.target)
+        legacy_file_to_checkpoint(options.source, read_slots(_slots(options)), options.target, step=options.step)
+    elif options.to == "from-dp-reshardable":
+        slots = read_bucket_slots(_slots(options))
+        dp_reshardable_to_checkpoint(options.source, slots, options.target, step=options.step)
     else:
         index = read_index(options.source)
         keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
@@ -202,6 +206,15 @@ def _convert(options: argparse.Namespace) -> int:
         return FINE
     print(options.target)
     return FINE
+
+
+def _slots(options: argparse.Namespace) -> Path:
+    if options.slots is None:
+        raise CheckpointingException(
+            f"--to {options.to}: what it reads names no parameters; give --slots, where each one is in it"
+        )
+    slots: Path = options.slots
+    return slots
 
 
 def _gc_arguments(parser: argparse.ArgumentParser) -> None:

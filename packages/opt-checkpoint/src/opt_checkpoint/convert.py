@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.any_optimizer import PREFIX
+from opt_checkpoint.bucket_space import counted
 from opt_checkpoint.dict_ops import ABSENT, lookup
 from opt_checkpoint.dtensor import whole_tensor
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
@@ -148,7 +149,9 @@ def read_slots(file: PathLike) -> list[LegacySlot]:
     return [LegacySlot(**row) for row in rows]
 
 
-def legacy_file_to_checkpoint(file: PathLike, slots: Sequence[LegacySlot], path: PathLike) -> None:
+def legacy_file_to_checkpoint(
+    file: PathLike, slots: Sequence[LegacySlot], path: PathLike, *, step: int | None = None
+) -> None:
     """Convert what the reference's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
 
     The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
@@ -158,6 +161,7 @@ def legacy_file_to_checkpoint(file: PathLike, slots: Sequence[LegacySlot], path:
         file: loaded with `weights_only=True`; only the coalesced form (since February 2024).
         slots: where each parameter is.
         path: the checkpoint to write.
+        step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
 
     Raises:
         CheckpointingException: the file has another form, or a slot does not fit it.
@@ -167,6 +171,7 @@ def legacy_file_to_checkpoint(file: PathLike, slots: Sequence[LegacySlot], path:
     state: dict[str, Any] = {}
     for slot in slots:
         state.update(_legacy_states(optimizers, slot))
+    state.update((counter.key, counter) for counter in counted({slot.name for slot in slots}, step))
     save({"optimizer": {"state": state}}, path)
 
 

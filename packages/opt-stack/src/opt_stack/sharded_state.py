@@ -120,13 +120,14 @@ def load_sharded_(
 def _of_same_rule(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Saved groups less the parameters that another rule moves now: its learning rate means nothing to this one."""
+    """Saved groups less the parameters that another rule moves now: its learning rate means nothing to this one. None
+    where none were saved, as in converted checkpoints."""
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [
         [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
-        for group, own in zip(saved["groups"], saved["names"], strict=True)
+        for group, own in zip(saved.get("groups", ()), saved.get("names", ()), strict=True)
     ]
-    return {"groups": saved["groups"], "names": kept}
+    return {"groups": saved.get("groups", ()), "names": kept}
 
 
 def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:
