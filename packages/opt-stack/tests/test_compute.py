@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from opt_config import ConfigError
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
@@ -13,6 +15,7 @@ from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.orthogonalization import TpMode
 from opt_kernels.rules.soap import SOAP
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
+from opt_stack import get_optimizer_based_on_param_groups
 from opt_stack.compute import ComputePlan, compute_lines, plan_compute
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
@@ -131,3 +134,16 @@ def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_spl
     cut = meta((24, 8), TP, **QKV)
     assert plan(DUPLICATED, cut)
     assert plan(BLOCKWISE, cut, split_qkv=False)
+
+
+@pytest.mark.parametrize(("rule", "shape", "allowed"), [("muon", (5,), "2-D or 3-D"), ("soap", (2, 3, 4), "2-D")])
+def test_what_is_no_matrix_is_refused_before_the_first_step(rule: str, shape: tuple[int, ...], allowed: str) -> None:
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.zeros(shape)))
+    config = OptimizerConfig(lr=0.1, optimizer=rule)
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer_based_on_param_groups(config, [model], [{"params": [model.w]}])
+    assert str(caught.value) == (
+        f"optimizer={rule!r} moves matrices ({allowed} parameters), but w has shape {shape}; give it an elementwise "
+        "rule through config_overrides"
+    )
