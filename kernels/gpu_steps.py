@@ -6,9 +6,10 @@ under Triton's interpreter, tiny, and its numbers mean nothing.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from opt_kernels.ops import scalars
 from opt_kernels.ops.adam.triton import adam_, adam_sweep
 from opt_kernels.ops.formats import triton_dtype
 from opt_kernels.ops.grad_stats.triton import grad_stats
+from opt_kernels.ops.muon import Inputs
+from opt_kernels.ops.muon import torch_native as muon_in_torch
+from opt_kernels.ops.muon import triton as muon_kernels
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients
 from opt_kernels.ops.newton_schulz.torch_native import newton_schulz
 from opt_kernels.ops.orthogonal_basis import reference as householder
@@ -26,7 +30,8 @@ from opt_kernels.ops.remainder.reference import split_
 from opt_kernels.ops.sweep import launch_options, sweeps
 from opt_kernels.ops.syrk.torch_native import dense_product
 from opt_kernels.ops.syrk.triton import halved_product
-from opt_kernels.rules.base import Batch, Hyper, Work
+from opt_kernels.optim import AdamW, Muon
+from opt_kernels.rules.base import Batch, Hyper, Work, Works
 
 QUINTIC = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 
@@ -117,7 +122,7 @@ def work(stage: Stage, numel: int, *, kind: str) -> Work:
 BYTES = {"fp32": 28, "out": 30, "remainder": 18, "8-bit": 14.125}
 
 
-def adam_step(works: list[Work], *, kind: str) -> Callable[[], None]:
+def adam_step(works: Sequence[Work], *, kind: str) -> Callable[[], None]:
     """One Adam sweep over `works`."""
     m, v = {
         "remainder": (Plain(dtype=torch.bfloat16),) * 2,
@@ -195,21 +200,80 @@ def llama(stage: Stage) -> list[int]:
 
 
 def host_times(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.3: how long the host is busy with a step over many tensors."""
+    """Facts 6.3: how long the host is busy with a step over many tensors: the rule, and the drop-in optimizer."""
     for label, sizes in {
         "llama list": llama(stage),
         "2000 small tensors": [4096] * (2000 if not stage.rehearsal else 5),
     }.items():
         works = [work(stage, size, kind="fp32") for size in sizes]
-        step = adam_step(works, kind="fp32")
-        seconds(stage, step)
-        ours = host_seconds(stage, step)
+        params = [torch.nn.Parameter(w.main) for w in works if w.main is not None]
+        for param, one in zip(params, works):
+            param.grad = one.grad
+        optimizer = AdamW(params, backend="triton")
         goal = 150.0 if label == "llama list" else None
-        yield Measure(name=f"host time of a step, {label}", value=ours * 1e6, unit="us", goal=goal, at_most=True)
-        yield Measure(
-            name=f"torch fused / ours, host, {label}", value=host_seconds(stage, torch_fused(works)) / ours, unit="1"
+        for name, step in {"rule": adam_step(in_columns(works), kind="fp32"), "drop-in AdamW": optimizer.step}.items():
+            seconds(stage, step)
+            ours = host_seconds(stage, step)
+            label_of = f"host time of a step, {name}, {label}"
+            yield Measure(name=label_of, value=ours * 1e6, unit="us", goal=goal, at_most=True)
+            peer = host_seconds(stage, torch_fused(works))
+            yield Measure(name=f"torch fused / ours, host, {name}, {label}", value=peer / ours, unit="1")
+        del works, params, optimizer
+
+
+def in_columns(works: list[Work]) -> Works:
+    """The same works, column by column."""
+    mains = [w.main for w in works if w.main is not None]
+    return Works([w.grad for w in works], mains=mains, states=[w.state for w in works])
+
+
+MUON_BYTES = 14 + 4 + 12  # momentum and its copy, normalisation, update with a bf16 weight
+
+
+def muon_sweeps(stage: Stage) -> Iterator[Measure]:
+    """Muon's elementwise parts against a copy and against torch's operations; then a whole step against torch's."""
+    bandwidth = copy_bandwidth(stage)
+    side = 4096 if not stage.rehearsal else 32
+    count = max(1, stage.numel // 4 // side**2)
+    codec = codec_for("momentum_buffer", torch.float32, signed=True)
+    works = [
+        Work(
+            grad=torch.randn(side, side, device=stage.device),
+            main=torch.randn(side, side, device=stage.device),
+            out=torch.empty(side, side, device=stage.device, dtype=torch.bfloat16),
+            state={"momentum_buffer": torch.zeros(side, side, device=stage.device)},
         )
-        del works, step
+        for _ in range(count)
+    ]
+    batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, momentum=0.95), works)]
+    options: dict[str, Any] = {
+        "transform": lambda tasks, matrices, normalised: matrices,  # nothing: only what stands around it is measured
+        "adapt_": None,
+        "inputs": lambda of: Inputs(torch.float16, True),
+        "factors": lambda of: (0.2,),
+        "nesterov": True,
+        "decoupled": True,
+        "momentum_codec": codec,
+    }
+    ours = seconds(stage, partial(muon_kernels.muon_, batches, **options))
+    share = MUON_BYTES * count * side**2 / ours / bandwidth
+    yield Measure(name="muon around the products, share of copy bandwidth", value=share, unit="1", goal=0.9)
+    peer = seconds(stage, partial(muon_in_torch.muon_, batches, **options))
+    yield Measure(name="muon around the products, torch's operations / ours", value=peer / ours, unit="1")
+    yield from muon_step(stage, side)
+
+
+def muon_step(stage: Stage, side: int) -> Iterator[Measure]:
+    """A whole step on matrices of one shape, by the same number of Newton-Schulz steps."""
+    if not hasattr(torch.optim, "Muon"):  # it came with torch 2.9
+        return
+    times = []
+    for made in (torch.optim.Muon, partial(Muon, use_syrk=not stage.rehearsal, backend="triton")):
+        params = [torch.nn.Parameter(torch.randn(side, side, device=stage.device)) for _ in range(4)]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        times.append(seconds(stage, made(params, lr=1e-4, momentum=0.95, weight_decay=0.1).step))
+    yield Measure(name=f"torch.optim.Muon / ours, 4 x {side}", value=times[0] / times[1], unit="1", goal=1.0)
 
 
 def graphs(stage: Stage) -> Iterator[Measure]:
@@ -273,6 +337,7 @@ STEPS: dict[str, Callable[[Stage], Iterator[Measure]]] = {
     "flat sweeps": flat_sweeps,
     "launch shapes": launch_shapes,
     "host times": host_times,
+    "muon sweeps": muon_sweeps,
     "graphs": graphs,
     "symmetric products": symmetric_products,
     "orthonormal bases": orthonormal_bases,

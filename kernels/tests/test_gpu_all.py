@@ -22,7 +22,14 @@ def played(*options: str) -> subprocess.CompletedProcess[str]:
 def test_every_step_can_be_rehearsed_on_a_cpu() -> None:
     finished = played("--rehearsal")
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
-    for figure in ("adam fp32, share of copy", "host time of a step", "torch.bmm / syrk", "Householder / CholeskyQR2"):
+    for figure in (
+        "adam fp32, share of copy",
+        "host time of a step, rule",
+        "host time of a step, drop-in",
+        "muon around the products, share of copy",
+        "torch.bmm / syrk",
+        "Householder / CholeskyQR2",
+    ):
         assert figure in finished.stdout
 
 
