@@ -26,7 +26,7 @@ from cut_ranks import (
 )
 from laid_out_ranks import train_fsdp, train_whole
 from torch import Tensor
-from worlds import Job, run_jobs
+from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_config import OptimizerConfig
 
@@ -75,6 +75,8 @@ MODELS = {
     "muon": config("muon", clip_grad=0.1),
     "adaptive muon, distributed": config("adaptive_muon", clip_grad=0.1, muon_tp_mode="distributed"),
 }
+if not FSDP2_RUNS:
+    MODELS = {}
 
 
 class Four(NamedTuple):

@@ -49,6 +49,7 @@ def test_every_way_to_reach_torch_distributed_is_noticed(source: str) -> None:
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """The contracts of `folder`'s pyproject.toml, checked against the packages of `folder`."""
+    pytest.importorskip("importlinter", reason="the contracts are checked where the lint group is installed")
     paths = [str(path) for path in folder.glob("packages/*/src")]
     check = "from importlinter.cli import lint_imports_command as check; check(['--no-cache'])"
     code = f"import sys; sys.path[:0] = {paths!r}; {check}"
