@@ -12,7 +12,7 @@ from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.sources import ReadGrad, Source
-from opt_kernels.rules.base import Batch, MatrixSpec, Rule, Work
+from opt_kernels.rules.base import Batch, MatrixSpec, Needs, Rule, Works
 from opt_paramgroups import ParamId
 
 
@@ -33,28 +33,14 @@ class OwnedPiece:
     stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
     step: int = 0  # updates made so far; the only state a step keeps on the host
     read_grad: ReadGrad = field(init=False)
-    _main: Tensor | None = field(init=False)  # these two are asked for at every step, and never change
-    _out: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.read_grad = self.source.reader(self.id, self.of_param)
-        self._main, self._out = self.main.main, self.main.out
 
     @property
     def is_whole(self) -> bool:
         """Whether it is all that this rank stores of the parameter."""
         return self.of_param == slice(0, local_numel(self.param))
-
-    def work(self, grad: Tensor) -> Work:
-        """What the rule has to do."""
-        return Work(
-            grad=grad,
-            main=self._main,
-            state=self.state,
-            out=self._out,
-            remainder=self.main.remainder,
-            matrix=self.matrix,
-        )
 
 
 class Ready(NamedTuple):
@@ -79,6 +65,7 @@ class Unit:
     pieces: Sequence[OwnedPiece]
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
     stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
+    _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
 
     def ready(self) -> Ready:
         """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
@@ -92,14 +79,27 @@ class Unit:
     def update_(self, ready: Ready, groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]) -> None:
         """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot."""
         by_scale: dict[float, list[Batch]] = {}
-        for row, works in _rows(ready).items():
-            scale = scale_of_slot[row.norm_slot] * row.source.grad_scale
-            batch = Batch(read_hyper(groups[row.group], step=row.step), works)
+        for run in self._runs_of(ready.pieces):
+            works = run.works(ready.grads)
+            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1)
+            scale = scale_of_slot[run.key.norm_slot] * run.key.source.grad_scale
+            # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
+            batch = Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works)
             by_scale.setdefault(scale, []).append(batch)
         for scale, batches in by_scale.items():
             update_(self.rule, batches, grad_scale=scale, stages=self.stages)
         for piece in ready.pieces:
             piece.step += 1
+
+    def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list["_Run"]:
+        """The runs that these pieces make now; those of all pieces are kept for as long as they take every step
+        together."""
+        if pieces is not self.pieces:
+            return _runs(pieces)
+        keys = {run.step_now() for run in self._runs}
+        if None in keys or len(keys) < len(self._runs) or not self._runs:
+            self._runs = _runs(pieces)
+        return self._runs
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces, as it is before the first step."""
@@ -110,25 +110,69 @@ class Unit:
         return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
 
 
-class _Row(NamedTuple):
-    """What works must share to share a row of the hyper table and what their gradients are multiplied by."""
+class _Key(NamedTuple):
+    """What pieces must share to share a row of the hyper table and what their gradients are multiplied by."""
 
     source: Source
     norm_slot: int
     group: int
-    step: int  # that they are about to make
+    step: int  # updates made so far
 
 
-def _rows(ready: Ready) -> dict[_Row, list[Work]]:
-    """The works of an update, row by row, in the order of the pieces: the same on every rank that has the same."""
-    found: dict[tuple[Source, int, int, int], list[Work]] = {}  # plain tuples: named ones cost more than the rest
-    for piece, grad in zip(ready.pieces, ready.grads, strict=True):
-        key = (piece.source, piece.norm_slot, piece.group, piece.step + 1)
-        works = found.get(key)
-        if works is None:
-            works = found[key] = []
-        works.append(piece.work(grad))
-    return {_Row(*key): works for key, works in found.items()}
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """Pieces of one key, in their order: column by column, so that a step makes no object for a piece."""
+
+    key: _Key
+    indices: Sequence[int]  # among the pieces that were ready
+    pieces: Sequence[OwnedPiece]
+    columns: Works = field(init=False)  # all but the gradients
+
+    def __post_init__(self) -> None:
+        mains = [piece.main for piece in self.pieces]
+        self.columns = Works(
+            (),
+            mains=_column([main.main for main in mains]),
+            states=[piece.state for piece in self.pieces],
+            outs=_column([main.out for main in mains]),
+            remainders=_column([main.remainder for main in mains]),
+            matrices=[piece.matrix for piece in self.pieces],
+        )
+
+    def works(self, grads: Sequence[Tensor]) -> Works:
+        """What a rule has to do, with the gradients of all that is ready."""
+        of = self.columns
+        return Works(
+            [grads[index] for index in self.indices],
+            mains=of.mains,
+            states=of.states,
+            outs=of.outs,
+            remainders=of.remainders,
+            matrices=of.matrices,
+        )
+
+    def step_now(self) -> _Key | None:
+        """The key as it is now; None where the pieces are no longer at one step."""
+        steps = {piece.step for piece in self.pieces}
+        if len(steps) > 1:
+            return None
+        self.key = self.key._replace(step=steps.pop())
+        return self.key
+
+
+def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """None where nobody has a value: pieces of one source and rule keep their numbers alike."""
+    found = [value for value in values if value is not None]
+    assert len(found) in (0, len(values))
+    return found or None
+
+
+def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
+    """The pieces by key, in their order: the same on every rank that has the same."""
+    found: dict[_Key, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, piece.step), []).append(index)
+    return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
