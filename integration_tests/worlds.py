@@ -35,7 +35,7 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(2 * TIMEOUT_S)
+            process.join(4 * TIMEOUT_S)  # a collective gives up after one; a world of many jobs takes its time
         for process in ranks:
             if process.is_alive():
                 process.kill()
