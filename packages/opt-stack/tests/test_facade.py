@@ -64,6 +64,22 @@ def test_the_zeros_of_all_gradients_are_counted() -> None:
     assert optimizer.step().num_zeros_in_grad == 1 + 2 + 3 + 3  # the last has three elements
 
 
+def test_a_parameter_that_misses_a_step_counts_its_own_from_then_on() -> None:
+    """Adam's bias correction is by a parameter's own steps, as in torch."""
+    ours, theirs = make_model(), make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0), [ours], {})
+    peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(5):
+        for number, params in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+            missing = (step, number) in {(2, 1), (3, 2)}
+            for param in params:
+                param.grad = None if missing else torch.full_like(param, (step - 2.5) * (number + 1))
+        assert optimizer.step().success
+        peer.step()
+    for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # updates of 1e-2, each rounded alike to 2**-24
+
+
 def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:
     model, other = make_model(), make_model()
     optimizer = get_optimizer(CONFIG, [model], {})
