@@ -124,3 +124,14 @@ def test_what_is_gathered_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         return [len(run) for run in every.runs(tasks_of(every))], [len(run) for run in owner.runs(tasks_of(owner))]
 
     assert run_grid((2,), rank_main) == [([2, 2, 1], [4, 1])] * 2
+
+
+def test_matrices_are_gathered_in_one_order_whatever_order_a_rank_brings_them_in() -> None:
+    """Rows of the hyper table come in the order of a rank's own parameters."""
+
+    def rank_main(comms: list[Comm]) -> list[list[ParamId]]:
+        stage = stage_of(comms, Grid((2,), (0,)), Computes.OWNER)
+        tasks = tasks_of(stage)[:: 1 if stage.at == (0,) else -1]
+        return [[compute.matrix_of(task.work) for task in run] for run in stage.runs(tasks)]
+
+    assert run_grid((2,), rank_main) == [[IDS]] * 2

@@ -39,6 +39,7 @@ class ComputeStage:
         self.at = tuple(comm.rank for comm in comms)
         self.of_whole = of_whole  # what the rule must know of each matrix where it is whole
         self._slots = {slot.matrix.id: slot for slot in layout.slots}
+        self._order = {id: number for number, id in enumerate(self._slots)}
         self._gathered = range(layout.kept, len(layout.sizes))
 
     def __contains__(self, id: Hashable) -> bool:
@@ -61,11 +62,11 @@ class ComputeStage:
         return self.computes(id) and (self._slots[id].owner is not None or not any(self.at[self.layout.kept :]))
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
-        """`tasks` in runs that are gathered together: the same on every rank."""
+        """`tasks` in runs that are gathered together: in the layout's order, so the same on every rank."""
         limit = WHOLE_NUMEL * (self.layout.num_ranks if self.layout.computes is Computes.OWNER else 1)
         run: list[Task] = []
         numel = 0
-        for task in tasks:
+        for task in sorted(tasks, key=lambda task: self._order[matrix_of(task.work)]):
             size = self.whole(matrix_of(task.work)).numel
             if run and numel + size > limit:
                 yield run
