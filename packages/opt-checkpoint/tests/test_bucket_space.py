@@ -36,7 +36,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """As the reference's `torch_dist`: a stock directory and its mark."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(tensors, checkpoint_id=path, no_dist=True)
+        dcp.save(tensors, checkpoint_id=path)
     (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 
 
