@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from parity import roles_over
 from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_like, sharded_model
 from opt_checkpoint.bucket_space import BucketSlot, dp_reshardable_to_checkpoint
 from opt_config import OptimizerConfig, ParamKey
+from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_distributed.layout import ParamShape, flat_layout
 from opt_paramgroups import ParamId
 from opt_stack import Optimizer, get_optimizer
@@ -280,6 +282,22 @@ def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="step, exp_avg was loaded and exp_avg_sq was not"):
         resume(other, again, tmp_path / "muon", {"aliases": part, "strict": "return_unexpected"})
     assert group_of(again, "first.bias")["lr"] == 0.5
+
+
+def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(saved: Any) -> None:
+    def rank_main(comm: ThreadComm) -> tuple[str, float]:
+        model = Odd(seed=1)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.5), [model], pg_collection=roles_over(comm))
+        loaded = load(state_of(model, optimizer), saved[2]).state["optimizer"]
+        if comm.rank == 1:
+            del loaded["state"]["first.weight"]["exp_avg"]
+        with pytest.raises(ValueError) as caught:
+            optimizer.load_state_dict(loaded)
+        return str(caught.value), group_of(optimizer, "first.weight")["lr"]
+
+    for told, rate in run_threads(2, rank_main):
+        assert "state of 'first.weight': step, exp_avg_sq was loaded and exp_avg was not" in told
+        assert rate == 0.5
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])
