@@ -68,14 +68,15 @@ def _halved_(out: Tensor, product: _Product) -> None:
     size = out.shape[0] // BLOCK_ROWS
     for low in range(0, out.shape[0], size):
         high = low + size
-        row = _block_row(product, low, high)
-        out[low:high, :high] = row
-        out[:low, low:high] = row[:, :low].mT
+        _block_row_(out[low:high, :high], product, low, high)
+        out[:low, low:high] = out[low:high, :low].mT
 
 
-def _block_row(product: _Product, low: int, high: int) -> Tensor:
+def _block_row_(out: Tensor, product: _Product, low: int, high: int) -> None:
     left, right = product.left[low:high], product.right[:, :high]
-    if product.added is None:
-        row = left @ right
-        return row if product.alpha == 1.0 else row.mul_(product.alpha)
-    return torch.addmm(product.added[low:high, :high], left, right, beta=product.beta, alpha=product.alpha)
+    if product.added is not None:
+        torch.addmm(product.added[low:high, :high], left, right, beta=product.beta, alpha=product.alpha, out=out)
+        return
+    torch.mm(left, right, out=out)
+    if product.alpha != 1.0:
+        out.mul_(product.alpha)
