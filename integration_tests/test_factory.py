@@ -89,7 +89,7 @@ STRANGER = "group 'group 1' has a parameter of shape (3,): no trainable paramete
 NOTHING = "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 DIFFERENT = (
     "data-parallel ranks [1] planned another step than rank 0: config, overrides and model must be equal on all ranks "
-    "that share parameters"
+    "that share parameters; head.bias is trained on rank 0 only"
 )
 CONFLICT = (
     "parameter 'head.bias': 'wd_mult' is 0.0 by the key '*.bias' and 1.0 by 'head.*'; let one of them leave it out, or "

@@ -1,6 +1,8 @@
 """Each test begins with what goes wrong in the reference, or in a run, and shows what happens here."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_stack import get_optimizer
+from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 
 
 def config(**changes: Any) -> OptimizerConfig:
@@ -203,22 +205,119 @@ def test_two_backward_passes_add_up(wrapped: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("field", "value"),
     [
-        pytest.param({"optimizer": "sgd"}, id="rule"),
-        pytest.param({"use_distributed_optimizer": True}, id="sharding"),
-        pytest.param({"decoupled_weight_decay": False}, id="structure"),
+        ("optimizer", "sgd"),
+        ("use_distributed_optimizer", True),
+        ("decoupled_weight_decay", False),
+        ("lr", 2 * LR),
+        ("adam_beta2", 0.5),
+        ("clip_grad", 7.0),
+        ("loss_scale", 8.0),
+        ("grad_norm_skip_threshold", 3.0),
+        ("log_num_zeros_in_grad", True),
     ],
 )
-def test_ranks_that_were_configured_differently_all_refuse(other: dict[str, Any]) -> None:
+def test_ranks_that_were_configured_differently_all_refuse_and_name_the_field(field: str, value: Any) -> None:
+    """Only what changed the plan was compared: another rate parted the weights, another limit of the norm hung."""
+
     def rank_main(comm: ThreadComm) -> str:
-        try:
-            get_optimizer(
-                config(**(other if comm.rank == 1 else {})), [Net(torch.float32)], {}, pg_collection=roles_over(comm)
-            )
-        except ValueError as error:
-            return str(error)
-        return "built"
+        other = {field: value} if comm.rank == 1 else {}
+        return refusal(lambda: get_optimizer(config(**other), [Net(torch.float32)], {}, pg_collection=roles_over(comm)))
+
+    for told in run_threads(3, rank_main):
+        assert f"{field} is " in told
+        assert f"{value!r} on ranks [1]" in told
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("grad_norm_group", "mtp"), ("shared", True), ("tensor_model_parallel", True)]
+)
+def test_ranks_whose_parameters_say_other_things_all_refuse(attribute: str, value: Any) -> None:
+    """Norms then counted an element on one rank only, or in two groups' norms."""
+
+    def rank_main(comm: ThreadComm) -> str:
+        net = Net(torch.float32)
+        if comm.rank == 1:
+            setattr(net.second.weight, attribute, value)
+        return refusal(lambda: get_optimizer(config(), [net], {}, pg_collection=roles_over(comm)))
 
     for told in run_threads(2, rank_main):
-        assert "planned another step than rank 0" in told
+        assert "of second.weight is" in told
+        assert f"{value!r} on rank 1" in told
+
+
+def test_ranks_whose_groups_have_other_numbers_all_refuse() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        net = Net(torch.float32)
+        groups = [{"params": list(net.parameters()), "weight_decay": 0.1 * comm.rank}]
+        return refusal(
+            lambda: get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
+        )
+
+    for told in run_threads(2, rank_main):
+        assert "weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1" in told
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_wrapper_over_other_ranks_than_the_optimizers_is_refused(sharded: bool) -> None:
+    """Each rank then stepped by its own gradients, and nobody said so."""
+    alone = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
+
+    def rank_main(comm: ThreadComm) -> str:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(ddp, Net(torch.float32), groups=alone)
+        ours = config(use_distributed_optimizer=sharded)
+        return refusal(lambda: get_optimizer(ours, [model], {}, pg_collection=roles_over(comm)))
+
+    for told in run_threads(2, rank_main):
+        assert "data-parallel groups of 1 x 1 ranks" in told
+
+
+def test_ranks_that_mean_other_losses_all_refuse() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        ddp = DistributedDataParallelConfig()
+        return refusal(
+            lambda: DistributedDataParallel(
+                ddp, Net(torch.float32), groups=roles_over(comm), calculate_per_token_loss=comm.rank == 1
+            )
+        )
+
+    for told in run_threads(2, rank_main):
+        assert "data-parallel ranks [1]" in told
+
+
+@pytest.mark.parametrize("name", ["other", ""])
+def test_a_norm_group_that_does_not_exist_is_refused_by_name(name: str) -> None:
+    """It was a ValueError of `tuple.index`."""
+    net = Net(torch.float32)
+    net.second.weight.grad_norm_group = name
+    told = refusal(lambda: get_optimizer(config(), [net], {}))
+    assert told.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; 'mtp' is allowed")
+
+
+def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) -> None:
+    """A rank that logged alone waited for the others in another collective than they were in."""
+
+    def rank_main(comm: ThreadComm, rank: int) -> str:
+        ours = config(config_logger_dir=str(tmp_path / "logs") if comm.rank == rank else "")
+        get_optimizer(ours, [Net(torch.float32)], {}, pg_collection=roles_over(comm))
+        path = str(tmp_path / "map") if comm.rank == rank else None
+        return refusal(
+            lambda: get_optimizer(
+                ours, [Net(torch.float32)], {}, pg_collection=roles_over(comm), dump_param_to_param_group_map=path
+            )
+        )
+
+    for rank in (1, 0):
+        for told in run_threads(2, lambda comm, rank=rank: rank_main(comm, rank)):
+            assert "dump_param_to_param_group_map is " in told
+        assert (tmp_path / "logs").exists() == (rank == 0)
+
+
+def refusal(build: Callable[[], object]) -> str:
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return "built"

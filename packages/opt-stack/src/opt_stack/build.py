@@ -23,8 +23,9 @@ from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
+from opt_stack.planner import SEPARATE_NORMS
 
-NORM_SLOTS = ("", "mtp")  # the model's own gradient norm, and the one name the reference keeps apart
+NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and those that are kept apart from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

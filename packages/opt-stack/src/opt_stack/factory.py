@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
-from opt_distributed.buffers.agreement import from_all_replicas
+from opt_config import OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
@@ -25,11 +24,12 @@ from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
+from opt_stack.peers import check_peers, check_same_config
 from opt_stack.plan import Plan
 from opt_stack.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.registry import Registry
-from opt_stack.wrapped import check_blocks, check_wrapped, wrapped_buffers
+from opt_stack.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
 
 logger = logging.getLogger("opt_stack")
 
@@ -72,6 +72,8 @@ def get_optimizer(
     roles = _roles(config, chunks, pg_collection)
     known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
     overrides = _agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
+    asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
+    check_same_config(config, roles.everyone, asked=asked)
     groups = get_param_groups(
         chunks, config, overrides, gather=roles.everyone.gather_objects, allow_unmatched=allow_unmatched
     )
@@ -113,6 +115,7 @@ def get_optimizer_based_on_param_groups(
         roles.everyone,
         lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
     )
+    check_same_config(config, roles.everyone)
     return _build(config, chunks, groups, roles, known, part=part)
 
 
@@ -160,12 +163,12 @@ def _build(
         dense_tp=roles.dense.tp.size,
         expert_tp=roles.expert.tp.size,
     )
+    _agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     plan = _agreed(roles.everyone, lambda: plan_of(config, chunks, groups, rules, sizes=sizes))
-    _check_peers(plan, roles)
+    check_peers(plan, groups, describe(chunks), roles)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
-    if config.config_logger_dir:
-        write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
+    write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
     model = Model(
         params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups), device=_device(chunks)
     )
@@ -203,22 +206,6 @@ def plan_of(
         bucket_size=default_bucket_size(sizes.dense),
         ready_buffers=ready,
     )
-
-
-def _check_peers(plan: Plan, roles: Roles) -> None:
-    """What only all ranks together can see: somebody has parameters, and replicas planned alike."""
-    if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
-        raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
-    error = None
-    for axes, experts in ((roles.dense, False), (roles.expert, True)):  # ranks may hold other experts
-        told = from_all_replicas(axes, plan.fingerprint(experts=experts))
-        others = [rank for rank, print_ in enumerate(told) if print_ != told[0]]
-        if others:
-            error = error or ConfigError(
-                f"{'expert ' * experts}data-parallel ranks {others} planned another step than rank 0: config, "
-                "overrides and model must be equal on all ranks that share parameters"
-            )
-    agree(roles.everyone, error)
 
 
 def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: ProcessGroups | Roles | None) -> Roles:

@@ -16,6 +16,9 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
+SEPARATE_NORMS = ("mtp",)
+"""Values of a parameter's `grad_norm_group`: its gradients have a norm and a clip of their own. As in the reference."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSizes:
@@ -44,6 +47,7 @@ def make_plan(
     """
     rule_of = {id: group["optimizer"] for group in groups for id in group["param_ids"]}
     _check_dtypes(config, metas, rule_of)
+    _check_norm_groups(metas)
     in_buffers = {param.id for buffer in ready_buffers for param in buffer.params}
     ours = {id: name for id, name in rule_of.items() if id not in in_buffers}
     planned = _plan_buffers(config, metas, ours, rules, sizes=sizes, bucket_size=bucket_size)
@@ -180,6 +184,15 @@ def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replica
                 f"optimizer={unit.rule.name!r} needs whole matrices, but use_distributed_optimizer=True "
                 f"({type(sharding).__name__}) cuts parameters between ranks; set "
                 "use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
+            )
+
+
+def _check_norm_groups(metas: Mapping[ParamId, ParamMeta]) -> None:
+    for id, meta in metas.items():
+        if meta.grad_norm_group not in (None, *SEPARATE_NORMS):
+            raise ConfigError(
+                f"parameter {str(id)!r} has grad_norm_group={meta.grad_norm_group!r}; "
+                f"{', '.join(map(repr, SEPARATE_NORMS))} is allowed, or None: part of the model's own norm"
             )
 
 

@@ -22,12 +22,15 @@ PLAN_FILE = "optimizer_plan.json"
 
 
 def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, everyone: Comm) -> None:
-    """Rank 0 writes the resolved configuration and the plan to `folder`, as JSON. Every rank calls it.
+    """Rank 0 writes the resolved configuration and the plan to its `folder`, as JSON, if it has one. Every rank calls
+    it.
 
     Raises OSError, or ValueError on the other ranks, where nothing can be written.
     """
 
     def write() -> None:
+        if not folder:
+            return
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_json(Path(folder) / CONFIG_FILE, resolved(config))
         _write_json(Path(folder) / PLAN_FILE, plan_record(plan))

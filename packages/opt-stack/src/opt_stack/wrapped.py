@@ -9,6 +9,7 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
+from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.rules.base import Rule
 from opt_stack.plan import BufferPlan, Spread
 
@@ -58,6 +59,34 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                     f"the optimizer's configuration means {name}={ours}, but model chunk {index} was wrapped with "
                     f"{name}={theirs}; give both the same"
                 )
+
+
+def check_same_groups(chunks: Sequence[nn.Module], roles: Roles) -> None:
+    """What a wrapper reduced over other ranks than the step believes would be updated as if it were the mean.
+
+    Raises:
+        ConfigError: a wrapper has other data-parallel groups than the optimizer.
+    """
+    for index, chunk in enumerate(chunks):
+        if not isinstance(chunk, DistributedDataParallel):
+            continue
+        for family, ours, theirs in (
+            ("data-parallel", roles.dense, chunk.roles.dense),
+            ("expert data-parallel", roles.expert, chunk.roles.expert),
+        ):
+            if _ranks(ours) != _ranks(theirs):
+                raise ConfigError(
+                    f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
+                    f"are of {_in_words(ours)}; give both the same groups"
+                )
+
+
+def _ranks(axes: Axes) -> tuple[int, ...]:
+    return axes.dp.size, axes.dp.rank, axes.inter.size, axes.inter.rank
+
+
+def _in_words(axes: Axes) -> str:
+    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank})"
 
 
 def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:

@@ -313,7 +313,7 @@ class DistributedDataParallel(nn.Module):
         except ValueError as caught:
             error = caught
         for axes, is_expert in ((self.roles.dense, False), (self.roles.expert, True)):
-            print_ = f"{self.config}" + "".join(
+            print_ = f"{self.config}, {self.calculate_per_token_loss}" + "".join(
                 f"|{plan.key}:{plan.layout.fingerprint()}" for plan in buffers.plans if plan.key.is_expert == is_expert
             )
             agree_on(axes, print_, error)

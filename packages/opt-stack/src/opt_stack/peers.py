@@ -1,0 +1,108 @@
+"""What ranks must have in common before anything is built. Every verdict is the same on every rank."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.buffers.agreement import from_all_replicas
+from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.groups import Roles
+from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.plan import Plan
+
+MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
+"""Fields of the configuration that are a rank's own business."""
+_OF_THE_RANK = frozenset({"local_shape", "placements"})  # of `ParamMeta`: what is stored here, and where here is
+_NO_NUMBERS = frozenset({"params", "param_ids", "name"})  # of a group
+
+NOTHING: Mapping[str, bool] = MappingProxyType({})
+Groups = Sequence[Mapping[str, Any]]
+
+
+def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
+    """Raises ConfigError, naming the fields, the ranks and their values, where ranks were configured differently.
+
+    All ranks hear of it: also a limit or a loss scale that only one of them has would part their weights. `asked`:
+    whether this rank gave arguments for which all ranks work together.
+    """
+    told: list[dict[str, str]] = everyone.gather_objects(_set_fields(config, asked))
+    defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
+    problems = []
+    for name, default in defaults.items():
+        values = [of_rank.get(name, default) for of_rank in told]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            problems.append(f"{name} is {values[0]} on rank 0 and {values[odd[0]]} on ranks {odd}")
+    if problems:
+        raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; give all ranks the same")
+
+
+def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:
+    """What does not have its default, as text."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
+    defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(asked, False)
+    return {name: repr(value) for name, value in {**values, **asked}.items() if repr(value) != repr(defaults[name])}
+
+
+def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], roles: Roles) -> None:
+    """What only all ranks together can see.
+
+    Raises:
+        ConfigError: nobody has parameters; or ranks that share parameters planned another step for them, move them by
+            other numbers, or know other things of them.
+    """
+    if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
+        raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
+    error = None
+    for axes, experts in ((roles.dense, False), (roles.expert, True)):  # ranks may hold other experts
+        mine = dict(_said_of_params(plan, groups, metas, experts=experts))
+        digest = sha256(f"{plan.fingerprint(experts=experts)}{mine}".encode()).hexdigest()
+        told = from_all_replicas(axes, digest)
+        others = [rank for rank, print_ in enumerate(told) if print_ != told[0]]
+        if others:
+            said = from_all_replicas(axes, mine)
+            error = error or ConfigError(
+                f"{'expert ' * experts}data-parallel ranks {others} planned another step than rank 0: config, "
+                "overrides and model must be equal on all ranks that share parameters"
+                f"{_first_difference(said[0], said[others[0]], rank=others[0])}"
+            )
+    agree(roles.everyone, error)
+
+
+def _said_of_params(
+    plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], *, experts: bool
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each parameter by name, and what its group and its attributes say of it, as text."""
+    ids = {id for unit in plan.units if unit.is_expert == experts for id in unit.ids}
+    for group in groups:
+        numbers = {key: repr(_plain(group[key])) for key in sorted(set(group) - _NO_NUMBERS) if _is_plain(group[key])}
+        for id in sorted(ids.intersection(group["param_ids"])):
+            known = {f.name: repr(getattr(metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK}
+            yield str(id), numbers | known
+
+
+def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+    for name in sorted({*first, *other}):
+        if name not in first or name not in other:
+            return f"; {name} is trained on rank {rank if name in other else 0} only"
+        for key in sorted({*first[name], *other[name]}):
+            ours, theirs = first[name].get(key), other[name].get(key)
+            if ours != theirs:
+                return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its text is the same in every process: numbers, names and tuples of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
