@@ -368,6 +368,38 @@ def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, bac
 
 
 @ON_BACKENDS
+def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
+    # As the gradient of an imaginary part may be.
+    lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))
+    SGD(backend=backend).update_([Batch(HYPER, [replace(lazy, grad=torch._neg_view(-lazy.grad))])])
+    SGD(backend=backend).update_([Batch(HYPER, [plain])])
+    assert torch.equal(value(lazy), value(plain))
+
+
+@pytest.mark.parametrize("numel", [3, 4000])
+@pytest.mark.parametrize("of", ["state", "out"])
+@ON_BACKENDS
+def test_what_has_another_number_of_elements_is_refused(of: str, numel: int, backend: str) -> None:
+    # Swept by address it would be read and written beyond its end.
+    rule = Adam(backend=backend)
+    work = replace(KEPT["fp32-out16"].work(rule, start_of((100,))), grad=torch.randn(100))
+    other = KEPT["fp32-out16"].work(rule, start_of((numel,)))
+    work = (
+        replace(work, state=other.state | {"step": torch.zeros(())}) if of == "state" else replace(work, out=other.out)
+    )
+    with pytest.raises(LayoutError, match=rf"has shape \({numel},\) where its parameter has \(100,\)"):
+        rule.update_([Batch(HYPER, [work])])
+
+
+@NEEDS_COMPILER
+def test_compiled_sweeps_refuse_what_is_in_no_cpu_memory() -> None:
+    work = KEPT["fp32"].work(Adam(), start_of((100,)))
+    work = replace(work, grad=torch.randn(100), state=Adam().init_state(torch.empty(100, device="meta")))
+    with pytest.raises(LayoutError, match="meta"):
+        Adam(backend="cpp").update_([Batch(HYPER, [work])])
+
+
+@ON_BACKENDS
 def test_a_parameter_with_holes_is_refused(backend: str) -> None:
     main = torch.zeros(10, 4)[:, :2]
     work = Work(grad=torch.zeros(10, 2), main=main, state=Adam().init_state(main))

@@ -13,14 +13,14 @@ from torch import Tensor
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.cpp.compiler import library
 from opt_kernels.cpp.threads import run
-from opt_kernels.ops.elements import HostHyper, Run, on_host, run_of
+from opt_kernels.ops.elements import HostHyper, LayoutError, Run, on_host, run_of
 from opt_kernels.rules.base import Batch, Work, Works
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 MOST_STATES = 2
 SHARE_NUMEL = 1 << 15  # elements that are worth waking a thread for
 
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 
 
 class Formats(NamedTuple):
@@ -73,7 +73,9 @@ class Columns(NamedTuple):
         yield from self.states
 
     def are_flat(self) -> bool:
-        """Whether all tensors of a work have their elements in one order, without holes."""
+        """Whether all tensors of a work have their elements in one order, without holes, as they lie in memory."""
+        if any(map(Tensor.is_neg, self.grads)):
+            return False
         shapes = list(map(_SHAPE, self.grads))
         return all(all(map(Tensor.is_contiguous, column)) for column in self.all()) and all(
             list(map(_SHAPE, column)) == shapes for column in self.all()
@@ -142,10 +144,7 @@ def update_(
             if not formats.is_known or (rounds_by_chance and formats.main not in (None, torch.float32)):
                 others.append(Batch(hyper, same))
                 continue
-            columns = _columns(same, names)
-            if not columns.are_flat():
-                columns = _columns([run_of(work) for work in same], names)
-            calls.setdefault(formats, _Call()).add(columns, index)
+            calls.setdefault(formats, _Call()).add(_flat_columns(same, names), index)
     rows = array("f", [value for hyper, _ in batches for value in row_of(on_host(hyper))])
     for formats, call in calls.items():
         call.run(library(source, **formats.macros | macros), rows)
@@ -173,6 +172,20 @@ def _formats(work: Work, names: Sequence[str]) -> Formats:
         None if out is None else out.dtype,
         tuple([state[name].dtype for name in names]),
     )
+
+
+def _flat_columns(works: Sequence[Work], names: Sequence[str]) -> Columns:
+    """All that a call must not take on trust: it has addresses only. Raises LayoutError for what it cannot walk."""
+    columns = _columns(works, names)
+    if not columns.are_flat():
+        columns = _columns([run_of(work, names) for work in works], names)
+    for column in columns.all():
+        if not all(map(_IS_CPU, column)):
+            devices = sorted({str(tensor.device) for tensor in column})
+            raise LayoutError(
+                f"backend='cpp' with tensors on {devices}: it sweeps CPU memory, and one sweep has one device"
+            )
+    return columns
 
 
 def _columns(works: Sequence[Work | Run], names: Sequence[str]) -> Columns:

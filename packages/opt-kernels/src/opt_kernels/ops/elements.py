@@ -54,17 +54,22 @@ def skipped(skip: Tensor | None) -> bool:
     return skip is not None and bool(skip)
 
 
-def run_of(work: Work) -> Run:
-    """`work` as flat runs. Raises LayoutError where what would be written has holes or another order of elements."""
+def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
+    """`work` as flat runs. Of its states `codes` have one element for each of the parameter's; others may have.
+
+    Raises LayoutError where what would be written has holes, another order of elements, or another number of them.
+    """
     anchor = work.main if work.main is not None else work.out
     if anchor is None:
         raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
-    grad = work.grad if _same_order(work.grad, anchor) else torch.empty_like(anchor, dtype=work.grad.dtype)
+    _same_shape(work.grad, anchor, "grad")
+    is_readable = _same_order(work.grad, anchor) and not work.grad.is_neg()  # as it lies in memory
+    grad = work.grad if is_readable else torch.empty_like(anchor, dtype=work.grad.dtype)
     if grad is not work.grad:
         grad.copy_(work.grad)
     # Block scales are one number a block: another length than the anchor's, and always flat.
     state = {
-        name: flat(tensor, anchor, name) if tensor.shape == anchor.shape else tensor
+        name: flat(tensor, anchor, name) if name in codes or tensor.shape == anchor.shape else tensor
         for name, tensor in work.state.items()
     }
     return Run(
@@ -77,23 +82,21 @@ def run_of(work: Work) -> Run:
     )
 
 
-def dense_run_of(work: Work, names: Sequence[str]) -> Run:
-    """`work` with only the states `names`, all in one order of elements; in its own shape where that is contiguous.
+def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run:
+    """`work` with only these states, all in one order of elements; in its own shape where that is contiguous.
 
     For the sweeps that take any shape: a view costs as much as starting an operation.
     """
     # Fused sweeps walk memory, whatever the strides say.
     grad, state = work.grad, work.state
-    if not grad.is_contiguous():
-        return run_of(work)
-    for tensor in (work.main, work.out, work.remainder):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == grad.shape):
-            return run_of(work)
-    for name in names:
-        if not state[name].is_contiguous():
-            return run_of(work)
-    if len(state) != len(names):
-        state = {name: state[name] for name in names}
+    shape = grad.shape
+    if not grad.is_contiguous() or grad.is_neg():
+        return run_of(work, codes)
+    for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape):
+            return run_of(work, codes)
+    if len(state) != len(codes) + len(scales):
+        state = {name: state[name] for name in (*codes, *scales)}
     return Run(grad, work.main, work.out, work.remainder, state, work.first)
 
 
@@ -148,6 +151,7 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory."""
     if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
+    _same_shape(tensor, anchor, name)
     if not _same_order(tensor, anchor) or not _is_dense(anchor):
         raise LayoutError(
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "
@@ -156,12 +160,17 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
-    """Whether both lay their elements out alike; a dim of one element has no stride to speak of."""
+def _same_shape(tensor: Tensor, anchor: Tensor, name: str) -> None:
+    """Raises LayoutError where `tensor` has another shape: a sweep would run out of its memory."""
     if tensor.shape != anchor.shape:
         raise LayoutError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot go with a parameter of {tuple(anchor.shape)}"
+            f"{name} has shape {tuple(tensor.shape)} where its parameter has {tuple(anchor.shape)}; give equal shapes; "
+            "where a parameter was replaced by one of another shape, delete its state"
         )
+
+
+def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
+    """Whether both, of one shape, lay their elements out alike; a dim of one element has no stride to speak of."""
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
     return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)

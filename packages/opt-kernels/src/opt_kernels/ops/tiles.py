@@ -45,9 +45,9 @@ class Divided(NamedTuple):
 
 def divided(works: Iterable[Work], codecs: Mapping[str, StateCodec], *, scale: float) -> Divided:
     """`works` in two: those of one dtype throughout with nothing else to read or write, and the others."""
-    names = [*codecs, *(scale_name(name) for name, codec in codecs.items() if codec.block)]
+    codes, scales = list(codecs), [scale_name(name) for name, codec in codecs.items() if codec.block]
     # Backwards: the last gradients that the statistics read are in the cache still.
-    runs = [dense_run_of(work, names) for work in works][::-1]
+    runs = [dense_run_of(work, codes, scales) for work in works][::-1]
     if scale != 1.0:
         return Divided([], runs)
     parts = Divided([], [])

@@ -44,7 +44,7 @@ def adam_(
         return
     for hyper, works in batches:
         row = on_host(hyper)
-        for run in map(run_of, works):
+        for run in [run_of(work, ("exp_avg", "exp_avg_sq")) for work in works]:
             m = _decoded(run, "exp_avg", exp_avg_codec)
             v = _decoded(run, "exp_avg_sq", exp_avg_sq_codec)
             p = updated(

@@ -29,7 +29,7 @@ def lion_(
     for hyper, works in batches:
         row = on_host(hyper)
         beta1, beta2 = row.betas
-        for run in map(run_of, works):
+        for run in [run_of(work, ("exp_avg",)) for work in works]:
             p, g = read_main(run), scaled_grad(run, float(grad_scale))
             codes, scales = run.state["exp_avg"], run.state.get(scale_name("exp_avg"))
             m = p.clone()
