@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from opt_checkpoint import (
     CheckpointingException,
     CheckpointKeyError,
+    CheckpointMismatchError,
     GroupMismatchError,
     load,
     load_optimizer,
@@ -311,6 +312,52 @@ def test_a_checkpoint_without_an_optimizer_is_an_error(tmp_path: Path, trained: 
     save({"model": 1}, tmp_path / "x")
     with pytest.raises(CheckpointKeyError, match="holds no optimizer at optimizer"):
         load_optimizer(*trained, tmp_path / "x")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_parameter_of_another_shape_is_refused(ranks: RankPool, tmp_path: Path, trained: Any, sharded: bool) -> None:
+    model, optimizer = trained
+    path = save_optimizer(model, optimizer, tmp_path / "x")
+    found = ranks.run(2, load_into_another_shape, str(path)) if sharded else [load_into_another_shape(0, 1, str(path))]
+    for told, states in found:
+        assert "0.weight has shape [4, 5]; its state was saved for one of shape [7, 5]" in told
+        assert states == 0
+
+
+def load_into_another_shape(rank: int, size: int, path: str) -> tuple[str, int]:
+    model = wrap("fsdp2" if size > 1 else "alone", nn.Sequential(nn.Linear(5, 4)), size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointMismatchError) as caught:
+        load_optimizer(model, optimizer, path, on_conflict="saved")
+    return str(caught.value), len(optimizer.state)
+
+
+def test_state_of_another_class_of_optimizer_is_told_of(
+    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained
+    path = save_optimizer(model, optimizer, tmp_path / "x")
+    load_optimizer(model, optimizer, path)
+    assert "another optimizer" not in caplog.text
+    load_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), path, on_conflict="saved")
+    assert "was saved by another optimizer than SGD: it has amsgrad, betas" in caplog.text
+    assert "the states exp_avg, exp_avg_sq, step" in caplog.text
+
+
+def test_what_one_rank_cannot_load_no_rank_loads(ranks: RankPool, tmp_path: Path, trained: Any) -> None:
+    path = save_optimizer(*trained, tmp_path / "x")
+    told, again = ranks.run(2, load_with_a_strange_model_on_rank_1, str(path))
+    assert told == again
+    assert "rank 1: CheckpointingException: a parameter of shape (7, 5) of the optimizer is not in the model" in told
+
+
+def load_with_a_strange_model_on_rank_1(rank: int, size: int, path: str) -> str:
+    model = network()
+    optimizer = grouped(model)
+    with pytest.raises(CheckpointingException) as caught:
+        load_optimizer(model if rank == 0 else network(), optimizer, path)
+    assert not optimizer.state
+    return str(caught.value)
 
 
 def test_a_parameter_of_another_model_is_an_error(trained: Any) -> None:

@@ -74,9 +74,23 @@ def test_a_conflict_is_settled_as_asked(on_conflict: Any, lr: float) -> None:
 
 def test_an_override_wins() -> None:
     groups = [fresh(), fresh()]
-    apply_saved_groups(groups, [["a", "b"], ["c"]], SAVED, override={"lr": 0.5, "not_a_field": 1})
+    apply_saved_groups(groups, [["a", "b"], ["c"]], SAVED, override={"lr": 0.5})
     assert [g["lr"] for g in groups] == [0.5, 0.5]
-    assert "not_a_field" not in groups[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"override": {"lrr": 0.5}}, "override of lrr: no group has it; there are betas, lr, weight_decay"),
+        ({"on_conflict": "mine"}, "on_conflict='mine'; allowed: error, saved, current"),
+    ],
+    ids=["override", "on_conflict"],
+)
+def test_a_misspelt_option_is_refused_before_anything_is_set(option: Any, message: str) -> None:
+    groups = [fresh()]
+    with pytest.raises(ValueError, match=message):
+        apply_saved_groups(groups, [["a"]], SAVED, **option)
+    assert groups == [fresh()]
 
 
 def test_a_field_of_a_newer_torch_keeps_its_value_and_is_reported() -> None:

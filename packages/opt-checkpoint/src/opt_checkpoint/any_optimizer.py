@@ -7,6 +7,7 @@ the checkpoint holds: state that does not exist yet is made in its stored dtype,
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from opt_checkpoint.dict_ops import ABSENT, lookup
 from opt_checkpoint.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
-from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError, CheckpointMismatchError
 from opt_checkpoint.index import CheckpointIndex
 from opt_checkpoint.mapping import ShardedStateDict, ShardedTensor
 from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -27,6 +28,7 @@ from opt_checkpoint.open_checkpoint import open_checkpoint
 from opt_checkpoint.ranks import agreed, everyone, ranks_of
 from opt_checkpoint.save_load import PathLike, Verify, load
 
+logger = logging.getLogger(__name__)
 PREFIX = "optimizer.state."
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -106,6 +108,7 @@ def sharded_optimizer(
         "state": dict(tensors),
         "plain_state": dict(plain),
         "state_names": {own.name: sorted(optimizer.state.get(own.param, {})) for own in named},
+        "param_shapes": {own.name: list(own.param.shape) for own in named},
         **groups_to_saved(optimizer.param_groups, _names_by_group(model, optimizer)),
     }
 
@@ -153,7 +156,8 @@ def load_optimizer(
 ) -> OptimizerLoadReport:
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
 
-    Everything is read into new memory first: when this raises, the optimizer is as it was.
+    Everything is read into new memory first: when this raises, the optimizer is as it was. State that another class of
+    optimizer saved is loaded with a warning: whether this one has a use for it, only it knows.
 
     Args:
         model: names the parameters.
@@ -167,34 +171,69 @@ def load_optimizer(
 
     Raises:
         CheckpointKeyError: no optimizer is there, or one of its states is incomplete.
+        CheckpointMismatchError: a parameter had another shape when its state was saved.
         CheckpointingException: as `load`, and as `apply_saved_groups`.
     """
     ranks = ranks_of(process_group)
     opened = agreed(ranks, lambda: open_checkpoint(path), f"opening {path}")
     saved = lookup(opened.common, at)
-    named = list(_named(model, optimizer))
     error: Exception | None = None
+    named: list[_Named] = []
     fresh: dict[str, dict[str, Tensor]] = {}
     try:
         _check_complete(saved, opened.index, path, at)
+        named = list(_named(model, optimizer))
         fresh = {own.name: _fresh_state(own, opened.index, saved) for own in named}
+        _set_groups(_copied(optimizer.param_groups), model, optimizer, saved, on_conflict, override)
     except Exception as raised:
         error = raised
     everyone(ranks, error, f"preparing to load the optimizer from {path}")
+    _warn_of_another_class(optimizer, saved, path)
     wanted = {
         f"{name}/{state_name}": sharded_like(f"{PREFIX}{state_name}.{name}", tensor, replica_id=ranks.rank)
         for name, states in fresh.items()
         for state_name, tensor in states.items()
     }
     load(wanted, path, process_group=process_group, verify=verify)
-    names = _names_by_group(model, optimizer)
-    groups = apply_saved_groups(optimizer.param_groups, names, saved, on_conflict=on_conflict, override=override)
+    groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
     _install_(optimizer, named, fresh, saved["plain_state"])
     return OptimizerLoadReport(
         groups=groups,
         uninitialised=tuple(own.name for own in named if not saved["state_names"].get(own.name)),
         gone=tuple(n for n, states in saved["state_names"].items() if states and n not in fresh),
     )
+
+
+def _set_groups(
+    param_groups: list[dict[str, Any]],
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    on_conflict: Conflict,
+    override: Mapping[str, Any],
+) -> GroupReport:
+    """Put the saved values into `param_groups`: the optimizer's own, or a copy to see that nothing is in the way."""
+    names = _names_by_group(model, optimizer)
+    return apply_saved_groups(param_groups, names, saved, on_conflict=on_conflict, override=override)
+
+
+def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
+
+
+def _warn_of_another_class(optimizer: Optimizer, saved: Mapping[str, Any], path: PathLike) -> None:
+    """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
+    known = {field for group in optimizer.param_groups for field in group}
+    strange = sorted({field for group in saved["groups"] for field in group} - known)
+    if strange:
+        states = sorted({name for own in saved["state_names"].values() for name in own})
+        logger.warning(
+            "%s was saved by another optimizer than %s: it has %s in its groups, and the states %s",
+            path,
+            type(optimizer).__name__,
+            ", ".join(strange),
+            ", ".join(states),
+        )
 
 
 def _check_complete(saved: Any, index: CheckpointIndex, path: PathLike, at: Iterable[str]) -> None:
@@ -211,6 +250,11 @@ def _check_complete(saved: Any, index: CheckpointIndex, path: PathLike, at: Iter
 
 def _fresh_state(own: _Named, index: CheckpointIndex, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
+    then = saved.get("param_shapes", {}).get(own.name)  # older checkpoints lack it
+    if then is not None and saved["state_names"].get(own.name) and tuple(then) != tuple(own.param.shape):
+        raise CheckpointMismatchError(
+            f"{own.name} has shape {list(own.param.shape)}; its state was saved for one of shape {list(then)}"
+        )
     fresh = {}
     for state_name in saved["state_names"].get(own.name, ()):
         stored = index.tensors.get(f"{PREFIX}{state_name}.{own.name}")

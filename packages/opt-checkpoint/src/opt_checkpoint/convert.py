@@ -19,7 +19,7 @@ from opt_checkpoint.dict_ops import ABSENT, lookup
 from opt_checkpoint.dtensor import whole_tensor
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
 from opt_checkpoint.mapped import mapped_apart, read_into, select
-from opt_checkpoint.mapping import Shape, ShardedStateDict
+from opt_checkpoint.mapping import Shape, ShardedStateDict, ShardedTensor
 from opt_checkpoint.match_groups import groups_to_saved
 from opt_checkpoint.open_checkpoint import open_checkpoint
 from opt_checkpoint.save_load import PathLike, save
@@ -49,7 +49,14 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
             held.setdefault(name_of[index], {})[state_name] = wrapped
     state_names = {n: sorted(state_dict["state"].get(index, {})) for index, n in name_of.items()}
     saved = groups_to_saved(groups, by_group)
-    return {"state": tensors, "plain_state": plain, "state_names": state_names, **saved}
+    shapes = {name: shape for name, states in tensors.items() if (shape := _shape_of_all(states)) is not None}
+    return {"state": tensors, "plain_state": plain, "state_names": state_names, "param_shapes": shapes, **saved}
+
+
+def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:
+    """A parameter's shape by its states: that of all that are no scalars; None where they differ (Adafactor's)."""
+    shapes = {state.global_shape for state in states.values() if state.global_shape}
+    return list(shapes.pop()) if len(shapes) == 1 else None
 
 
 def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:

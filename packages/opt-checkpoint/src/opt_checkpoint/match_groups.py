@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -115,9 +115,14 @@ def apply_saved_groups(
         What was new, gone, kept and regrouped.
 
     Raises:
-        GroupMismatchError: saved groups disagree on a field, and `on_conflict="error"`.
+        GroupMismatchError: saved groups disagree on a field, and `on_conflict="error"`; or no group has a field of
+            `override`.
+        ValueError: `on_conflict` is none of the three.
     """
+    if on_conflict not in get_args(Conflict):
+        raise ValueError(f"on_conflict={on_conflict!r}; allowed: {', '.join(get_args(Conflict))}")
     groups = saved["groups"]
+    _check_override(override, [*param_groups, *groups])
     where = {name: number for number, own in enumerate(saved["names"]) for name in own}
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
@@ -136,6 +141,14 @@ def apply_saved_groups(
     current = {name for own in names for name in own}
     new = tuple(name for own in names for name in own if name not in where)
     return GroupReport(new=new, gone=tuple(n for n in where if n not in current), kept=kept, regrouped=tuple(regrouped))
+
+
+def _check_override(override: Mapping[str, Any], groups: Iterable[Group]) -> None:
+    """A field that no group has is a slip of the pen, and would change nothing."""
+    fields = sorted({field for group in groups for field in group} - NOT_STORED)
+    unknown = sorted(set(override) - set(fields))
+    if unknown and fields:
+        raise GroupMismatchError(f"override of {', '.join(unknown)}: no group has it; there are {', '.join(fields)}")
 
 
 def _sources(groups: Sequence[Group], where: Mapping[str, int], names: Iterable[str]) -> list[_Source]:
