@@ -2,6 +2,9 @@
 
 import ctypes
 import logging
+import os
+import shutil
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -91,6 +94,61 @@ def test_what_goes_into_a_library_tells_it_apart(fresh: Path) -> None:
 
 
 @needs_compiler
+def test_half_a_library_is_compiled_anew(fresh: Path) -> None:
+    text = "\n".join(path.read_text() for path in (compiler.ELEMENTS, compiler.PROBE))
+    made = fresh / f"probe-{compiler._digest(text, {})}.so"
+    made.touch()
+    assert usable()
+    assert made.stat().st_size > 0
+
+
+@needs_compiler
+def test_a_cache_that_was_cleared_is_made_again(fresh: Path) -> None:
+    assert usable()
+    shutil.rmtree(fresh)
+    library(grad_stats_cpp.SOURCE, GRAD="float", COUNT_ZEROS=1)
+    assert len(list(fresh.iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compiler._compiler()
+    assert plain is not None
+    name = compiler._digest("", {})
+    monkeypatch.setenv("CXX", f"{plain[0]} -DTOLD='1 2'")
+    compiler._compiler.cache_clear()
+    assert compiler._compiler() == (plain[0], "-DTOLD=1 2")
+    assert compiler._digest("", {}) != name
+    assert usable()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_cxx_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O0")
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
+        assert not usable()
+    assert "CXX=no-such-compiler is not found" in caplog.text
+
+
+@needs_compiler
+def test_nothing_is_written_where_one_of_the_sweeps_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_remainders(source: Path, **macros: str | int) -> ctypes.CDLL:
+        if macros["MAIN"] == "float":
+            return library(source, **macros)
+        raise CompilerError("the disk is full")
+
+    monkeypatch.setattr("opt_kernels.cpp.sweep.library", no_remainders)
+    work, untouched = work_of(70), work_of(70)
+    other = Work(grad=work.grad, main=torch.zeros(70, dtype=torch.bfloat16), state=work_of(70).state)
+    with pytest.raises(CompilerError):
+        Adam(backend="cpp").update_([Batch(HYPER, [work, other])])
+    assert work.main is not None
+    assert untouched.main is not None
+    assert torch.equal(work.main, untouched.main)
+
+
+@needs_compiler
 def test_a_source_that_the_compiler_refuses_is_an_error_in_its_words(fresh: Path) -> None:
     source = fresh / "wrong.cpp"
     source.write_text("static int64_t sweep(const Task &, int64_t, int64_t) { return nothing; }")
@@ -124,7 +182,17 @@ def test_a_folder_that_cannot_be_written_is_replaced_for_this_process(
 ) -> None:
     (fresh / "file").touch()
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(fresh / "file" / "folder"))
+    at_exit: list[tuple[object, ...]] = []
+    monkeypatch.setattr("atexit.register", lambda function, *arguments: at_exit.append((function, *arguments)))
     assert usable()
+    ((remove, folder, process),) = at_exit
+    assert isinstance(folder, Path)
+    assert callable(remove)
+    assert list(folder.glob("*.so"))
+    remove(folder, os.getppid())  # a forked process ends
+    assert folder.exists()
+    remove(folder, process)
+    assert not folder.exists()
 
 
 @needs_compiler
@@ -171,6 +239,21 @@ def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> N
     Adam(backend="cpp").update_([Batch(HYPER, [ours])])
     assert calls == [3]
     assert_same(ours, theirs)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
+    # Each too small for torch to wake threads for; all together are not.
+    batch = Batch(HYPER, [work_of(1 << 13) for _ in range(16)])
+    Adam(backend="cpp").update_([batch])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it where it waits for ever
+        Adam(backend="cpp").update_([batch])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @needs_compiler

@@ -1,14 +1,16 @@
 """From C++ sources to a loaded library. Compiled once per machine and kept on disk, found again by all that went in.
 
-The compiler is `$CXX`, or `c++`, `g++`, `clang++`, whichever the PATH has first. `OPT_KERNELS_CPP=0` turns it off;
-`OPT_KERNELS_CACHE` names another folder than `$XDG_CACHE_HOME/opt-kernels`.
+The compiler is `$CXX`, which may have arguments, or else `c++`, `g++` or `clang++`, whichever of these the PATH has.
+`OPT_KERNELS_CPP=0` turns it off; `OPT_KERNELS_CACHE` names another folder than `$XDG_CACHE_HOME/opt-kernels`.
 """
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,7 +41,8 @@ def usable() -> bool:
     try:
         library(PROBE)
     except (CompilerError, OSError, subprocess.SubprocessError) as error:
-        _LOG.warning("%s cannot compile the CPU sweeps, torch's operations run instead: %s", _compiler(), error)
+        command = shlex.join(_compiler() or ())
+        _LOG.warning("%s cannot compile the CPU sweeps, torch's operations run instead: %s", command, error)
         return False
     return True
 
@@ -56,17 +59,22 @@ def library(source: Path, **macros: str | int) -> ctypes.CDLL:
 def _library(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     text = "\n".join(path.read_text() for path in (ELEMENTS, source))
     path = _folder() / f"{source.stem}-{_digest(text, dict(macros))}.so"
-    if not path.exists():
-        _compile(text, dict(macros), path)
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # half a file, after a crash or on a full disk: it would be found again for ever
+            pass
+    _compile(text, dict(macros), path)
     return ctypes.CDLL(str(path))
 
 
 def _compile(text: str, macros: Mapping[str, str], path: Path) -> None:
     """Ranks that start together may all compile: each writes a file of its own, and one rename decides."""
+    _make(path.parent)  # anew where somebody cleared the cache meanwhile
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         defined = [f"-D{name}={value}" for name, value in macros.items()]
-        command = [str(_compiler()), *FLAGS, "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
+        command = [*_command(), *FLAGS, "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         if done.returncode:
             raise CompilerError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
@@ -74,22 +82,36 @@ def _compile(text: str, macros: Mapping[str, str], path: Path) -> None:
 
 
 def _digest(text: str, macros: Mapping[str, str]) -> str:
-    parts = (text, *FLAGS, *(f"{name}={value}" for name, value in macros.items()), _compiler_version(), _processor())
+    defined = [f"{name}={value}" for name, value in macros.items()]
+    parts = (text, *FLAGS, *defined, *_command()[1:], _compiler_version(), _processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
 @cache
-def _compiler() -> str | None:
+def _compiler() -> tuple[str, ...] | None:
+    """The command, or None where there is none."""
     if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
         return None
-    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name, *options in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if found := shutil.which(name):
+            return (found, *options)
+    if named:
+        _LOG.warning("CXX=%s is not found, torch's operations run instead", named[0])
+    return None
+
+
+def _command() -> tuple[str, ...]:
+    command = _compiler()
+    if command is None:
+        raise CompilerError("no C++ compiler is found; install one, or name it in CXX")
+    return command
 
 
 @cache
 def _compiler_version() -> str:
-    done = subprocess.run([str(_compiler()), "--version"], capture_output=True, text=True, timeout=TIMEOUT, check=True)
-    return done.stdout
+    command = [*_command(), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True).stdout
 
 
 @cache
@@ -107,8 +129,20 @@ def _folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("OPT_KERNELS_CACHE") or Path(home) / "opt-kernels")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make(folder)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="opt-kernels-"))
+        folder = Path(tempfile.mkdtemp(prefix="opt-kernels-"))
+        atexit.register(_remove, folder, os.getpid())
+        return folder
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """At the end of the process that made it, not of one that it forked."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

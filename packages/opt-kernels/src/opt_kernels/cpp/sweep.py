@@ -146,8 +146,10 @@ def update_(
                 continue
             calls.setdefault(formats, _Call()).add(_flat_columns(same, names), index)
     rows = array("f", [value for hyper, _ in batches for value in row_of(on_host(hyper))])
-    for formats, call in calls.items():
-        call.run(library(source, **formats.macros | macros), rows)
+    # All of them first: where one cannot be compiled, no part of a step has been made.
+    compiled = [library(source, **formats.macros | macros) for formats in calls]
+    for sweep, call in zip(compiled, calls.values()):
+        call.run(sweep, rows)
     return others
 
 

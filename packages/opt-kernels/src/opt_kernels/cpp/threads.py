@@ -3,6 +3,7 @@
 Threads of torch's OpenMP wait for work by spinning, and one beside them would get a busy processor. So the sweep is
 handed to them: GNU OpenMP starts a team by a plain function, which torch's libraries bring into the process. Where it
 is another OpenMP (macOS), a pool of Python's threads does it; library calls let go of the interpreter while they run.
+So it is in a forked process: GNU OpenMP would wait there for threads that only the parent has.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 SHARES_PER_THREAD = 4  # where a thread is held up, others take over
+_PROCESS = os.getpid()
 
 
 class Task(ctypes.Structure):
@@ -47,9 +49,13 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
     return int(task.result)
 
 
-@cache
 def _team() -> Callable[[Any, int, int], None]:
     """Runs a function on so many threads."""
+    return _torchs_team() if os.getpid() == _PROCESS else _python_team
+
+
+@cache
+def _torchs_team() -> Callable[[Any, int, int], None]:
     try:
         start = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
