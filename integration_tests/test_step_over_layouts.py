@@ -129,6 +129,55 @@ def test_a_separate_norm_group_has_its_own_norm_and_its_own_clip(spread: str) ->
 
 
 @every_spread
+def test_the_halves_of_a_step_may_be_clipped_and_counted_by_the_caller(spread: str) -> None:
+    """The reference's protocol, one call after the other, is a step with that clip: norm groups keep their own."""
+
+    def halves(
+        comm: ThreadComm, clip_grad: float, *, whole: bool
+    ) -> tuple[list[Tensor], float, int | None, list[bool]]:
+        net = Net(torch.float32)
+        net.second.weight.grad_norm_group = "mtp"
+        fields = SPREADS[spread] | {"clip_grad": clip_grad if whole else 3.0, "log_num_zeros_in_grad": whole}
+        optimizer = get_optimizer(config(**fields), [net], {}, pg_collection=roles_over(comm))
+        net(with_zeros(grads_of(0, comm.rank, comm.size))).backward()
+        if whole:
+            _, norm, zeros = optimizer.step()
+        else:
+            assert not optimizer.prepare_grads()
+            norm, zeros = optimizer.clip_grad_norm(clip_grad), optimizer.count_zeros()
+            assert optimizer.step_with_ready_grads()
+        groups = [optimizer.has_grad_norm_group(name) for name in ("", "mtp")]
+        return [p.detach().clone() for p in net.parameters()], norm, zeros, groups
+
+    for clip_grad in (0.0, 0.25):
+        at_once = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=True))
+        in_halves = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=False))
+        for (weights, *told), (ours, *said) in zip(at_once, in_halves, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(weights, ours, strict=True))
+            assert said == told
+            assert told[1:] == [13, [True, True]]
+
+
+def with_zeros(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As they are, but for 13 elements on every rank."""
+    zeros = torch.zeros(13)
+    return {**grads, "norm": torch.cat([zeros, grads["norm"][13:]])}
+
+
+def test_what_only_ready_gradients_can_tell_is_refused_without_them() -> None:
+    optimizer = get_optimizer(config(), [Net(torch.float32)], {})
+    for ask in (lambda: optimizer.clip_grad_norm(1.0), optimizer.count_zeros):
+        with pytest.raises(RuntimeError, match="ask between prepare_grads and the update"):
+            ask()
+    with pytest.raises(ValueError, match=r"clip_grad=-1\.0; give a norm above 0, or 0 for no clipping"):
+        optimizer.clip_grad_norm(-1.0)
+    with pytest.raises(ValueError, match="grad_norm_group 'other': '', 'mtp' are allowed"):
+        optimizer.has_grad_norm_group("other")
+    assert not optimizer.has_grad_norm_group("mtp")
+    assert optimizer.get_grad_stats_parallel_group() is None
+
+
+@every_spread
 def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(spread: str) -> None:
     def skipped(comm: ThreadComm) -> bool:
         net = Net(torch.float32)

@@ -1,6 +1,7 @@
 """The façade is a torch optimizer: in torch's schedulers and loops, with live groups and closures."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ from stack_models import assert_equal, backward, make_model, train, weights
 from torch import nn
 
 from opt_config import OptimizerConfig, ParamKey
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import Optimizer, StepResult, get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
@@ -278,17 +282,35 @@ def test_main_values_follow_weights_that_were_loaded_from_elsewhere() -> None:
     precise = {name: torch.full(p.shape, 1 / 3, dtype=torch.float64) for name, p in model.named_parameters()}
     optimizer.reload_model_params(precise)
     assert_equal(optimizer.get_parameters()[0], torch.full((7, 5), 1 / 3))
-    with pytest.raises(ValueError, match=r"state_dict holds no '2\.bias' of model chunk 0"):
-        optimizer.reload_model_params({})
 
 
-def test_a_state_that_lacks_a_parameter_changes_no_main_value() -> None:
-    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, bf16=True), [make_model(torch.bfloat16)], {})
-    before = [value.clone() for value in optimizer.get_parameters()]
-    state = {name: torch.ones(p.shape) for name, p in make_model().named_parameters() if name != "0.weight"}
-    with pytest.raises(ValueError, match=r"state_dict holds no '0\.weight'"):
-        optimizer.reload_model_params(state)
-    assert_equal(optimizer.get_parameters(), before)
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (..., "state_dict holds no '0.weight' of model chunk 0"),
+        (None, "state_dict's '0.weight' of model chunk 0 is a NoneType; a tensor of shape (7, 5) is needed"),
+        (torch.ones(3), "state_dict's '0.weight' of model chunk 0 has shape (3,); the parameter's is (7, 5)"),
+        (torch.ones(5, 7), "state_dict's '0.weight' of model chunk 0 has shape (5, 7); the parameter's is (7, 5)"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_no_main_value_on_any_rank(value: Any, told: str) -> None:
+    """A rank that did not own the parameter took the rest of the state; a transposed matrix was taken by all."""
+    state: dict[str, Any] = {name: torch.ones(p.shape) for name, p in make_model().named_parameters()}
+    state["0.weight"] = value
+    if value is ...:
+        del state["0.weight"]
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True)
+        optimizer = get_optimizer(config, [make_model(torch.bfloat16)], {}, pg_collection=roles)
+        before = [main.clone() for main in optimizer.get_parameters()]
+        with pytest.raises(ValueError, match=re.escape(told)):
+            optimizer.reload_model_params(state)
+        assert_equal(optimizer.get_parameters(), before)
+
+    run_threads(3, rank_main)
 
 
 def test_overrides_reach_their_parameters_only() -> None:

@@ -181,7 +181,8 @@ def _limits(plan: Plan) -> Limits:
     slots, config = norm_slots(plan), plan.config
     return Limits(
         slots=slots,
-        max_norms=tuple(config.clip_grad if slot in NORM_SLOTS else 0.0 for slot in slots),
+        clips=tuple(slot in NORM_SLOTS for slot in slots),
+        max_norm=config.clip_grad,
         skip_above=config.grad_norm_skip_threshold,
         count_zeros=config.log_num_zeros_in_grad,
     )

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
@@ -20,6 +21,7 @@ from opt_stack.local_state import (
     saved_scaler,
     set_group_,
 )
+from opt_stack.model_state import find_values
 from opt_stack.plan import Plan
 from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
@@ -92,6 +94,44 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self.stepper.grad_norm if norm_type == 2.0 else self.stepper.norm(norm_type)
 
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Lets `step_with_ready_grads` clip to `clip_grad` in place of the configuration's; 0: not at all. Returns the
+        model's norm before clipping.
+
+        Gradients are not written: the update scales what it reads. Norm groups keep to their own norms, and groups with
+        `clip_grad=False` are not clipped.
+
+        Raises:
+            RuntimeError: no gradients are ready; call it between `prepare_grads` and `step_with_ready_grads`.
+            ValueError: `clip_grad` is below 0.
+        """
+        self.stepper.clip_to(clip_grad)
+        return self.stepper.grad_norm
+
+    def count_zeros(self) -> int:
+        """Zero elements of the model's gradients, each counted once; all ranks ask together.
+
+        Raises:
+            RuntimeError: no gradients are ready; call it between `prepare_grads` and `step_with_ready_grads`.
+        """
+        return self.stepper.count_zeros()
+
+    def has_grad_norm_group(self, name: str) -> bool:
+        """Whether a parameter on any rank has `grad_norm_group=name`; all ranks ask together.
+
+        Raises:
+            ValueError: there is no norm group of that name.
+        """
+        slots = self.stepper.limits.slots
+        if name not in slots:
+            raise ValueError(f"grad_norm_group {name!r}: {', '.join(map(repr, slots))} are allowed")
+        mine = any(piece.norm_slot == slots.index(name) for _, piece, _ in self._held.values())
+        return any(self._everyone.gather_objects(mine))
+
+    def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
+        """The group over which norms and zeros are summed; None for a process alone, or where `Roles` are no groups."""
+        return group_of(self.stepper.everyone)
+
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
         """The last step's norm of each separate norm group; "" is the model's own.
@@ -132,16 +172,21 @@ class Optimizer(torch.optim.Optimizer):
         """Takes the model's present values as main values, after they were loaded from elsewhere.
 
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values come from there,
-        in its precision. Raises ValueError for a parameter it does not hold.
+        in its precision.
+
+        Raises:
+            ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
+                its shape and layout; nothing has changed.
         """
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:
                 piece.main.reload_()
             return
-        found = [_find(state_dict, piece.id).flatten()[piece.of_param] for piece in pieces]  # all, before any is set
-        for piece, value in zip(pieces, found, strict=True):
-            piece.main.set_(value.view(piece.main.target.shape))
+        params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
+        found = find_values(state_dict, params)
+        for piece in pieces:
+            piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.target.shape))
 
     def offload_to_cpu(self) -> None:
         """Moves main values and state to host memory; parameters stay. `restore_from_cpu` before the next step."""
@@ -297,13 +342,3 @@ def _replaced(found: Any, state_dict: Any) -> Any:
 def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The hyper-parameters that every group has, as the first has them: torch's OneCycleLR looks for betas there."""
     return {key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)}
-
-
-def _find(state_dict: Mapping[str, Any], id: ParamId) -> Tensor:
-    chunks = [f"model{id.chunk}", f"model_{id.chunk}", *(["model"] if id.chunk == 0 else [])]
-    names = next((state_dict[chunk] for chunk in chunks if isinstance(state_dict.get(chunk), Mapping)), state_dict)
-    for name in (id.name, f"module.{id.name}"):
-        if name in names:
-            found: Tensor = names[name]
-            return found
-    raise ValueError(f"state_dict holds no {id.name!r} of model chunk {id.chunk}; it is needed for its main values")

@@ -142,6 +142,11 @@ def comm_of(group: dist.ProcessGroup | None) -> Comm:
     return Alone() if group is None else TorchComm(group)
 
 
+def group_of(comm: Comm) -> dist.ProcessGroup | None:
+    """The process group of a `Comm`; None where it is over something else, or over nothing."""
+    return comm.group if isinstance(comm, TorchComm) else None
+
+
 def agree(comm: Comm, error: Exception | None) -> None:
     """Raises on every rank if any rank brings an error: its own where it has one, else a ValueError naming the first.
 

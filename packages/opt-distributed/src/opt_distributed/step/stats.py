@@ -95,6 +95,16 @@ def reduce_norm(ready: Iterable[Ready], *, everyone: Comm, norm_type: float, slo
     return math.fsum(powers) ** (1.0 / norm_type) if all(map(math.isfinite, powers)) else sum(powers)
 
 
+def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
+    """Zero elements of the ready gradients, of every norm slot, over the whole model. Every rank calls it."""
+    mine = sum(
+        int(grad_stats(grads, count_zeros=True).zeros)
+        for of_slots in _by_source(ready).values()
+        for grads in of_slots.values()
+    )
+    return sum(everyone.gather_objects(mine))
+
+
 Counted = Mapping[Source, Mapping[int, list[Tensor]]]
 """The gradients that this rank counts, by source and norm slot."""
 

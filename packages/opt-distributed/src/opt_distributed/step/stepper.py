@@ -19,7 +19,7 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
-from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats
+from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats, reduce_zeros
 from opt_distributed.step.unit import Ready, Unit
 
 Groups = Sequence[Mapping[str, Any]]  # `param_groups`, read anew at every step
@@ -38,7 +38,8 @@ class Limits:
     """When gradients are scaled down, and when a step is refused."""
 
     slots: tuple[str, ...] = ("",)  # names of the gradient norms; the first, "", is the model's own
-    max_norms: tuple[float, ...] = (1.0,)  # of each slot; 0 leaves its gradients as they are
+    clips: tuple[bool, ...] = (True,)  # for each slot whether its gradients are scaled down to `max_norm`
+    max_norm: float = 1.0  # of each slot that is clipped; 0 leaves all gradients as they are
     skip_above: float = math.inf  # a larger norm of slot "" refuses the step
     count_zeros: bool = False
 
@@ -49,6 +50,7 @@ class _Prepared(NamedTuple):
     stats: Stats
     of_units: list[Ready]  # one for each unit
     inv_scale: float
+    max_norm: float  # that gradients are clipped to
 
 
 class Stepper:
@@ -96,7 +98,7 @@ class Stepper:
         self.num_begun += 1
         with self._naming_the_step():
             stats, ready = self._reduced()
-        self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale)
+        self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale, self.limits.max_norm)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
         return stats.overflow
@@ -132,14 +134,30 @@ class Stepper:
             RuntimeError: no gradients are ready.
             ValueError: `norm_type` is not above 0.
         """
-        if self._ready is None:
-            raise RuntimeError(
-                f"no gradients are ready for a {norm_type}-norm: ask between prepare_grads and the update"
-            )
-        return (
-            reduce_norm(self._ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0)
-            * self._ready.inv_scale
-        )
+        ready = self._prepared(f"for a {norm_type}-norm")
+        return reduce_norm(ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0) * ready.inv_scale
+
+    def clip_to(self, max_norm: float) -> None:
+        """Lets the update clip what is ready to `max_norm` in place of the limits'; what these never clip stays so.
+
+        Raises:
+            RuntimeError: no gradients are ready.
+            ValueError: `max_norm` is not a number from 0 (no clipping) up.
+        """
+        if not max_norm >= 0:
+            raise ValueError(f"clip_grad={max_norm}; give a norm above 0, or 0 for no clipping")
+        self._ready = self._prepared("to clip")._replace(max_norm=max_norm)
+
+    def count_zeros(self) -> int:
+        """Zero elements of the gradients that are ready, each counted once. Every rank calls it.
+
+        Raises:
+            RuntimeError: no gradients are ready.
+        """
+        ready = self._prepared("to count zeros in")
+        if self.limits.count_zeros:
+            return ready.stats.num_zeros
+        return reduce_zeros(ready.of_units, everyone=self.everyone)
 
     @property
     def grad_norm(self) -> float:
@@ -185,9 +203,14 @@ class Stepper:
         return self._ready.stats.norms[slot] * self._ready.inv_scale
 
     def _clip(self, ready: _Prepared) -> list[float]:
-        norms = self.grad_norms_by_group.values()
-        coefficients = [clip_coefficient(norm, limit) for norm, limit in zip(norms, self.limits.max_norms, strict=True)]
+        norms = zip(self.grad_norms_by_group.values(), self.limits.clips, strict=True)
+        coefficients = (clip_coefficient(norm, ready.max_norm) if clips else 1.0 for norm, clips in norms)
         return [ready.inv_scale * coefficient for coefficient in coefficients]
+
+    def _prepared(self, what_for: str) -> _Prepared:
+        if self._ready is None:
+            raise RuntimeError(f"no gradients are ready {what_for}: ask between prepare_grads and the update")
+        return self._ready
 
     def _take_ready(self) -> _Prepared:
         if self._ready is None or self._ready.stats.overflow:
