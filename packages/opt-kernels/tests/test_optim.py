@@ -89,9 +89,18 @@ def test_state_dicts_are_exchanged_with_torchs(name: str) -> None:
     one, other = train(ours, our_optimizer, 2, first=3), train(theirs, their_optimizer, 2, first=3)
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    back = THEIRS[name](theirs.parameters())
-    back.load_state_dict(our_optimizer.state_dict())
-    train(theirs, back, 1)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_torch_goes_on_from_a_state_dict_of_ours(name: str) -> None:
+    ours, theirs = network(), network()
+    our_optimizer, their_optimizer = OURS[name](ours.parameters()), THEIRS[name](theirs.parameters())
+    train(ours, our_optimizer, 3)
+    theirs.load_state_dict(ours.state_dict())
+    their_optimizer.load_state_dict(copy.deepcopy(our_optimizer.state_dict()))
+    one, other = train(ours, our_optimizer, 2, first=3), train(theirs, their_optimizer, 2, first=3)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @ON_OURS
@@ -321,6 +330,76 @@ def test_a_state_dict_saved_with_amsgrad_is_refused() -> None:
     param = nn.Parameter(torch.ones(2))
     with pytest.raises(optim.StateDictError, match="amsgrad=True"):
         optim.AdamW([param]).load_state_dict(torch.optim.AdamW([param], amsgrad=True).state_dict())
+
+
+OTHERS: Mapping[str, tuple[Build, Build, str]] = {
+    "nesterov": (
+        lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True),
+        lambda p: optim.SGD(p, momentum=0.9),
+        "build it with nesterov=True",
+    ),
+    "dampening": (
+        lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5),
+        lambda p: optim.SGD(p, momentum=0.9),
+        "build it with dampening=0.5",
+    ),
+    "momentum": (lambda p: torch.optim.SGD(p, momentum=0.9), lambda p: optim.SGD(p), "momentum above 0"),
+    "decay": (lambda p: optim.AdamW(p), lambda p: optim.Adam(p), "build it with decoupled_weight_decay=True"),
+}
+
+
+@pytest.mark.parametrize(("build", "other", "advice"), OTHERS.values(), ids=OTHERS.keys())
+def test_a_state_dict_saved_with_an_option_that_is_not_a_groups_own_is_refused(
+    build: Build, other: Build, advice: str
+) -> None:
+    with pytest.raises(optim.StateDictError, match=advice):
+        other([nn.Parameter(torch.ones(2))]).load_state_dict(build([nn.Parameter(torch.ones(2))]).state_dict())
+
+
+def test_a_state_dict_that_is_refused_has_changed_nothing() -> None:
+    net = network(torch.bfloat16)
+    optimizer = optim.AdamW(net.parameters(), mains="remainder")
+    train(net, optimizer, 2)
+    saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    saved["param_groups"][0]["lr"] = 9.0
+    saved["state"][1]["main"] += 1
+    del saved["state"][2]["exp_avg"]
+    with pytest.raises(optim.StateDictError, match="'exp_avg' is missing"):
+        optimizer.load_state_dict(saved)
+    torch.testing.assert_close((net.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+
+
+def test_hooks_change_what_is_loaded_and_see_what_was() -> None:
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer = optim.SGD([param], lr=1.0, momentum=0.9)
+    optimizer.step()
+    saved, seen = optimizer.state_dict(), []
+
+    def doubled(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {index: state | {"momentum_buffer": torch.full((2,), 2.0)} for index, state in saved["state"].items()}
+        return state_dict | {"state": states}
+
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[param]["momentum_buffer"].tolist()))
+    optimizer.load_state_dict(saved)
+    assert seen == [[2.0, 2.0]]
+    assert optimizer.state[param]["momentum_buffer"].tolist() == [2.0, 2.0]
+
+
+def test_groups_of_a_state_dict_must_be_as_many() -> None:
+    one, two = (optim.AdamW([nn.Parameter(torch.ones(2)) for _ in range(count)]) for count in (1, 2))
+    with pytest.raises(optim.StateDictError, match=r"\[1\] parameters where this optimizer has \[2\]"):
+        two.load_state_dict(one.state_dict())
+
+
+def test_a_group_that_is_added_is_checked_too() -> None:
+    late = nn.Parameter(torch.ones(2))
+    optimizer = optim.SGD([nn.Parameter(torch.ones(2))])
+    for options, advice in ({"lr": -1.0}, "lr=-1.0"), ({"nesterov": True}, "nesterov=True"), ({"momentum": 0.9}, "0.9"):
+        with pytest.raises(ValueError, match=advice):
+            optimizer.add_param_group({"params": [late]} | options)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_sparse_gradient_is_refused() -> None:

@@ -15,6 +15,8 @@ class Adam(RuleOptimizer):
     clips within the update. See `AdamW` for all of them. Raises ValueError for an option that is not allowed.
     """
 
+    fixed = ("decoupled_weight_decay",)
+
     def __init__(
         self,
         params: Params,
@@ -40,7 +42,13 @@ class Adam(RuleOptimizer):
             stochastic_rounding=stochastic_rounding,
             backend=backend,
         )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
         super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm)
 
 
@@ -54,6 +62,8 @@ class AdamW(RuleOptimizer):
     gradients' total norm within the update. `order`, `backend`: see `opt_kernels.rules.adam`. Raises ValueError for an
     option that is not allowed.
     """
+
+    fixed = ("decoupled_weight_decay",)
 
     def __init__(
         self,
@@ -78,5 +88,11 @@ class AdamW(RuleOptimizer):
             stochastic_rounding=stochastic_rounding,
             backend=backend,
         )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": True,
+        }
         super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm)

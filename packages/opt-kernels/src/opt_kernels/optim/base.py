@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import is_dtensor
 from opt_kernels.ops.grad_stats import grad_stats
+from opt_kernels.optim.groups import ParamGroup, check_fixed, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
-from opt_kernels.optim.state import StateDictError, init_state, loaded_state, saved_state
+from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule
 
-ParamGroup = dict[str, Any]
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
 
@@ -30,6 +31,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     whose gradients are not all finite changes nothing.
     """
 
+    # Options of torch.optim's groups that here are the rule's, and so of all groups.
+    fixed: ClassVar[tuple[str, ...]] = ()
+
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf` on the optimizer for the time of its step.
     _step_supports_amp_scaling = True
 
@@ -41,7 +45,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self.max_norm = max_norm
         self.grad_norm: float | None = None  # of the last step, before clipping; None without max_norm
         self._roster: Roster | None = None  # made anew whenever it does not hold
-        _check(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
+        check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
@@ -75,7 +79,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
         packed = super().state_dict()
-        for index, (group, param) in enumerate(self._params()):
+        for index, (group, param) in enumerate(_params(self.param_groups)):
             if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
@@ -85,27 +89,47 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """Sets groups and states from torch's form; also from one that torch.optim's namesake saved.
 
         Unlike torch's own it leaves every state in its dtype. A `main` that was saved is written to its parameter, too.
-        Raises StateDictError where a state is missing or misshapen, or was saved with an option that is not ours.
+        Raises StateDictError where a state is missing or misshapen, or was saved with an option that is not ours;
+        then nothing has changed.
         """
-        for group in state_dict["param_groups"]:
-            _refuse_options(group)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, (group, param) in zip(indices, self._params(), strict=True):
-            if index in state_dict["state"]:
-                rule, saved = self.rule_of(group, param), state_dict["state"][index]
-                self.state[param] = loaded_state(rule, codecs_of(rule), self.mains, param, saved)
+        loaded = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, loaded)
+            loaded = loaded if replaced is None else replaced
+        groups = loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
+        indices = [index for group in loaded["param_groups"] for index in group["params"]]
+        found = [
+            Saved(self.rule_of(group, param), self.mains, param, loaded["state"][index])
+            for index, (group, param) in zip(indices, _params(groups), strict=True)
+            if index in loaded["state"]
+        ]
+        try:
+            for group in groups:
+                self._check_group(group)
+        except ValueError as error:
+            raise StateDictError(f"the state_dict has {error}") from None
+        for saved in found:
+            saved.check()
+        state = {saved.param: saved.load_() for saved in found}
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """As torch's. Raises ValueError for an option that is not allowed, or that is not the groups' own."""
+        if isinstance(param_group, dict):  # else torch says what it wants
+            self._check_group(self.defaults | param_group)
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
         own["_roster"] = None
         return super().__getstate__() | own
 
-    def _params(self) -> list[tuple[ParamGroup, Tensor]]:
-        return [(group, param) for group in self.param_groups for param in group["params"]]
+    def _check_group(self, group: ParamGroup) -> None:
+        """Raises ValueError for a group that this optimizer cannot have."""
+        check_options(group)
+        check_fixed(group, self.defaults, self.fixed)
 
     def _update_(self) -> None:
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
@@ -158,21 +182,5 @@ def _hyper(group: ParamGroup, step: float) -> Hyper:
     return Hyper(step=int(step), **{name: group[name] for name in names if name in group})
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number that no rule can work with."""
-    at_least_zero = ("lr", "weight_decay", "eps", "momentum", "max_norm")
-    for name in at_least_zero:
-        if name in options and not float(options[name]) >= 0:
-            raise ValueError(f"{name}={options[name]!r} is not allowed; give a number of at least 0")
-    for beta in options.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={options['betas']!r} are not allowed; give numbers of at least 0 and below 1")
-
-
-def _refuse_options(group: Mapping[str, Any]) -> None:
-    """Raises StateDictError for options of torch.optim that these optimizers do not have."""
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise StateDictError(
-                f"the state_dict was saved with {name}=True, which is not offered; train on without it"
-            )
+def _params(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
+    return [(group, param) for group in groups for param in group["params"]]

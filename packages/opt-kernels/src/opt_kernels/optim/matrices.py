@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.optim.base import ParamGroup, Params, RuleOptimizer
+from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import MatrixSpec, Rule
 from opt_kernels.rules.lion import Lion

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.rules.sgd import SGD as SGDRule
 
 
@@ -14,6 +15,8 @@ class SGD(RuleOptimizer):
     momentum above 0 needs one here. `mains`, `max_norm`: as in `AdamW`. Raises ValueError for an option that is not
     allowed.
     """
+
+    fixed = ("dampening", "nesterov")
 
     def __init__(
         self,
@@ -36,5 +39,19 @@ class SGD(RuleOptimizer):
             dampening=dampening,
             backend=backend,
         )
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
         super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm)
+
+    def _check_group(self, group: ParamGroup) -> None:
+        super()._check_group(group)
+        if group["momentum"] and not self.rule.codecs:
+            raise ValueError(
+                f"momentum={group['momentum']!r} in a group of an SGD that was built without; build it with a momentum "
+                "above 0, and give 0 to the groups that are to have none"
+            )

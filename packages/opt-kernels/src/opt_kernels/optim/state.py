@@ -1,6 +1,7 @@
 """A parameter's state as it is saved: in plain numbers, whatever codec or main kept it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,29 +41,49 @@ def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[
     return {name: tensor if name == STEP else distributed_like(tensor, param) for name, tensor in saved.items()}
 
 
-@torch.no_grad()
-def loaded_state(
-    rule: Rule, codecs: Mapping[str, StateCodec], mains: Mains, param: Tensor, saved: Mapping[str, Tensor | float]
-) -> dict[str, Tensor]:
-    """`saved`, in torch's form, as this optimizer keeps it; each state keeps its own dtype, not the parameter's.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One parameter's state in torch's form, for an optimizer that keeps it by `rule` and `mains`."""
 
-    Where `saved` has a `main`, `param` is set to it, rounded; where it has none, the main starts from `param`. Raises
-    StateDictError where a state is missing, or has another shape.
-    """
-    shard = local(param).detach()
-    state = init_state(rule, mains, param)
-    state[STEP].fill_(_step(saved))
-    scales = {scale_name(name) for name, codec in codecs.items() if codec.block}
-    for name in state.keys() - scales - {STEP, MAIN, REMAINDER}:
-        tensor = _fitting(name, saved, state[name])
-        if name in codecs and codecs[name].block:
-            values = torch.empty_like(shard, dtype=torch.float32).copy_(tensor)
-            codecs[name].encode_(flat(state[name], shard, name), state[scale_name(name)], flat(values, shard, name))
-        else:
-            state[name].copy_(tensor)
-    if MAIN in saved:
-        load_main_(shard, state, _fitting(MAIN, saved, shard))
-    return state
+    rule: Rule
+    mains: Mains
+    param: Tensor
+    values: Mapping[str, Tensor | float]
+
+    def check(self) -> None:
+        """Raises StateDictError where a state is missing, or has another shape."""
+        shard = local(self.param).detach()
+        _step(self.values)
+        for name, wanted in self._kept(shard.to("meta")).items():
+            _fitting(name, self.values, wanted)
+        if MAIN in self.values:
+            _fitting(MAIN, self.values, shard)
+
+    @torch.no_grad()
+    def load_(self) -> dict[str, Tensor]:
+        """The state as this optimizer keeps it, each in its own dtype, not the parameter's.
+
+        Where a `main` was saved, `param` is set to it, rounded; where none was, the main starts from `param`. Raises
+        what `check` does.
+        """
+        shard = local(self.param).detach()
+        state = init_state(self.rule, self.mains, self.param)
+        state[STEP].fill_(_step(self.values))
+        for name in self._kept(shard.to("meta")):
+            tensor, codec = _fitting(name, self.values, state[name]), self.rule.codecs.get(name)
+            if codec is not None and codec.block:
+                values = torch.empty_like(shard, dtype=torch.float32).copy_(tensor)
+                codec.encode_(flat(state[name], shard, name), state[scale_name(name)], flat(values, shard, name))
+            else:
+                state[name].copy_(tensor)
+        if MAIN in self.values:
+            load_main_(shard, state, _fitting(MAIN, self.values, shard))
+        return state
+
+    def _kept(self, like: Tensor) -> dict[str, Tensor]:
+        """What must have been saved: the rule's states, but block scales, which the values tell."""
+        scales = {scale_name(name) for name, codec in self.rule.codecs.items() if codec.block}
+        return {name: tensor for name, tensor in self.rule.init_state(like).items() if name not in scales}
 
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:
