@@ -300,10 +300,32 @@ def test_a_buffer_that_is_published_alone_is_complete_before_use() -> None:
     assert norm.memory.param_data is not None
 
 
-def test_a_state_dict_is_complete() -> None:
+@pytest.mark.parametrize("inner", [False, True], ids=["of the wrapper", "of the wrapped"])
+def test_a_state_dict_is_complete(inner: bool) -> None:
+    """That of the module inside had values from before the step."""
+    ddp = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    publish(ddp, 0.5)
+    state = (ddp.module if inner else ddp).state_dict()
+    assert all(bool((value == 0.5).all()) for value in state.values())
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["into the wrapper", "into the wrapped"])
+def test_what_is_loaded_stays(inner: bool) -> None:
+    """A gather that was still on its way brought other ranks' shards over what was loaded."""
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
-    assert all(bool((value == 0.5).all()) for value in ddp.state_dict().values())
+    (ddp.module if inner else ddp).load_state_dict(
+        {name: torch.full(p.shape, 2.0) for name, p in ddp.module.named_parameters()}
+    )
+    ddp.finish_param_sync()
+    assert all(bool((param == 2.0).all()) for param in ddp.parameters())
+
+
+def test_a_state_dict_is_no_use_of_a_child_that_is_never_called() -> None:
+    ddp = wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True))
+    ddp.module.state_dict()
+    publish(ddp, 0.01)
+    assert ddp(torch.ones(1, 3, WIDTH)).isfinite().all()
 
 
 def test_a_copy_of_the_model_stands_on_its_own() -> None:

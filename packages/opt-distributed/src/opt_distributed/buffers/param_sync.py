@@ -100,6 +100,8 @@ class UseHooks:
 
     A parameter may also be read by a module that does not hold it: attention blocks read their projections' weights and
     never call them. What no module of its own asked for in the first forward is waited for before the whole model runs.
+    A module's state dict waits, too, and so does a load, of the wrapped model or of a part of it: what is still on its
+    way would be missing in the one, and overwrite the other.
     """
 
     def __init__(self, model: nn.Module, ids: Mapping[nn.Parameter, ParamId], sync: ParamSync):
@@ -110,6 +112,8 @@ class UseHooks:
             own = [ids[param] for param in module.parameters(recurse=False) if param in ids]
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._before, own)))
+                self._handles.append(module.register_state_dict_pre_hook(partial(self._before_state, own)))
+                self._handles.append(module.register_load_state_dict_pre_hook(partial(self._before_state, own)))
 
     def remove(self) -> None:
         """Takes the hooks off again."""
@@ -121,4 +125,7 @@ class UseHooks:
 
     def _before(self, own: Collection[ParamId], module: nn.Module, args: Any) -> None:
         self._unseen.difference_update(own)
+        self._sync.wait_for(own)
+
+    def _before_state(self, own: Collection[ParamId], module: nn.Module, *args: Any) -> None:
         self._sync.wait_for(own)
