@@ -267,6 +267,86 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     assert "optimizer.state.fp32_param.w" in read_index(tmp_path / "l").tensors
 
 
+class Hostile:
+    def __reduce__(self) -> Any:
+        return print, ("it ran",)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a"], "1 names are given, and there is a parameter 1"),
+        (["a", "a", "b", "c", "d", "e"], "a names several parameters"),
+        (["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
+        ({"a": 1}, "holds a dict, not a JSON list of names"),
+        ([1, 2], "is no JSON list of names"),
+    ],
+    ids=["too few", "double", "too many", "no list", "no names"],
+)
+def test_names_that_do_not_fit_are_refused(
+    tmp_path: Path, trained: Any, capsys: pytest.CaptureFixture[str], names: Any, message: str
+) -> None:
+    torch.save(torch.optim.AdamW(trained[0].parameters()).state_dict(), tmp_path / "x.pt")
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    command = ("convert", tmp_path / "x.pt", tmp_path / "y", "--to", "from-torch", "--names", tmp_path / "names.json")
+    assert main([str(word) for word in command]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("to", ["from-torch", "from-legacy"])
+@pytest.mark.parametrize("content", ["junk", "hostile", "another form"])
+def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, content: str
+) -> None:
+    file = tmp_path / "x.pt"
+    if content == "junk":
+        file.write_bytes(b"junk" * 100)
+    else:
+        torch.save({"state": {}, "param_groups": Hostile()} if content == "hostile" else [[1]], file)
+    (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
+    command = ("convert", file, tmp_path / "y", "--to", to, "--slots", tmp_path / "slots.json")
+    assert main([str(word) for word in command]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert "it ran" not in told.out
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize("to", ["from-legacy", "from-dp-reshardable"])
+@pytest.mark.parametrize("slots", ['[{"nome": "w"}]', '["w"]', '{"name": "w"}', '[{"na'])
+def test_slots_that_are_none_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, slots: str
+) -> None:
+    (tmp_path / "slots.json").write_text(slots)
+    command = ("convert", tmp_path, tmp_path / "y", "--to", to, "--slots", tmp_path / "slots.json")
+    assert main([str(word) for word in command]) == 2
+    assert "slots.json" in capsys.readouterr().err
+
+
+def test_an_export_of_nothing_is_refused(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("convert", steps / "step-1", steps / "s", "--to", "safetensors", "--tensor", "nothing*")
+    assert main([str(word) for word in command]) == 2
+    assert "holds no tensor that matches 'nothing*'" in capsys.readouterr().err
+    assert not (steps / "s").exists()
+
+
+def test_a_file_stays_until_its_successor_is_whole(
+    tmp_path: Path, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"optimizer": sharded_optimizer(*trained)}, tmp_path / "x")
+    (tmp_path / "x.pt").write_text("before")
+
+    def fail(content: Any, file: Any) -> None:
+        Path(file).write_text("torn")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint_to_torch_file(tmp_path / "x", tmp_path / "x.pt")
+    assert (tmp_path / "x.pt").read_text() == "before"
+
+
 def test_gc_removes_only_leftovers(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leftover = steps / f"step-3.tmp-{'a' * 32}"
     leftover.mkdir()

@@ -96,7 +96,7 @@ def test_narrow_scales_the_global_tensor_and_views_the_data(prepended: int) -> N
     assert part.data.data_ptr() == data[1:].data_ptr()
 
 
-@pytest.mark.parametrize("bounds", [(0, 3, 2), (0, -1, 2), (1, 0, 4)])
+@pytest.mark.parametrize("bounds", [(0, 3, 2), (0, -1, 2), (1, 0, 4), (-1, 0, 1), (2, 0, 1)])
 def test_narrow_beyond_the_block_is_refused(bounds: tuple[int, int, int]) -> None:
     with pytest.raises(CheckpointingException, match="narrow"):
         sharded().narrow(*bounds)
@@ -159,3 +159,9 @@ def test_other_texts_are_no_object_names(text: str) -> None:
 def test_an_object_needs_as_many_offsets_as_sizes() -> None:
     with pytest.raises(CheckpointingException, match="differ in length"):
         ShardedObject("rng", None, (4,), (3, 0))
+
+
+@pytest.mark.parametrize("offset", [(4, 0), (0, -1)])
+def test_an_object_outside_its_grid_is_refused(offset: tuple[int, int]) -> None:
+    with pytest.raises(CheckpointingException, match="lies outside the grid"):
+        ShardedObject("rng", None, (4, 2), offset)

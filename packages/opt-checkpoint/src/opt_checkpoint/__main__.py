@@ -23,6 +23,7 @@ from opt_checkpoint.convert import (
 from opt_checkpoint.dtypes import dtype_name
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.files import LocalFiles
+from opt_checkpoint.foreign_files import read_names
 from opt_checkpoint.index import CheckpointIndex
 from opt_checkpoint.open_checkpoint import read_index
 from opt_checkpoint.safetensors_file import export_safetensors
@@ -191,7 +192,7 @@ def _convert(options: argparse.Namespace) -> int:
     if options.to == "torch":
         checkpoint_to_torch_file(options.source, options.target)
     elif options.to == "from-torch":
-        names = json.loads(options.names.read_text()) if options.names else None
+        names = read_names(options.names) if options.names else None
         torch_file_to_checkpoint(options.source, options.target, names=names)
     elif options.to == "from-legacy":
         legacy_file_to_checkpoint(options.source, read_slots(_slots(options)), options.target, step=options.step)
@@ -201,6 +202,8 @@ def _convert(options: argparse.Namespace) -> int:
     else:
         index = read_index(options.source)
         keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
+        if not keys:
+            raise CheckpointingException(f"{options.source} holds no tensor that matches {options.tensor!r}")
         for path in export_safetensors(index, {k: k.removeprefix(options.strip) for k in keys}, options.target):
             print(path)
         return FINE

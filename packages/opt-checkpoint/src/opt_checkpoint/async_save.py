@@ -70,6 +70,7 @@ class AsyncSaver:
         self._files = files
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def save(
         self,
@@ -89,8 +90,10 @@ class AsyncSaver:
 
         Raises:
             CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
-                different paths; on every rank.
+                different paths; on every rank. Or `close` was called: there is no process group any more.
         """
+        if self._closed:
+            raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
         self.wait()
         target = Path(path).absolute()
         same_path(self._ranks, target, "saving")
@@ -145,6 +148,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
+            self._closed = True
             if self._group is not None:
                 leave(self._group)
                 self._group = None

@@ -9,7 +9,6 @@ about which parameter is where, or how many steps were made. Both follow from th
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import tempfile
@@ -25,6 +24,7 @@ from torch import Tensor
 from opt_checkpoint.any_optimizer import PREFIX
 from opt_checkpoint.dtensor import whole_tensor
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.foreign_files import read_rows
 from opt_checkpoint.index import CheckpointIndex
 from opt_checkpoint.mapped import mapped_apart, read_into, select
 from opt_checkpoint.mapping import Shape, ShardedTensor
@@ -90,11 +90,7 @@ class Place(NamedTuple):
 
 def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
     """Slots from a JSON list of objects with `BucketSlot`'s fields."""
-    slots = []
-    for row in json.loads(Path(file).read_text()):
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-        slots.append(BucketSlot(**fields))
-    return slots
+    return read_rows(file, BucketSlot)
 
 
 def dp_reshardable_to_checkpoint(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from opt_checkpoint.any_optimizer import PREFIX
 from opt_checkpoint.bucket_space import counted
 from opt_checkpoint.dict_ops import ABSENT, lookup
 from opt_checkpoint.dtensor import whole_tensor
+from opt_checkpoint.dtypes import dtype_from_name
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.foreign_files import load_torch_file, read_rows
 from opt_checkpoint.mapped import mapped_apart, read_into, select
 from opt_checkpoint.mapping import Shape, ShardedStateDict, ShardedTensor
 from opt_checkpoint.match_groups import groups_to_saved
@@ -39,6 +42,7 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
     groups = state_dict["param_groups"]
     by_group = [_group_names(group, names) for group in groups]
     name_of = {index: n for group, own in zip(groups, by_group) for index, n in zip(group["params"], own, strict=True)}
+    _check_names(state_dict, name_of, names)
     tensors: dict[str, dict[str, Any]] = {}
     plain: dict[str, dict[str, Any]] = {}
     for index, states in state_dict["state"].items():
@@ -65,8 +69,26 @@ def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[
             "the state dict names no parameters; give their names in the optimizer's order (names=...), or build the "
             "optimizer from model.named_parameters()"
         )
-    own = group["param_names"] if names is None else [names[index] for index in group["params"]]
-    return list(own)
+    if names is None:
+        return list(group["param_names"])
+    beyond = [index for index in group["params"] if not 0 <= index < len(names)]
+    if beyond:
+        raise CheckpointingException(
+            f"{len(names)} names are given, and there is a parameter {beyond[0]}; name them all"
+        )
+    return [names[index] for index in group["params"]]
+
+
+def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], names: Sequence[str] | None) -> None:
+    """Every parameter has a name of its own, and every name a parameter."""
+    twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
+    if twice:
+        raise CheckpointingException(f"{twice[0]} names several parameters; each needs a name of its own")
+    if names is not None and len(names) != len(name_of):
+        raise CheckpointingException(f"{len(names)} names are given for {len(name_of)} parameters")
+    unknown = [index for index in state_dict["state"] if index not in name_of]
+    if unknown:
+        raise CheckpointingException(f"the state dict has state of parameter {unknown[0]}, which is in no group")
 
 
 def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[str] | None = None) -> None:
@@ -80,10 +102,10 @@ def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[
     Raises:
         CheckpointingException: as `torch_state_to_sharded` and `save`.
     """
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    content = load_torch_file(file)
     state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
-    if "param_groups" not in state_dict:
-        raise CheckpointingException(f"{file} holds no optimizer state dict: no param_groups in it")
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointingException(f"{file} holds no optimizer state dict: no state and param_groups in it")
     save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
 
 
@@ -109,7 +131,8 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
     with tempfile.TemporaryDirectory(dir=Path(file).absolute().parent, prefix=".scratch-") as scratch:
         tensors = mapped_apart(Path(scratch), stored)
         read_into(opened.index, tensors)
-        torch.save(_torch_state(saved, tensors), file)
+        torch.save(_torch_state(saved, tensors), Path(scratch) / "whole.pt")
+        os.replace(Path(scratch) / "whole.pt", file)  # a file that was there stays until the new one is whole
 
 
 def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -150,10 +173,7 @@ class LegacySlot:
 
 def read_slots(file: PathLike) -> list[LegacySlot]:
     """Slots from a JSON list of objects with `LegacySlot`'s fields."""
-    rows = json.loads(Path(file).read_text())
-    for row in rows:
-        row.update({field: tuple(row[field]) for field in ("shape", "dtypes") if field in row})
-    return [LegacySlot(**row) for row in rows]
+    return read_rows(file, LegacySlot)
 
 
 def legacy_file_to_checkpoint(
@@ -173,7 +193,7 @@ def legacy_file_to_checkpoint(
     Raises:
         CheckpointingException: the file has another form, or a slot does not fit it.
     """
-    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    content = load_torch_file(file)
     optimizers = content if isinstance(content, list) else [content]
     state: dict[str, Any] = {}
     for slot in slots:
@@ -185,11 +205,11 @@ def legacy_file_to_checkpoint(
 def _legacy_states(optimizers: Sequence[Any], slot: LegacySlot) -> Iterator[tuple[str, Any]]:
     numel = math.prod(slot.shape)
     world = optimizers[slot.optimizer] if slot.optimizer < len(optimizers) else {}
-    if not world.get("buckets_coalesced"):
+    if not isinstance(world, dict) or not world.get("buckets_coalesced"):
         raise CheckpointingException(
             f"{slot.name}: optimizer {slot.optimizer} of the file has no coalesced buckets; only that form is read"
         )
-    dtypes = tuple(getattr(torch, name) for name in slot.dtypes)
+    dtypes = tuple(map(dtype_from_name, slot.dtypes))
     buffer = world.get(slot.buffer, {}).get(dtypes)
     if buffer is None or slot.start < 0 or slot.start + numel > buffer["numel_unpadded"]:
         raise CheckpointingException(

@@ -31,6 +31,18 @@ class DtypeRule(Enum):
     EXACT = "exact"  # an error
     CAST = "cast"  # convert while reading, and report the key
 
+    @classmethod
+    def parse(cls, value: str | DtypeRule) -> DtypeRule:
+        """A rule from its name.
+
+        Raises:
+            ValueError: no rule is called that.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"dtype={value!r}; allowed: {', '.join(r.value for r in cls)}") from None
+
 
 class _Target(NamedTuple):
     """Memory that stored values go to."""

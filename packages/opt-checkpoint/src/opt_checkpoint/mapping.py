@@ -252,8 +252,13 @@ class ShardedTensor(ShardedBase):
             length: number of rows kept.
 
         Raises:
-            CheckpointingException: the axis is not cut into equal blocks, or this is a flat range.
+            CheckpointingException: there is no such axis, it is not cut into equal blocks, or this is a flat range.
         """
+        if not 0 <= dim < len(self.local_shape):
+            raise CheckpointingException(
+                f"narrow({dim}, {start}, {length}): dim must be an axis of the local block {self.local_shape}, "
+                f"counted from 0 ({self.key})"
+            )
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         if self.flattened_range is not None or size == 0 or not 0 <= start <= start + length <= size:
             raise CheckpointingException(
@@ -329,10 +334,14 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise `CheckpointingException` when shape and offset do not fit each other."""
+        """Raise `CheckpointingException` when shape and offset do not fit each other; a size of -1 is not known."""
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(
                 f"Global shape {self.global_shape} and offset {self.global_offset} differ in length ({self.key})"
+            )
+        if any(o < 0 or o >= n != -1 for o, n in zip(self.global_offset, self.global_shape)):
+            raise CheckpointingException(
+                f"Offset {self.global_offset} lies outside the grid of shape {self.global_shape} ({self.key})"
             )
 
     def without_data(self) -> ShardedObject:

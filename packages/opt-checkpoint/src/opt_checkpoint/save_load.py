@@ -161,7 +161,7 @@ def load(
     ranks, source = ranks_of(process_group), Path(path).absolute()
     same_path(ranks, source, "loading")
     what = f"loading {source}"
-    mode, rule = StrictHandling.parse(strict), DtypeRule(dtype)
+    mode, rule = StrictHandling.parse(strict), DtypeRule.parse(dtype)
     opened = agreed(ranks, lambda: _opened(source, verify), what)
     planner = ShardedLoadPlanner(state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases)
     reader = CheckpointReader(opened.index, threads=threads)

@@ -17,6 +17,7 @@ from states import LARGE_NUMEL, assert_is_step, state_at
 from opt_checkpoint import (
     AsyncSaver,
     CheckpointFailedError,
+    CheckpointingException,
     CheckpointManager,
     async_save,
     committed_steps,
@@ -85,6 +86,20 @@ def test_a_failure_on_one_rank_surfaces_on_all(ranks: RankPool, tmp_path: Path) 
     texts = ranks.run(2, fail_in_the_background_of_one, str(tmp_path))
     assert texts[0] == texts[1]
     assert committed_steps(tmp_path) == [3]
+
+
+def save_when_closed(rank: int, size: int, folder: str) -> None:
+    """It would go on the group of training, whose messages it would take."""
+    saver = AsyncSaver()
+    saver.close()
+    with pytest.raises(CheckpointingException, match="this saver is closed"):
+        saver.save(state_at(1, rank, size), Path(folder) / "x")
+    saver.close()
+
+
+def test_a_closed_saver_saves_no_more(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_when_closed, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def bad_state_on_one(rank: int, size: int, folder: str) -> str:
