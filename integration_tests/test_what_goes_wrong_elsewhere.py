@@ -315,6 +315,32 @@ def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) ->
         assert (tmp_path / "logs").exists() == (rank == 0)
 
 
+def test_the_module_inside_a_wrapper_is_refused() -> None:
+    """Its gradients are in the wrapper's buffers: every step had a norm of zero, succeeded and moved nothing."""
+    net = Net(torch.float32)
+    DistributedDataParallel(DistributedDataParallelConfig(), net)
+    told = refusal(lambda: get_optimizer(config(), [net], {}))
+    assert told.startswith("model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in main_grad")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_is_wrapped_once(nested: bool) -> None:
+    """The first wrapper took every gradient, and the second reduced zeros."""
+    net = Net(torch.float32)
+    first = DistributedDataParallel(DistributedDataParallelConfig(), net)
+    told = refusal(lambda: DistributedDataParallel(DistributedDataParallelConfig(), first if nested else net))
+    assert told.startswith("gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already")
+
+
+def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:
+    """The configuration was told to set what it had set."""
+    wrapper = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), Net(torch.float32))
+    muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+    assert refusal(lambda: get_optimizer(muon, [wrapper])).endswith(
+        "give DistributedDataParallel is_whole=matrices_whole"
+    )
+
+
 def refusal(build: Callable[[], object]) -> str:
     try:
         build()

@@ -178,8 +178,13 @@ def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replica
     if unit.rule.needs is not Needs.MATRICES:
         return
     for buffer in buffers:
-        cuts = buffer.spread is Spread.FLAT and any(param.id in unit.ids for param in buffer.params)
-        if cuts:
+        cut = [param.id for param in buffer.params if param.id in unit.ids] if buffer.spread is Spread.FLAT else []
+        if cut and isinstance(sharding, WholeParams):  # then the buffer came with a wrapped chunk
+            raise ConfigError(
+                f"optimizer={unit.rule.name!r} needs whole matrices, but {str(cut[0])!r} was wrapped in a buffer that "
+                "is cut between ranks; give DistributedDataParallel is_whole=matrices_whole"
+            )
+        if cut:
             raise ConfigError(
                 f"optimizer={unit.rule.name!r} needs whole matrices, but use_distributed_optimizer=True "
                 f"({type(sharding).__name__}) cuts parameters between ranks; set "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_distributed.buffers.binding import is_bound
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.rules.base import Rule
@@ -38,6 +39,7 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
     sharded = not isinstance(config.sharding, Replicated)
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
+            _check_plain(index, chunk)
             if config.overlap_param_gather:
                 raise ConfigError(
                     f"overlap_param_gather=True, but model chunk {index} is a plain {type(chunk).__name__}: gathers "
@@ -113,6 +115,16 @@ def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]
                     f"with shard_multiple={chunk.shard_multiple}, which cuts through them; give "
                     f"DistributedDataParallel shard_multiple={lcm(chunk.shard_multiple, spec.block)}"
                 )
+
+
+def _check_plain(index: int, chunk: nn.Module) -> None:
+    """A plain module's step reads `param.grad`, which stays empty where a wrapper takes gradients."""
+    bound = next((name for name, param in chunk.named_parameters() if param.requires_grad and is_bound(param)), None)
+    if bound is not None:
+        raise ConfigError(
+            f"model chunk {index} is a plain {type(chunk).__name__}, but gradients of {bound!r} accumulate in "
+            "main_grad, where a wrapper put them; give get_optimizer the DistributedDataParallel around it"
+        )
 
 
 def _check_grads(config: OptimizerConfig, index: int, chunk: DistributedDataParallel) -> None:

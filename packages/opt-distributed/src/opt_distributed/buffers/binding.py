@@ -5,8 +5,12 @@ returns a gradient of any content to autograd, so that hooks still run. What it 
 kernel also set ``param.zero_out_wgrad = True`` because it holds zeros, added.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
+
+from opt_paramgroups import ParamId
 
 
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
@@ -19,6 +23,21 @@ def main_grad(param: nn.Parameter) -> Tensor:
     """The bound gradient of a parameter."""
     view: Tensor = param.main_grad  # type: ignore[attr-defined]
     return view
+
+
+def is_bound(param: nn.Parameter) -> bool:
+    """Whether its gradient accumulates in a buffer, so that ``param.grad`` stays empty."""
+    return getattr(param, "main_grad", None) is not None
+
+
+def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
+    """Raises ValueError where a gradient accumulates elsewhere already: it would be added there, and again here."""
+    bound = [str(id) for id, param in params.items() if is_bound(param)]
+    if bound:
+        raise ValueError(
+            f"gradients of {bound[0]!r} (and {len(bound) - 1} more) accumulate in a buffer already: a model chunk is "
+            "wrapped once; use that wrapper, or a new model"
+        )
 
 
 def begin_accumulation(param: nn.Parameter) -> None:

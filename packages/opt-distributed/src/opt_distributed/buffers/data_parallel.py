@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.agreement import agree_on, check_config
-from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, take_grad_
+from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, check_unbound, take_grad_
 from opt_distributed.buffers.bucket import GradBucket, Travel
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import (
@@ -120,7 +120,7 @@ class DistributedDataParallel(nn.Module):
 
     Raises:
         LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out (a DTensor is,
-            already), or ranks' layouts or configurations differ.
+            already), or are in another wrapper's buffers, or ranks' layouts or configurations differ.
     """
 
     def __init__(
@@ -309,6 +309,7 @@ class DistributedDataParallel(nn.Module):
         buffers, error = _Buffers((), ()), None
         try:
             check_config(self.config, self.roles, per_token=self.calculate_per_token_loss)
+            check_unbound(self._params)
             buffers = self._make_buffers(is_whole, shard_multiple)
         except ValueError as caught:
             error = caught

@@ -112,8 +112,9 @@ class UseHooks:
             own = [ids[param] for param in module.parameters(recurse=False) if param in ids]
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._before, own)))
-                self._handles.append(module.register_state_dict_pre_hook(partial(self._before_state, own)))
-                self._handles.append(module.register_load_state_dict_pre_hook(partial(self._before_state, own)))
+                waits = partial(self._before_state, own)
+                self._handles.append(module.register_state_dict_pre_hook(waits))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(waits))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Takes the hooks off again."""
