@@ -1,12 +1,17 @@
 """Symmetric products: half computed, half mirrored, equal to the whole."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from opt_kernels.ops.syrk import reference, torch_native
+from opt_kernels.cpp.compiler import usable
+from opt_kernels.ops.syrk import cpp, reference, torch_native
 
 # Sizes on both sides of where halving begins on a CPU, and one that four rows of blocks do not divide.
-SIZES = [(1, 1), (63, 65), (256, 512), (256, 1024), (512, 512), (410, 512)]
+SIZES = [(1, 1), (63, 65), (128, 130), (256, 512), (256, 1024), (512, 512), (410, 512)]
+VERSIONS = [torch_native, pytest.param(cpp, marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here"))]
+ON_VERSIONS = pytest.mark.parametrize("version", VERSIONS, ids=["torch", "cpp"])
 TOLERANCE = {
     torch.float64: 1e-11,
     torch.float32: 1e-3,
@@ -14,13 +19,14 @@ TOLERANCE = {
 }  # unit x sums of a thousand terms of size 1
 
 
+@ON_VERSIONS
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("m", "k"), SIZES)
-def test_a_gram_matrix_equals_its_formula(m: int, k: int, dtype: torch.dtype) -> None:
+def test_a_gram_matrix_equals_its_formula(version: ModuleType, m: int, k: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, m, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     added = reference.symmetric_product(x[..., :m].contiguous(), x[..., :m].mT) if k >= m else x.new_ones(2, m, m)
     expected = reference.symmetric_product(x.double(), x.mT.double(), alpha=1.5, added=added.double(), beta=-0.5)
-    got = torch_native.symmetric_product(x, x.mT, alpha=1.5, added=added, beta=-0.5)
+    got = version.symmetric_product(x, x.mT, alpha=1.5, added=added, beta=-0.5)
     assert got.dtype is dtype
     torch.testing.assert_close(
         got.double(), expected, rtol=8e-3 if dtype is torch.bfloat16 else 0, atol=TOLERANCE[dtype]
@@ -45,10 +51,56 @@ def test_products_of_commuting_matrices_are_products_in_either_order() -> None:
     torch.testing.assert_close(torch_native.symmetric_product(square, a), a @ a @ a, rtol=0, atol=1e-4)
 
 
-def test_arguments_are_only_read() -> None:
-    x, added = torch.randn(1, 256, 1024), torch.ones(1, 256, 256)
+@ON_VERSIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_are_only_read(version: ModuleType, dtype: torch.dtype) -> None:
+    x, added = torch.randn(1, 256, 1024).to(dtype), torch.ones(1, 256, 256, dtype=dtype)
     before = x.clone()
-    torch_native.symmetric_product(x, x.mT, added=added, beta=2.0)
-    torch_native.symmetric_product(x[:, :8], x[:, :8].mT, alpha=3.0)
+    version.symmetric_product(x, x.mT, added=added, beta=2.0)
+    version.symmetric_product(x[:, :8], x[:, :8].mT, alpha=3.0)
     assert torch.equal(x, before)
-    assert torch.equal(added, torch.ones(1, 256, 256))
+    assert torch.equal(added, torch.ones(1, 256, 256, dtype=dtype))
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Only where the compiled product is taken at all."""
+    x = torch.ones(1, 128, 128, dtype=torch.bfloat16)
+    if not usable() or not cpp.takes(x, x.mT, None):
+        pytest.skip("no C++ compiler here, or a processor that does not multiply bfloat16 itself")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_product_is_mirrored_and_the_same_on_any_number_of_threads() -> None:
+    x = torch.randn(2, 256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = cpp.symmetric_product(x, x.mT)
+        torch.set_num_threads(3)
+        assert torch.equal(cpp.symmetric_product(x, x.mT), alone)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, alone.mT)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_product_takes_views_and_either_order_of_right() -> None:
+    wide = torch.randn(1, 160, 300, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x = wide[:, 16:144, 9:265]  # rows that are neither next to each other nor at even addresses
+    assert cpp.takes(x, x.mT, None)
+    expected = cpp.symmetric_product(x.contiguous(), x.contiguous().mT)
+    assert torch.equal(cpp.symmetric_product(x, x.mT), expected)
+    assert torch.equal(cpp.symmetric_product(x, x.mT.contiguous()), expected)
+    torch.testing.assert_close(expected.double(), x.double() @ x.double().mT, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_product_loses_no_nan() -> None:
+    x = torch.ones(1, 128, 128, dtype=torch.bfloat16)
+    x[0, 77, 5] = torch.nan
+    product = cpp.symmetric_product(x, x.mT)
+    nan = product.isnan()[0]
+    assert nan[77].all()
+    assert nan[:, 77].all()
+    assert nan.sum() == 2 * 128 - 1

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.dispatch import version
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, Schedule
 from opt_kernels.ops.newton_schulz.reference import EPS
-from opt_kernels.ops.syrk.torch_native import symmetric_product
 
 
 def newton_schulz(
@@ -17,7 +17,7 @@ def newton_schulz(
     segments: Sequence[Schedule],  # the steps, cut as `segments.cut` allows
     dtype: torch.dtype = torch.float32,  # of the iteration
     eps: float = EPS,
-    product: Callable[..., Tensor] = symmetric_product,
+    product: Callable[..., Tensor] | None = None,  # None: the symmetric one that suits the device
     all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
     normalised: bool = False,  # x is over its norm already
 ) -> Tensor:
@@ -26,6 +26,7 @@ def newton_schulz(
     The Gram matrix is summed over ranks once a segment; all of a segment's other products are of (m, m) matrices, which
     every rank has.
     """
+    product = product or version("syrk", "symmetric_product", backend=None, tensors=[x])
     x = (x if normalised else _normalised(x, eps=eps, all_reduce=all_reduce)).to(dtype)
     for segment in segments:
         gram = product(x, x.mT)
