@@ -358,6 +358,24 @@ def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], grad_al
 
 
 @ON_BACKENDS
+def test_a_dense_layout_longer_than_a_tile_goes_with_states_of_other_sizes(backend: str) -> None:
+    turned = [torch.randn(2, 2, TILE_NUMEL).transpose(0, 1) for _ in range(2)]
+    straight = [tensor.clone(memory_format=torch.contiguous_format) for tensor in turned]
+    rule = Adam(backend=backend)
+    for main, grad in turned, straight:
+        state = rule.init_state(main) | {"step": torch.zeros(())}
+        rule.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=0.5)
+    assert torch.equal(turned[0], straight[0])
+
+
+def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -> None:
+    work = replace(KEPT["fp32"].work(Adam(), start_of((9 * TILE_NUMEL,))), grad=torch.randn(9 * TILE_NUMEL))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        Adam(order="te", backend="torch").update_([Batch(HYPER, [work])])
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * TILE_NUMEL
+
+
+@ON_BACKENDS
 @pytest.mark.parametrize("part", ["state", "out"])
 def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, backend: str) -> None:
     main, turned = torch.zeros(4, 3), torch.zeros(3, 4).t()

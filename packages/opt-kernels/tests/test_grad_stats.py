@@ -119,3 +119,12 @@ def test_a_strided_gradient_is_read_as_it_is() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(BackendError, match="'reference', 'torch', 'cpp', 'triton'"):
         grad_stats([torch.ones(2)], backend="foreach")
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+def test_a_dense_gradient_in_another_order_is_not_copied(backend: str) -> None:
+    grad = torch.randn(8, 16, 32, 64).to(memory_format=torch.channels_last)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        stats = grad_stats([grad], backend=backend)
+    assert max(event.self_cpu_memory_usage for event in profile.events()) < grad.numel()
+    torch.testing.assert_close(stats.sum_of_squares, grad.double().square().sum(), rtol=2e-6, atol=0)

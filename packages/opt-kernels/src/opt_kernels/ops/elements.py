@@ -1,6 +1,7 @@
 """What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -90,13 +91,13 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
     # Fused sweeps walk memory, whatever the strides say.
     grad, state = work.grad, work.state
     shape = grad.shape
-    if not grad.is_contiguous() or grad.is_neg():
-        return run_of(work, codes)
-    for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape):
-            return run_of(work, codes)
     if len(state) != len(codes) + len(scales):
         state = {name: state[name] for name in (*codes, *scales)}
+    if not grad.is_contiguous() or grad.is_neg():
+        return run_of(replace(work, state=state), codes)
+    for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape):
+            return run_of(replace(work, state=state), codes)
     return Run(grad, work.main, work.out, work.remainder, state, work.first)
 
 
@@ -157,6 +158,13 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "
             f"{anchor.stride()}; allowed are equal strides without holes; make the parameter contiguous"
         )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Its elements as (n,), for what does not depend on their order: a view where they are dense, else a copy."""
+    if tensor.is_contiguous() or not _is_dense(tensor):
+        return tensor.contiguous().view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

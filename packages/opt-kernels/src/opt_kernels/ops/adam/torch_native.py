@@ -27,17 +27,19 @@ def adam_(
     if skipped(skip):
         return
     codecs = {"exp_avg": exp_avg_codec, "exp_avg_sq": exp_avg_sq_codec}
-    update_ = _fused_ if order == "torch" else _eager_
+    is_fused = order == "torch"
+    update_ = _fused_ if is_fused else _eager_
     for hyper, works in batches:
         row = on_host(hyper)
         whole, cut = divided(works, codecs, scale=float(grad_scale))
+        if not is_fused:  # its operations make new tensors, which must not be whole ones
+            whole, cut = [], [*whole, *cut]
         if whole:
             mains = [run.main for run in whole if run.main is not None]
             exp_avgs = [run.state["exp_avg"] for run in whole]
             exp_avg_sqs = [run.state["exp_avg_sq"] for run in whole]
             update_(mains, [run.grad for run in whole], exp_avgs, exp_avg_sqs, row, decoupled=decoupled)
         stochastic_step = int(row.step) if stochastic_rounding else None
-        is_fused = order == "torch"
         for tile in tiles(cut, codecs, scale=float(grad_scale), stochastic_step=stochastic_step, flat_grads=is_fused):
             m, v = tile.states["exp_avg"], tile.states["exp_avg_sq"]
             update_(tile.mains, tile.grads, m, v, row, decoupled=decoupled)

@@ -10,6 +10,7 @@ from torch import Tensor
 from opt_kernels.cpp.compiler import library
 from opt_kernels.cpp.sweep import C_TYPES
 from opt_kernels.cpp.threads import run
+from opt_kernels.ops.elements import in_memory_order
 from opt_kernels.ops.grad_stats import reference, torch_native
 from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
 from opt_kernels.ops.grad_stats.torch_native import is_safe
@@ -31,7 +32,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     for dtype in C_TYPES:
         same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
         if same:
-            of_dtype, zeros_of_dtype = _sums([grad.contiguous() for grad in same], count_zeros=count_zeros)
+            of_dtype, zeros_of_dtype = _sums(list(map(in_memory_order, same)), count_zeros=count_zeros)
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
             total, zeros = total + of_dtype, zeros + zeros_of_dtype
@@ -39,7 +40,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
 
 
 def _sums(grads: Sequence[Tensor], *, count_zeros: bool) -> tuple[float, int]:
-    """The sum of squares and the number of zeros of contiguous gradients of one dtype."""
+    """The sum of squares and the number of zeros of flat gradients of one dtype."""
     compiled = library(SOURCE, GRAD=C_TYPES[grads[0].dtype], COUNT_ZEROS=int(count_zeros))
     numels = list(map(Tensor.numel, grads))
     table = array("q", [*map(Tensor.data_ptr, grads), *numels])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from opt_kernels.ops.elements import in_memory_order
 from opt_kernels.ops.grad_stats import reference
 from opt_kernels.ops.grad_stats.reference import GradStats, check_norm_type
 
@@ -57,9 +58,9 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
             if numel:
                 pieces.append(grad)
         elif numel <= TILE_NUMEL:
-            pieces.append(grad.reshape(-1))
+            pieces.append(in_memory_order(grad))
         else:
-            pieces += torch.split(grad.reshape(-1), TILE_NUMEL)
+            pieces += torch.split(in_memory_order(grad), TILE_NUMEL)
     return pieces
 
 

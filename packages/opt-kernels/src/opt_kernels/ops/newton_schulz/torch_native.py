@@ -27,14 +27,18 @@ def newton_schulz(
     every rank has.
     """
     product = product or version("syrk", "symmetric_product", backend=None, tensors=[x])
-    x = (x if normalised else _normalised(x, eps=eps, all_reduce=all_reduce)).to(dtype)
+    given = x
+    x = x.to(dtype) if normalised else _normalised(x, dtype=dtype, eps=eps, all_reduce=all_reduce)
+    spare = None  # an x of two segments ago: to allocate one takes as long as a tenth of the products
     for segment in segments:
         gram = product(x, x.mT)
         if all_reduce is not None:
             # Summed in fp32: the partial sums of a narrow Gram matrix would be rounded once a rank.
             gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         factor = _factor(gram, segment, product)
-        x = torch.baddbmm(x, factor.rest, x, beta=factor.identity)
+        spare, before = torch.empty_like(x) if spare is None else spare, x
+        x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
+        spare = None if before is given else before
     return x
 
 
@@ -48,13 +52,16 @@ class _Factor(NamedTuple):
     rest: Tensor  # (batch, m, m), symmetric
 
 
-def _normalised(x: Tensor, *, eps: float, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """x over its Frobenius norm, in at least fp32: a narrow sum of squares stops growing after a few thousand."""
+def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """x over its Frobenius norm, computed in at least fp32: a narrow sum of squares stops growing after a few thousand.
+
+    A new tensor of `dtype`.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     if all_reduce is not None:
         norm = all_reduce(norm.square()).sqrt()
-    return x.div(norm.clamp_min(eps))
+    return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
 
 
 def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor]) -> _Factor:
