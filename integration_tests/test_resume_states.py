@@ -272,6 +272,18 @@ def test_it_begins_anew_or_takes_what_it_is_given_and_keeps_its_own_rate(saved_b
     train(other, again, range(3, 5))
 
 
+def test_state_of_the_same_name_that_another_rule_kept_is_told_of(
+    saved_by_adam: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, path = saved_by_adam
+    resume(*begin("replicated fp32", seed=1), path)
+    assert "goes on from" not in caplog.text
+    resume(*moved_to_muon(), path, {"strict": "return_unexpected"})  # begins anew
+    assert "goes on from" not in caplog.text
+    resume(*begin("replicated fp32", seed=1, optimizer="lion"), path)
+    assert "lion goes on from state that adam kept of" in caplog.text
+
+
 def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> None:
     """Muon's momentum mapped to Adam's first moment leaves the second one out: bias corrections would be wrong."""
     model, optimizer = begin("replicated fp32", optimizer="muon")

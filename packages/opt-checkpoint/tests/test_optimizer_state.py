@@ -266,6 +266,14 @@ def test_state_saved_by_another_rule_is_named() -> None:
     assert _hint(["optimizer.state.exp_avg.new"], stored) == ""
 
 
+def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> None:
+    from opt_checkpoint.strictness import _hint
+
+    hint = _hint(["optimizer.state.fp32_param.w"], ["optimizer.state.exp_avg.w"])
+    assert "main weights: saved were none" in hint
+    assert "another rule" not in hint
+
+
 def test_a_saved_state_is_loaded_under_another_name_by_an_alias(tmp_path: Path) -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
     saved = make_sharded_optimizer_tensor(param, torch.ones(3), "optimizer.state.exp_avg")

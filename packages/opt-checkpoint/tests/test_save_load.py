@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from opt_checkpoint import (
+    CheckpointCorruptError,
     CheckpointingException,
     CheckpointKeyError,
     CheckpointMismatchError,
@@ -223,6 +224,20 @@ def test_stock_dcp_reads_through_our_reader(saved: Path) -> None:
     target = {"w": torch.zeros(12, 40)}
     dcp_load(target, storage_reader=CheckpointReader(read_index(saved)))
     assert torch.equal(target["w"].view(-1), state_at(1, 0, 1)["w"].data)
+
+
+def test_plain_values_of_stock_directories_are_found_by_their_paths(tmp_path: Path) -> None:
+    held = {"run": {"step": 7, "lr": 0.5}, "groups": [{"betas": (0.9, 0.95)}, torch.ones(2)], "path": Path("no/plain")}
+    dcp_save(held, checkpoint_id=tmp_path / "x")
+    wanted = {"run": {"step": None}, "groups": {0: {"betas": None}, 1: sharded_like("groups.1", torch.zeros(2))}}
+    report = load(wanted, tmp_path / "x")
+    assert report.state["run"] == {"step": 7}
+    assert report.state["groups"][0] == {"betas": (0.9, 0.95)}
+    assert report.missing == ("path", "run.lr")
+    with pytest.raises(CheckpointKeyError, match=r"are not in .*: run.epoch"):
+        load({"run": {"epoch": None}}, tmp_path / "x")
+    with pytest.raises(CheckpointCorruptError, match="cannot be loaded safely"):
+        load({"path": None}, tmp_path / "x")
 
 
 def whole_matrix() -> torch.Tensor:

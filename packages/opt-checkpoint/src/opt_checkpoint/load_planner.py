@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from opt_checkpoint.boxes import FlatBox, boxes_of
 from opt_checkpoint.dict_ops import ABSENT, Path, lookup, path_text
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.flat_state import FlatState, flatten_state
-from opt_checkpoint.index import COMMON_KEY, CheckpointIndex, StoredTensor
+from opt_checkpoint.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.mapping import ShardedStateDict, ShardedTensor
+from opt_checkpoint.open_checkpoint import read_object
 from opt_checkpoint.planner import view_of
 from opt_checkpoint.reshard import Copy, StoredBoxes
 from opt_checkpoint.strictness import StrictHandling, judge_missing, judge_unexpected
@@ -96,6 +97,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._to_zero: list[ShardedTensor] = []
         self._stored_boxes: dict[str, StoredBoxes] = {}
         self._loaded_objects: dict[str, Any] = {}
+        self._plain: dict[Path, Any] = {}
         self.unexpected: list[str] = []
         self.missing: tuple[str, ...] = ()
         self.cast: list[str] = []
@@ -136,13 +138,27 @@ class ShardedLoadPlanner(LoadPlanner):
         tensors = ((p, t.key, aliased(t.key, stored, self._aliases)) for p, t in self.flat.tensors.items())
         absent = [(path, key) for path, key, name in tensors if name not in stored]
         absent += [(p, o.unique_key) for p, o in self.flat.objects.items() if o.unique_key not in objects]
-        absent += [(p, path_text(p)) for p in self.flat.common if lookup(self._common, p) is ABSENT]
+        self._plain = dict(self._plain_values())
+        absent += [(p, path_text(p)) for p in self.flat.common if p not in self._plain]
         self.dropped = {path for path, _ in absent}
         self.unexpected = [key for _, key in absent]
+
+    def _plain_values(self) -> Iterator[tuple[Path, Any]]:
+        """Those that are stored: in the common state, or as stock writers do it, each as an object by its path."""
+        for path in self.flat.common:
+            value = lookup(self._common, path)
+            if value is ABSENT and self._is_stock_object(path):
+                value = read_object(self._index, path_text(path))
+            if value is not ABSENT:
+                yield path, value
+
+    def _is_stock_object(self, path: Path) -> bool:
+        return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
 
     def _asked_bits(self) -> bytes:
         keys = {aliased(t.key, self._index.tensors, self._aliases) for t in self.flat.tensors.values()}
         keys |= {o.unique_key for o in self.flat.objects.values()} | {COMMON_KEY}
+        keys |= {path_text(path) for path in self._plain if self._is_stock_object(path)}
         return np.packbits([key in keys for key in _stored_keys(self._index)]).tobytes()
 
     def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
@@ -242,8 +258,7 @@ class ShardedLoadPlanner(LoadPlanner):
             for path, o in self.flat.objects.items()
             if path not in self.dropped
         }
-        common = {path: lookup(self._common, path) for path in self.flat.common}
-        self.assembled = self.flat.assembled(objects, common, frozenset(self.dropped))
+        self.assembled = self.flat.assembled(objects, self._plain, frozenset(self.dropped))
 
 
 _NONE = torch.Size(())

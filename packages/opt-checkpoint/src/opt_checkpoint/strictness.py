@@ -11,6 +11,8 @@ from opt_checkpoint.state_spec import LAYOUT_MARK
 
 logger = logging.getLogger(__name__)
 _SHOWN = 12
+_MAIN_NAMES = frozenset({"fp32_param", "param"})  # of main weights: ours, and the reference's other one
+_MAIN = tuple(f"optimizer.state.{name}." for name in _MAIN_NAMES)
 
 
 class StrictHandling(Enum):
@@ -95,11 +97,13 @@ def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
         if mark and name in bound:
             return f" ({name} was saved, but on another layout, and cannot be loaded on this one; reset it)"
         others = _other_states(key, stored)
-        if others:
+        if others and (not key.startswith(_MAIN) or _MAIN_NAMES.intersection(others)):
             return (
                 f" (this parameter was saved by another rule, with {', '.join(others)}; reset its state, or map one of "
                 f"them by aliases={{'optimizer.state.<wanted>.': 'optimizer.state.<saved>.'}})"
             )
+    if any(key.startswith(_MAIN) for key in unexpected):
+        return " (main weights: saved were none, as by an fp32 run; without them they are made from the loaded weights)"
     return ""
 
 

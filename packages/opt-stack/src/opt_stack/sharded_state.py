@@ -1,5 +1,7 @@
 """The optimizer's state on the way to and from a checkpoint that fits any number of ranks."""
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +19,11 @@ from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece
+from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_paramgroups import ParamId
 
+logger = logging.getLogger(__name__)
 VERSION = 1
 # What a group is follows from the run that loads it; only how it is trained is restored, by the same rule.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
@@ -110,11 +114,28 @@ def load_sharded_(
     except ValueError as refusal:
         error = refusal
     agree(everyone, error)
+    _warn_of_another_rule(loaded, groups, names)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
     for (unit, piece, _), values in mine:
         read_piece(unit, piece).take_(values)
     if loaded["grad_scaler"]:
         scaler.load_state_dict(loaded["grad_scaler"])
+
+
+def _warn_of_another_rule(
+    loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> None:
+    """Two rules may call different things by one name: second moments of SOAP are in a basis of its own."""
+    saved = loaded["groups"]
+    then = {n: group.get(RULE) for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
+    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for group, own in zip(groups, names, strict=True):
+        for name in own:
+            before, after = then.get(name), group.get(RULE)
+            if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
+                moved[before, after].append(name)
+    for (before, after), of_params in moved.items():
+        logger.warning("%s goes on from state that %s kept of %s", after, before, ", ".join(of_params))
 
 
 def _of_same_rule(
