@@ -386,6 +386,15 @@ def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, bac
 
 
 @ON_BACKENDS
+@ON_RULES
+def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, backend: str) -> None:
+    rule = make(backend=backend)
+    work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
+    rule.update_([Batch(replace(HYPER, weight_decay=0.0), [work])])
+    assert bool((value(work) == -torch.inf).all())
+
+
+@ON_BACKENDS
 def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     # As the gradient of an imaginary part may be.
     lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))

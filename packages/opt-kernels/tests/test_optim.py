@@ -402,6 +402,13 @@ def test_a_group_that_is_added_is_checked_too() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+def test_a_complex_gradient_is_refused() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="view_as_real"):
+        optim.AdamW([param]).step()
+
+
 def test_a_sparse_gradient_is_refused() -> None:
     embedding = nn.Embedding(4, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

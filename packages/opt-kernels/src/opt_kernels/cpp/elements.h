@@ -39,25 +39,26 @@ static inline void write(bfloat16 &to, float x) {
     to.bits = uint16_t(x == x ? rounded : 0x7FC0);
 }
 
-// A main as it lies in memory; a remainder and its weight are the halves of one word (ops/remainder/reference.py).
+// The main of element i; a remainder and its weight are the halves of one word (ops/remainder/reference.py). Without
+// an out its address is null, and nothing may be added to it.
 template <class Main, class Out>
-static inline float read_main(const Main &main, const Out *) { return read(main); }
+static inline float read_main(const Main *main, const Out *, int64_t i) { return read(main[i]); }
 
-static inline float read_main(const int16_t &remainder, const bfloat16 *weight) {
-    return float_of((uint32_t(weight->bits) << 16) + uint32_t(int32_t(remainder)));
+static inline float read_main(const int16_t *remainder, const bfloat16 *weight, int64_t i) {
+    return float_of((uint32_t(weight[i].bits) << 16) + uint32_t(int32_t(remainder[i])));
 }
 
 template <bool HasOut, class Main, class Out>
-static inline void write_main(Main &main, Out *out, float x) {
-    write(main, x);
-    if constexpr (HasOut) write(*out, x);
+static inline void write_main(Main *main, Out *out, int64_t i, float x) {
+    write(main[i], x);
+    if constexpr (HasOut) write(out[i], x);
 }
 
 template <bool>
-static inline void write_main(int16_t &remainder, bfloat16 *weight, float x) {
+static inline void write_main(int16_t *remainder, bfloat16 *weight, int64_t i, float x) {
     uint32_t word = word_of(x);
-    weight->bits = uint16_t(x == x ? (word + 0x8000) >> 16 : 0x7FC0);
-    remainder = int16_t(x == x ? word & 0xFFFF : 0);
+    weight[i].bits = uint16_t(x == x ? (word + 0x8000) >> 16 : 0x7FC0);
+    remainder[i] = int16_t(x == x ? word & 0xFFFF : 0);
 }
 
 // a * b + c, rounded once where the processor can.
@@ -131,8 +132,8 @@ static inline void update_span(const Run &run, const Row row, int64_t begin, int
     for (int64_t i = begin; i < end; i++) {
         float s0 = NUM_STATES > 0 ? read(state0[i]) : 0.0f;
         float s1 = NUM_STATES > 1 ? read(state1[i]) : 0.0f;
-        float p = read_main(main[i], out + i);
-        write_main<HAS_OUT>(main[i], out + i, updated(p, read(grad[i]) * grad_scale, s0, s1, row));
+        float p = read_main(main, out, i);
+        write_main<HAS_OUT>(main, out, i, updated(p, read(grad[i]) * grad_scale, s0, s1, row));
         if (NUM_STATES > 0) write(state0[i], s0);
         if (NUM_STATES > 1) write(state1[i], s1);
     }

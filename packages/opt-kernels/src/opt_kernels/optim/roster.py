@@ -98,7 +98,7 @@ class Roster:
         state: Mapping[Tensor, dict[str, Tensor]],
         enrol: Callable[[int, int, Tensor, int], Member],  # from place, group, parameter, first
     ) -> None:
-        """`enrol` makes the state of a parameter that has none. Raises ValueError for a sparse gradient."""
+        """`enrol` makes the state of a parameter that has none. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
@@ -107,7 +107,7 @@ class Roster:
         for index, group in enumerate(groups):
             for param in group["params"]:
                 if param.grad is not None:
-                    _refuse_sparse(param.grad)
+                    _refuse(param.grad)
                     members.append(enrol(place, index, param, first))
                 place, first = place + 1, first + param.numel()
         self._rows = _rows(members)
@@ -150,9 +150,14 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def _refuse_sparse(grad: Tensor) -> None:
+def _refuse(grad: Tensor) -> None:
     if grad.is_sparse:
         raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
+    if not grad.is_floating_point():
+        raise ValueError(
+            f"a gradient of {grad.dtype}: the sweeps compute with real floats; give complex parameters as "
+            "torch.view_as_real has them"
+        )
 
 
 def _rows(members: Sequence[Member]) -> list[Row]:

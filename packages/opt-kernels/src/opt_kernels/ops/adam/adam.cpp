@@ -17,13 +17,14 @@ struct Row {
 static inline float grad_scale_of(const Row &row) { return row.grad_scale; }
 
 static inline float updated(float p, float g, float &m, float &v, const Row &row) {
-    if (!DECOUPLED) g = fma(p, row.decay, g);
+    const bool decays = row.decay != 0.0f;  // zero times an infinite p would be NaN
+    if (!DECOUPLED) g = decays ? fma(p, row.decay, g) : g;
     if (DECOUPLED && !TE_ORDER) p *= row.decay;
     m = fma(row.weight1, g - m, m);
     v = fma(row.weight2 * g, g, v * row.beta2);
     if (TE_ORDER) {
         float u = (m / row.correction1) / (__builtin_sqrtf(v / row.correction2) + row.eps);
-        return p - row.step_size * (DECOUPLED ? u + row.decay * p : u);
+        return p - row.step_size * (DECOUPLED && decays ? u + row.decay * p : u);
     }
     return p - row.step_size * m / (__builtin_sqrtf(v) / row.correction2 + row.eps);
 }

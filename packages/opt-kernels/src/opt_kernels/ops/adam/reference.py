@@ -68,11 +68,12 @@ def updated(
     """The new parameter, by the formula above."""
     beta1, beta2 = row.betas
     correction1, correction2 = 1 - math.pow(beta1, row.step), 1 - math.pow(beta2, row.step)
-    if not decoupled:
+    decays = row.weight_decay != 0  # zero times an infinite parameter would be NaN
+    if decays and not decoupled:
         g = g + row.weight_decay * p
     m.copy_(m + (1 - beta1) * (g - m))
     v.copy_(beta2 * v + (1 - beta2) * g * g)
-    decay = row.weight_decay * p if decoupled else p.new_zeros(())
+    decay = row.weight_decay * p if decays and decoupled else p.new_zeros(())
     if order == "te":
         return p - row.lr * ((m / correction1) / ((v / correction2).sqrt() + row.eps) + decay)
     step_size = row.lr / correction1

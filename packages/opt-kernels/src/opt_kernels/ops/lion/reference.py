@@ -35,5 +35,5 @@ def lion_(
             m = p.clone()
             exp_avg_codec.decode_(m, codes, scales)
             u = (beta1 * m + (1 - beta1) * g).sign()
-            write_main_(run, p - row.lr * (u + row.weight_decay * p))
+            write_main_(run, p * (1 - row.lr * row.weight_decay) - row.lr * u)
             exp_avg_codec.encode_(codes, scales, beta2 * m + (1 - beta2) * g)

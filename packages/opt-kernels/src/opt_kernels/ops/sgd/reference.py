@@ -35,7 +35,9 @@ def sgd_(
         row = on_host(hyper)
         for run in map(run_of, works):
             p = read_main(run)
-            g = scaled_grad(run, float(grad_scale)).add_(p, alpha=row.weight_decay)
+            g = scaled_grad(run, float(grad_scale))
+            if row.weight_decay:  # zero times an infinite parameter would be NaN
+                g.add_(p, alpha=row.weight_decay)
             if momentum_buffer_codec is not None and row.momentum != 0:
                 codes, scales = run.state["momentum_buffer"], run.state.get(scale_name("momentum_buffer"))
                 buffer = p.clone()

@@ -12,7 +12,7 @@ struct Row {
 static inline float grad_scale_of(const Row &row) { return row.grad_scale; }
 
 static inline float updated(float p, float g, float &buffer, float &, const Row &row) {
-    g = fma(p, row.weight_decay, g);
+    g = row.weight_decay != 0.0f ? fma(p, row.weight_decay, g) : g;  // zero times an infinite p would be NaN
     if (NUM_STATES > 0) {
         float mixed = fma(buffer, row.momentum, g * row.weight);
         buffer = row.first != 0.0f ? g : mixed;
