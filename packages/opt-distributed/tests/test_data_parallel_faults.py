@@ -64,7 +64,21 @@ def test_ranks_with_different_configurations_are_refused_on_every_rank() -> None
         DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
 
     for error in errors_of(2, rank_main):
-        assert "data-parallel ranks [1] laid their buffers out differently" in error
+        assert error.endswith("average_in_collective is False on rank 0 and True on rank 1")
+
+
+def test_ranks_that_meet_dtypes_in_another_order_are_refused_on_every_rank() -> None:
+    """Each buffer is the same on all ranks, but not the order in which they travel."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        wide, narrow = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16)
+        model = nn.Module()
+        for name, child in [("wide", wide), ("narrow", narrow)][:: -1 if comm.rank else 1]:
+            model.add_module(name, child)
+        DistributedDataParallel(SHARDED, model, groups=over(comm))
+
+    for error in errors_of(2, rank_main):
+        assert "; order of buffers is dense float32, float32 gradients, dense bfloat16" in error
 
 
 def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:

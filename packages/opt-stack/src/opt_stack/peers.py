@@ -17,6 +17,7 @@ from opt_stack.plan import Plan
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that are a rank's own business."""
+MAX_RANKS_TOLD = 8
 _OF_THE_RANK = frozenset({"local_shape", "placements"})  # of `ParamMeta`: what is stored here, and where here is
 _NO_NUMBERS = frozenset({"params", "param_ids", "name"})  # of a group
 
@@ -34,12 +35,21 @@ def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping
     defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
     problems = []
     for name, default in defaults.items():
-        values = [of_rank.get(name, default) for of_rank in told]
-        odd = [rank for rank, value in enumerate(values) if value != values[0]]
-        if odd:
-            problems.append(f"{name} is {values[0]} on rank 0 and {values[odd[0]]} on ranks {odd}")
+        ranks: dict[str, list[int]] = {}  # by value
+        for rank, of_rank in enumerate(told):
+            ranks.setdefault(of_rank.get(name, default), []).append(rank)
+        if len(ranks) > 1:
+            problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
     if problems:
         raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; give all ranks the same")
+
+
+def _some(ranks: list[int]) -> str:
+    return (
+        f"{ranks}"
+        if len(ranks) <= MAX_RANKS_TOLD
+        else f"{ranks[:MAX_RANKS_TOLD]} and {len(ranks) - MAX_RANKS_TOLD} more"
+    )
 
 
 def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:

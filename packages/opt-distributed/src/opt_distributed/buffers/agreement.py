@@ -1,5 +1,6 @@
 """What replicas must have in common before the first collective that one of them would miss."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from opt_config import DistributedDataParallelConfig
@@ -31,21 +32,27 @@ def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_tok
         raise ValueError("average_in_collective=True takes means, calculate_per_token_loss sums; choose one")
 
 
-def agree_on(axes: Axes, fingerprint: str, error: ValueError | None) -> None:
-    """Raises on every replica if one brings an error, or if their fingerprints differ.
+def agree_on(axes: Axes, said: Mapping[str, str], error: ValueError | None) -> None:
+    """Raises on every replica if one brings an error, or if what they say, by name, differs.
 
     Raises:
-        LayoutError: another rank's error, or the ranks that differ from the first. This rank's own error as it is.
+        LayoutError: another rank's error, or what differs, and on which ranks. This rank's own error as it is.
     """
-    told = from_all_replicas(axes, (None if error is None else str(error), fingerprint))
+    told = from_all_replicas(axes, (None if error is None else str(error), dict(said)))
     if error is not None:
         raise error
     for rank, (text, _) in enumerate(told):
         if text is not None:
             raise LayoutError(f"data-parallel rank {rank} refused: {text}")
-    odd = [rank for rank, (_, print_) in enumerate(told) if print_ != told[0][1]]
+    odd = [rank for rank, (_, theirs) in enumerate(told) if theirs != told[0][1]]
     if odd:
         raise LayoutError(
             f"data-parallel ranks {odd} laid their buffers out differently from rank 0; model and configuration must "
-            "be equal on all ranks that share parameters"
+            f"be equal on all ranks that share parameters; {first_difference(told[0][1], told[odd[0]][1], rank=odd[0])}"
         )
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+    """What rank 0 and `rank` say otherwise, in words; they say something otherwise."""
+    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+    return f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"

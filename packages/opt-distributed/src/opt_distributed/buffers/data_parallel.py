@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -314,10 +315,11 @@ class DistributedDataParallel(nn.Module):
         except ValueError as caught:
             error = caught
         for axes, is_expert in ((self.roles.dense, False), (self.roles.expert, True)):
-            print_ = f"{self.config}, {self.calculate_per_token_loss}" + "".join(
-                f"|{plan.key}:{plan.layout.fingerprint()}" for plan in buffers.plans if plan.key.is_expert == is_expert
-            )
-            agree_on(axes, print_, error)
+            said = {field.name: repr(getattr(self.config, field.name)) for field in fields(self.config)}
+            said["calculate_per_token_loss"] = repr(self.calculate_per_token_loss)
+            layouts = {str(p.key): p.layout.fingerprint()[:16] for p in buffers.plans if p.key.is_expert == is_expert}
+            said["order of buffers"] = ", ".join(layouts)
+            agree_on(axes, said | {f"layout of {key}": print_ for key, print_ in layouts.items()}, error)
         return buffers
 
     def _make_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
