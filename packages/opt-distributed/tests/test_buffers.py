@@ -248,6 +248,21 @@ def test_a_failed_collective_says_which_it_was() -> None:
         InFlight(iter([Lost()]), "bucket 3 of dense").finish()
 
 
+def test_threads_raise_the_error_that_stopped_the_others() -> None:
+    """What another rank made of the broken barrier was raised in its place, if that rank came first."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        if comm.rank == 1:
+            raise KeyError("the cause")
+        try:
+            comm.gather_objects(0)
+        except Exception as error:
+            raise CollectiveError("sum of the statistics") from error
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_threads(2, rank_main)
+
+
 # --- what hangs on a parameter -----------------------------------------------------------------------
 
 

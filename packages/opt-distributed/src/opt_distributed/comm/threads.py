@@ -72,7 +72,8 @@ class ThreadComm:
 def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
     """Runs `rank_main` once per rank and returns the results in rank order; the first rank's error is raised.
 
-    A rank that raises breaks the barrier, so that the others stop instead of waiting for it.
+    A rank that raises breaks the barrier, so that the others stop instead of waiting for it; it is its error that is
+    raised, not what the others made of the broken barrier.
     """
     world = World(size)
     results: list[Any] = [None] * size
@@ -91,9 +92,14 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
     for thread in threads:
         thread.join(world.timeout_s)
     found = [e for e in errors if e is not None]
-    causes = [e for e in found if not isinstance(e, threading.BrokenBarrierError)]
+    causes = [e for e in found if not _is_consequence(e)]
     for error in causes or found:
         raise error
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a rank of {size} was still running after {world.timeout_s} s")
     return results
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether it is about a barrier that another rank broke, or was raised from such an error."""
+    return error is not None and (isinstance(error, threading.BrokenBarrierError) or _is_consequence(error.__cause__))
