@@ -386,6 +386,18 @@ def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, bac
 
 
 @ON_BACKENDS
+@ON_KEPT
+@ON_RULES
+def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str) -> None:
+    rule = make(backend=backend)
+    work = kept.work(rule, start_of((70,)))
+    work.grad.fill_(1.0)[[3, 69]] = torch.nan
+    rule.update_([Batch(HYPER, [work])])
+    for weight in (value(work), work.out):
+        assert weight is None or weight.isnan().nonzero().flatten().tolist() == [3, 69]
+
+
+@ON_BACKENDS
 @ON_RULES
 def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, backend: str) -> None:
     rule = make(backend=backend)

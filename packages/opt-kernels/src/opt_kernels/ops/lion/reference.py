@@ -2,13 +2,14 @@
 
 With g the scaled gradient and m the momentum (Chen et al. 2023, algorithm 2):
 
-    u = sign(b1 * m + (1 - b1) * g)        sign(0) = 0
+    u = sign(b1 * m + (1 - b1) * g)        sign(0) = 0, sign(NaN) = NaN
     p <- p - lr * (u + wd * p)
     m <- b2 * m + (1 - b2) * g
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, scale_name
@@ -34,6 +35,11 @@ def lion_(
             codes, scales = run.state["exp_avg"], run.state.get(scale_name("exp_avg"))
             m = p.clone()
             exp_avg_codec.decode_(m, codes, scales)
-            u = (beta1 * m + (1 - beta1) * g).sign()
+            u = sign_(beta1 * m + (1 - beta1) * g)
             write_main_(run, p * (1 - row.lr * row.weight_decay) - row.lr * u)
             exp_avg_codec.encode_(codes, scales, beta2 * m + (1 - beta2) * g)
+
+
+def sign_(x: Tensor) -> Tensor:
+    """Writes x's sign over it; torch's own makes 0 of NaN, and a diverged weight would look like one at rest."""
+    return torch.where(x.isnan(), x, x.sign(), out=x)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.ops.elements import HostHyper, on_host, skipped
+from opt_kernels.ops.lion.reference import sign_
 from opt_kernels.ops.tiles import Tile, divided, tiles
 from opt_kernels.rules.base import Batch
 
@@ -33,7 +34,8 @@ def _update_(tile: Tile, row: HostHyper) -> None:
     moments = tile.states["exp_avg"]
     beta1, beta2 = row.betas
     updates = torch._foreach_lerp(moments, tile.grads, 1 - beta1)
-    torch._foreach_sign_(updates)
+    for update in updates:
+        sign_(update)
     torch._foreach_lerp_(moments, tile.grads, 1 - beta2)
     # Plain descent along the signs: p <- p - lr * (u + wd * p) in one pass.
     torch._fused_sgd_(
