@@ -51,10 +51,12 @@ class Saved:
     values: Mapping[str, Tensor | float]
 
     def check(self) -> None:
-        """Raises StateDictError where a state is missing, or has another shape."""
+        """Raises StateDictError where a state is missing, or has another shape; ValueError for a main it cannot have."""
         shard = local(self.param).detach()
+        like = shard.to("meta")
+        init_main(self.mains, like)
         _step(self.values)
-        for name, wanted in self._kept(shard.to("meta")).items():
+        for name, wanted in self._kept(like).items():
             _fitting(name, self.values, wanted)
         if MAIN in self.values:
             _fitting(MAIN, self.values, shard)
