@@ -17,7 +17,7 @@ from opt_stack.plan import Plan
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that are a rank's own business."""
-MAX_RANKS_TOLD = 8
+MAX_RANKS_TOLD = 8  # for each value, in an error
 _OF_THE_RANK = frozenset({"local_shape", "placements"})  # of `ParamMeta`: what is stored here, and where here is
 _NO_NUMBERS = frozenset({"params", "param_ids", "name"})  # of a group
 
@@ -45,11 +45,8 @@ def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping
 
 
 def _some(ranks: list[int]) -> str:
-    return (
-        f"{ranks}"
-        if len(ranks) <= MAX_RANKS_TOLD
-        else f"{ranks[:MAX_RANKS_TOLD]} and {len(ranks) - MAX_RANKS_TOLD} more"
-    )
+    more = len(ranks) - MAX_RANKS_TOLD
+    return f"{ranks[:MAX_RANKS_TOLD]}" + (f" and {more} more" if more > 0 else "")
 
 
 def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:
