@@ -369,6 +369,17 @@ def test_a_state_dict_that_is_refused_has_changed_nothing() -> None:
     torch.testing.assert_close((net.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
 
 
+def test_a_state_dict_for_mains_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
+    saved, loading = ([nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.bfloat16, torch.float16)] for _ in range(2))
+    optimizer = optim.AdamW(saved, mains="float32")
+    for param in saved:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(ValueError, match="give mains='float32'"):
+        optim.AdamW(loading, mains="remainder").load_state_dict(optimizer.state_dict())
+    assert torch.equal(loading[0], torch.ones_like(loading[0]))
+
+
 def test_hooks_change_what_is_loaded_and_see_what_was() -> None:
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)

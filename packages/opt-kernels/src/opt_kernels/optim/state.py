@@ -51,7 +51,7 @@ class Saved:
     values: Mapping[str, Tensor | float]
 
     def check(self) -> None:
-        """Raises StateDictError where a state is missing, or has another shape; ValueError for a main it cannot have."""
+        """Raises StateDictError where a state is missing, or has another shape; ValueError for an impossible main."""
         shard = local(self.param).detach()
         like = shard.to("meta")
         init_main(self.mains, like)
