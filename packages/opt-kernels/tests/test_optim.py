@@ -371,7 +371,7 @@ def test_a_state_dict_that_is_refused_has_changed_nothing() -> None:
 
 def test_a_state_dict_for_mains_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
     saved, loading = ([nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.bfloat16, torch.float16)] for _ in range(2))
-    optimizer = optim.AdamW(saved, mains="float32")
+    optimizer = optim.AdamW(saved, lr=0.5, mains="float32")
     for param in saved:
         param.grad = torch.ones_like(param)
     optimizer.step()
