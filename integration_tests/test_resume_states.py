@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_like, sharded_model
 from opt_checkpoint.bucket_space import BucketSlot, dp_reshardable_to_checkpoint
+from opt_checkpoint.convert import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_distributed.layout import ParamShape, flat_layout
@@ -282,6 +283,24 @@ def test_state_of_the_same_name_that_another_rule_kept_is_told_of(
     assert "goes on from" not in caplog.text
     resume(*begin("replicated fp32", seed=1, optimizer="lion"), path)
     assert "lion goes on from state that adam kept of" in caplog.text
+
+
+def test_torchs_adamw_goes_on_from_what_ours_saved(saved: Any, tmp_path: Path) -> None:
+    model, optimizer, path = saved
+    checkpoint_to_torch_file(path, tmp_path / "x.pt")
+    state_dict = torch.load(tmp_path / "x.pt", weights_only=True)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    groups = [{"params": [by_name[name] for name in group["param_names"]]} for group in state_dict["param_groups"]]
+    theirs = torch.optim.AdamW(groups, lr=1.0)
+    theirs.load_state_dict(state_dict)
+    want = states(optimizer)
+    for name, param in by_name.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if name in want and moment in theirs.state.get(param, {}):
+                assert torch.equal(theirs.state[param][moment], want[name][moment])
+    assert sum("exp_avg" in state for state in theirs.state.values()) == len(want) > 4
+    assert [g["lr"] for g in theirs.param_groups] == [g["lr"] for g in optimizer.param_groups if g["params"]]
+    theirs.step()
 
 
 def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> None:

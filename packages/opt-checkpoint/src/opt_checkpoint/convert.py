@@ -16,11 +16,12 @@ from torch import Tensor
 
 from opt_checkpoint.any_optimizer import PREFIX
 from opt_checkpoint.bucket_space import counted
-from opt_checkpoint.dict_ops import ABSENT, lookup
+from opt_checkpoint.dict_ops import lookup
 from opt_checkpoint.dtensor import whole_tensor
 from opt_checkpoint.dtypes import dtype_from_name
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
 from opt_checkpoint.foreign_files import load_torch_file, read_rows
+from opt_checkpoint.index import CheckpointIndex
 from opt_checkpoint.mapped import mapped_apart, read_into, select
 from opt_checkpoint.mapping import Shape, ShardedStateDict, ShardedTensor
 from opt_checkpoint.match_groups import groups_to_saved
@@ -120,11 +121,12 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
         at: where in its state the optimizer is.
 
     Raises:
-        CheckpointKeyError: no optimizer of the form of `sharded_optimizer` is there.
+        CheckpointKeyError: there is no optimizer, of `sharded_optimizer` or of opt-stack's `Optimizer`; or it has
+            parameters that are stacked under one key.
     """
     opened = open_checkpoint(path)
-    saved = lookup(opened.common, at)
-    if saved is ABSENT or "state_names" not in saved:
+    saved = _with_state_names(lookup(opened.common, at), opened.index)
+    if saved is None:
         raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
     keys = [f"{PREFIX}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
     stored = select(opened.index, [k for k in keys if k in opened.index.tensors])
@@ -133,6 +135,27 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
         read_into(opened.index, tensors)
         torch.save(_torch_state(saved, tensors), Path(scratch) / "whole.pt")
         os.replace(Path(scratch) / "whole.pt", file)  # a file that was there stays until the new one is whole
+
+
+def _with_state_names(saved: Any, index: CheckpointIndex) -> Mapping[str, Any] | None:
+    """What `sharded_optimizer` stores; for opt-stack's optimizer, which stores groups alone, made from the keys.
+
+    None where there is neither.
+    """
+    if not isinstance(saved, dict) or "state_names" in saved:
+        return saved if isinstance(saved, dict) else None
+    groups = saved.get("groups")
+    if not isinstance(groups, dict) or "names" not in groups:
+        return None
+    state_names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
+    stacked = [name for name in state_names if "/" in name]
+    if stacked:
+        raise CheckpointKeyError(f"{stacked[0]} is stacked with others under one key, which a state dict cannot say")
+    for key in sorted(index.tensors):
+        state_name, _, name = key.removeprefix(PREFIX).partition(".")
+        if key.startswith(PREFIX) and name in state_names:
+            state_names[name].append(state_name)
+    return {"plain_state": {}, "state_names": state_names, **groups}
 
 
 def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
