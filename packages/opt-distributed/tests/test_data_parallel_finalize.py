@@ -239,6 +239,16 @@ def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_c
         assert all(of_name == {(12.0 + 24.0) / 8} for of_name in values.values())
 
 
+def test_tokens_may_be_a_number_and_groups_come_third() -> None:
+    ddp = DistributedDataParallel(CONFIGS["flat"], Stage(3, 3), groups=over(Alone()), calculate_per_token_loss=True)
+    ddp(torch.ones(2, 3)).sum().backward()
+    ddp.start_grad_sync()
+    before = [param.main_grad.clone() for param in ddp.parameters()]
+    finalize_model_grads([ddp], 4, Peers())
+    assert all(torch.equal(param.main_grad, grad / 4) for param, grad in zip(ddp.parameters(), before))
+    assert any(grad.any() for grad in before)
+
+
 def test_a_batch_without_tokens_divides_by_one() -> None:
     ddp = DistributedDataParallel(CONFIGS["flat"], Stage(3, 3), groups=over(Alone()), calculate_per_token_loss=True)
     backward(ddp(0.0))

@@ -48,9 +48,9 @@ class Peers:
 @torch.no_grad()
 def finalize_model_grads(
     model_chunks: Sequence[DistributedDataParallel],
-    num_tokens: Tensor | None = None,
-    *,
+    num_tokens: Tensor | int | None = None,
     pg_collection: ProcessGroups | Peers | None = None,
+    *,
     qk_layernorm: bool = False,
     router_bias_update_rate: float = ROUTER_BIAS_UPDATE_RATE,
 ) -> None:
@@ -72,8 +72,8 @@ def finalize_model_grads(
 
     Args:
         model_chunks: the chunks of this rank.
-        num_tokens: () or (1,) tokens in this rank's losses of the iteration; read on the last stage only, and not
-            written. None: losses were means.
+        num_tokens: tokens in this rank's losses of the iteration, a number or a tensor, () or (1,), which is not
+            written; read on the last stage only. None: losses were means.
         pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd`, `pp` are read), or ready `Peers`.
         qk_layernorm: parameters with `q_layernorm` or `k_layernorm` in their names are applied to each rank's own
             heads, so that their gradients are partial also without sequence parallelism.
@@ -144,9 +144,10 @@ def _sum_over_stages_(chunks: Sequence[DistributedDataParallel], stages: Comm) -
             other.copy_(first)
 
 
-def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, peers: Peers) -> None:
+def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int, peers: Peers) -> None:
     """A batch without any token leaves its gradients, which are zeros then, as they are."""
-    total = num_tokens.detach().clone().to(torch.float32)
+    device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
+    total = torch.as_tensor(num_tokens, device=device).detach().to(torch.float32, copy=True)
     peers.stages.broadcast_(total, src=peers.stages.size - 1)
     for comm in _replicas(chunks):
         comm.all_reduce_(total)
@@ -160,7 +161,7 @@ def _replicas(chunks: Sequence[DistributedDataParallel]) -> Sequence[Comm]:
     return [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
 
 
-def _check(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None) -> None:
+def _check(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int | None) -> None:
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(
