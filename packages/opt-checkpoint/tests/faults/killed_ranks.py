@@ -58,15 +58,19 @@ def die_by_name(file: str, rank: int, size: int, meeting: str, folder: str) -> N
 
 
 def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
-    """Start a world, kill some of its ranks after a while, then the rest; exit codes by rank."""
+    """Start a world, kill some of its ranks a while after its first commit, then the rest; exit codes by rank."""
     meeting, server = new_meeting(folder.parent), context()
     arguments = (size, meeting, str(folder), background, 100_000)
     processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
-    before = {p.name for p in folder.glob("step-*")}
+
+    def committed() -> set[str]:
+        return {p.name for p in folder.glob("step-*") if not p.suffix}  # others are `.tmp-...`
+
+    before = committed()
     for process in processes:
         process.start()
     deadline = time.monotonic() + 60
-    while {p.name for p in folder.glob("step-*")} <= before and time.monotonic() < deadline:
+    while committed() <= before and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(after_s)
     for victim in victims:
