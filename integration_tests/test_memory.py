@@ -15,6 +15,7 @@ from opt_distributed.buffers import wire
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import DONE, Alone, Pending
 from opt_distributed.comm.groups import Axes, Roles
+from opt_kernels.cpp.compiler import usable
 from opt_stack import Optimizer, factory, get_optimizer
 
 SIZE, WIDTH, DEPTH = 4, 512, 8
@@ -100,8 +101,9 @@ def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overla
 
 
 def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second bucket, which receives; sums are made in tiles."""
+    """The second bucket, which receives; sums are made in tiles. Without a compiler, statistics widen the shard."""
     monkeypatch.setattr(wire, "SUM_TILE_NUMEL", 1 << 12)
     sums = {"reduce_scatter_with_fp32_accumulation": True, "overlap_grad_reduce": True}
     built = Built(torch.bfloat16, wrapper=sums)
-    assert 2 * BUCKET <= max(built.peaks_of_two_steps()) <= 2 * BUCKET + SMALL
+    widened = 0 if usable() else 4 * NUMEL // SIZE
+    assert 2 * BUCKET <= max(built.peaks_of_two_steps()) <= max(2 * BUCKET, widened) + SMALL

@@ -32,6 +32,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A compiler that remembers nothing, and an empty folder to keep libraries in."""
     found = (compiler.usable, compiler._library, compiler._compiler, compiler._compiler_version, compiler._folder)
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.delenv("OPT_KERNELS_CPP", raising=False)
     for cached in found:
         cached.cache_clear()
     yield tmp_path
