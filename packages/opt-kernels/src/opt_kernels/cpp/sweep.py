@@ -140,11 +140,11 @@ def update_(
     calls: dict[Formats, _Call] = {}
     others = []
     for index, (hyper, works) in enumerate(batches):
-        for formats, same in _by_formats(works, names):
+        for formats, same, columns in _by_formats(works, names):
             if not formats.is_known or (rounds_by_chance and formats.main not in (None, torch.float32)):
                 others.append(Batch(hyper, same))
                 continue
-            calls.setdefault(formats, _Call()).add(_flat_columns(same, names), index)
+            calls.setdefault(formats, _Call()).add(_checked(columns, same, names), index)
     rows = array("f", [value for hyper, _ in batches for value in row_of(on_host(hyper))])
     # All of them first: where one cannot be compiled, no part of a step has been made.
     compiled = [library(source, **formats.macros | macros) for formats in calls]
@@ -153,17 +153,18 @@ def update_(
     return others
 
 
-def _by_formats(works: Sequence[Work], names: Sequence[str]) -> Iterator[tuple[Formats, Sequence[Work]]]:
-    """`works` by what they are stored in."""
+def _by_formats(works: Sequence[Work], names: Sequence[str]) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
+    """`works` by what they are stored in, and their tensors."""
     if isinstance(works, Works) and works:
-        dtypes = [set(map(_DTYPE, column)) for column in _columns(works, names).all()]
-        if all(len(of_column) == 1 for of_column in dtypes):
-            yield _formats(works[0], names), works
+        columns = _columns(works, names)
+        if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
+            yield _formats(works[0], names), works, columns
             return
     found: dict[Formats, list[Work]] = {}
     for work in works:
         found.setdefault(_formats(work, names), []).append(work)
-    yield from found.items()
+    for formats, same in found.items():
+        yield formats, same, _columns(same, names)
 
 
 def _formats(work: Work, names: Sequence[str]) -> Formats:
@@ -176,9 +177,11 @@ def _formats(work: Work, names: Sequence[str]) -> Formats:
     )
 
 
-def _flat_columns(works: Sequence[Work], names: Sequence[str]) -> Columns:
-    """All that a call must not take on trust: it has addresses only. Raises LayoutError for what it cannot walk."""
-    columns = _columns(works, names)
+def _checked(columns: Columns, works: Sequence[Work], names: Sequence[str]) -> Columns:
+    """`columns`, flat: a call has addresses only, and takes nothing on trust.
+
+    Raises LayoutError for what cannot be walked.
+    """
     if not columns.are_flat():
         columns = _columns([run_of(work, names) for work in works], names)
     for column in columns.all():

@@ -38,7 +38,7 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
     """Sweeps range(total) of what the table describes, in shares of at least `least`; returns the sum of what shares
     return. Addresses are of what `library` takes."""
     threads = max(1, min(torch.get_num_threads(), total // least))
-    shares = 1 if threads == 1 else max(threads, min(threads * SHARES_PER_THREAD, total // least))
+    shares = 1 if threads == 1 else min(threads * SHARES_PER_THREAD, total // least)
     task = Task(table, num_runs, extra, total, shares, 0, 0)
     work = library.work
     work.argtypes, work.restype = (c_void_p,), None

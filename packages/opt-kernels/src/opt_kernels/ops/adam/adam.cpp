@@ -1,6 +1,7 @@
 // Adam and AdamW; the formula stands in reference.py.
 //
-// With TE_ORDER 0 every operation is torch's fused AdamW's, in its order: where all is float32, so are the bits.
+// With TE_ORDER 0 every operation is torch's fused AdamW's, in its order: where all is float32, so are the bits, but for
+// what torch computes one element at a time, and for processors without fused products.
 
 struct Row {
     float grad_scale;

@@ -28,7 +28,7 @@ def adam_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.adam_` does, but for the last bits: they are those of torch's fused AdamW."""
+    """What `reference.adam_` does, but for the last bits: the operations are torch's fused AdamW's, in its order."""
     if skipped(skip):
         return
     others = update_(
