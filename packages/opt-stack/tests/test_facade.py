@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ def test_it_is_a_torch_optimizer() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, Optimizer)
     assert "Parameter Group 0" in repr(optimizer)
+
+
+def test_a_parameter_that_is_unfrozen_too_late_is_told_of_once() -> None:
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = get_optimizer(CONFIG, [model])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # while it is frozen there is nothing to tell
+        train(model, optimizer, range(1))
+    model[0].weight.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"'0\.weight' \(and 0 more\) was frozen when the optimizer was built"):
+        train(model, optimizer, range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, range(1))
 
 
 @pytest.mark.parametrize(

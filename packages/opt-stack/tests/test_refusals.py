@@ -61,6 +61,16 @@ CASES = {
         "OptimizerConfig: overlap_param_gather=True: needs shards; set use_distributed_optimizer or "
         "use_layer_wise_distributed_optimizer",
     ),
+    "first chunk early without a second": (
+        {
+            "model": wrapped(use_distributed_optimizer=True, overlap_param_gather=True),
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "overlap_param_gather_with_optimizer_step": True,
+        },
+        "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, but "
+        "there is one chunk; set it to False, or give two or more (interleaved pipeline stages)",
+    ),
     "matrices cut": (
         {"optimizer": "muon", "use_distributed_optimizer": True},
         "optimizer='muon' needs whole matrices, but use_distributed_optimizer=True (FlatShards) cuts parameters "

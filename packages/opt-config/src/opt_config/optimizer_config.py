@@ -150,7 +150,7 @@ class OptimizerConfig(Configuration):
     overlap_param_gather: bool = False
     """Gather parameters in the next forward, before use, instead of at the end of the step."""
     overlap_param_gather_with_optimizer_step: bool = False
-    """Start the first model chunk's gather while the other chunks are stepped."""
+    """Start the first model chunk's gather while the other chunks are stepped; refused where there is one chunk."""
 
     optimizer_cpu_offload: bool = False
     """Keep and update a part of the state on the host."""

@@ -175,7 +175,14 @@ def _build(
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks)}
     stepper = _agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     layout_id = f"{part}, {plan.layout_id(roles.dense.dp.rank)}" if part else plan.layout_id(roles.dense.dp.rank)
-    return Optimizer(plan=plan, stepper=stepper, groups=groups, layout_id=layout_id, everyone=roles.everyone)
+    return Optimizer(
+        plan=plan,
+        stepper=stepper,
+        groups=groups,
+        layout_id=layout_id,
+        everyone=roles.everyone,
+        frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
+    )
 
 
 def plan_of(

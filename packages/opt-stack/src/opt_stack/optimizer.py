@@ -1,10 +1,11 @@
 """The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
@@ -45,11 +46,13 @@ class Optimizer(torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
         everyone: Comm,
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),  # of the model: no gradients, no groups
     ):
         self.plan = plan
         self.stepper = stepper
         self._layout_id = layout_id
         self._everyone = everyone
+        self._frozen = frozen
         self._built = False
         self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
@@ -68,19 +71,34 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:
-        """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank."""
+        """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank.
+
+        Warns once of parameters that were unfrozen after the optimizer was built: it does not train them.
+        """
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self._warn_of_unfrozen()
         return self.stepper.step(self.param_groups)
 
     def prepare_grads(self) -> bool:
-        """The first half of a step: reduce and look at the gradients. True where they overflowed."""
+        """The first half of a step: reduce and look at the gradients. True where they overflowed. Warns as `step`."""
+        self._warn_of_unfrozen()
         return self.stepper.prepare_grads()
 
     def step_with_ready_grads(self) -> bool:
         """The second half: clip, update, publish. False where the norm was refused."""
         return self.stepper.step_with_ready_grads(self.param_groups)
+
+    def _warn_of_unfrozen(self) -> None:
+        unfrozen = [name for name, param in self._frozen if param.requires_grad]
+        if unfrozen:
+            self._frozen = ()
+            warnings.warn(
+                f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built and is not "
+                "trained by it; unfreeze it before the model is wrapped and the optimizer built",
+                stacklevel=3,
+            )
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float:
         """The model's gradient norm before clipping, unscaled: that of the last `prepare_grads` or `step`.

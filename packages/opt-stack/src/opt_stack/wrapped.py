@@ -37,6 +37,11 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         ConfigError: a wrapper of another chunk number or another sharding, or an overlap that nothing can provide.
     """
     sharded = not isinstance(config.sharding, Replicated)
+    if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
+        raise ConfigError(
+            "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, "
+            "but there is one chunk; set it to False, or give two or more (interleaved pipeline stages)"
+        )
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
             _check_plain(index, chunk)
