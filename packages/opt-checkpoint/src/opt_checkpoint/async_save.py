@@ -13,7 +13,7 @@ import torch.distributed as dist
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.files import Files
 from opt_checkpoint.mapping import ShardedStateDict
-from opt_checkpoint.ranks import everyone, leave, ranks_of, same_path
+from opt_checkpoint.ranks import everyone, leave, ranks_of, same_everywhere
 from opt_checkpoint.save_load import NO_DETAILS, PathLike, save
 from opt_checkpoint.staging import Staging
 
@@ -90,13 +90,13 @@ class AsyncSaver:
 
         Raises:
             CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
-                different paths; on every rank. Or `close` was called: there is no process group any more.
+                different paths or `common`; on every rank. Or `close` was called: there is no process group any more.
         """
         if self._closed:
             raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
         self.wait()
         target = Path(path).absolute()
-        same_path(self._ranks, target, "saving")
+        same_everywhere(self._ranks, "saving", path=target, common=common)
         started = time.perf_counter()
         error: Exception | None = None
         snapshot: ShardedStateDict = {}

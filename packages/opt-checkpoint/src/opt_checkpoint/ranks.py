@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -160,15 +160,20 @@ def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
         raise as_ours(what, causes) from error
 
 
-def same_path(ranks: Ranks, path: Path, what: str) -> None:
-    """Raise on every rank where ranks were given different paths, of which all but rank 0's would be passed over.
+def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
+    """Raise on every rank where ranks were given different arguments; all call this together, before anything else.
+
+    Rank 0's would decide, or ranks would part and wait for one another.
 
     Raises:
-        CheckpointingException: naming the paths and their ranks.
+        CheckpointingException: naming the first argument that differs, its values and their ranks.
     """
-    by_path: dict[str, list[int]] = {}
-    for rank, told in enumerate(ranks.gather_everywhere(str(path))):
-        by_path.setdefault(told, []).append(rank)
-    if len(by_path) > 1:
-        named = ", ".join(f"{told} (ranks {on})" for told, on in by_path.items())
-        raise CheckpointingException(f"{what}: ranks were given different paths: {named}; give all ranks the same one")
+    own = {name: str(value.value if isinstance(value, Enum) else value) for name, value in arguments.items()}
+    told = ranks.gather_everywhere(own)
+    for name in own:
+        by_value: dict[str, list[int]] = {}
+        for rank, of_rank in enumerate(told):
+            by_value.setdefault(of_rank[name], []).append(rank)
+        if len(by_value) > 1:
+            named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())
+            raise CheckpointingException(f"{what}: ranks differ in {name}: {named}; give all of them the same")

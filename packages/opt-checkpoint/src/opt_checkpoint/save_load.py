@@ -25,7 +25,7 @@ from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner, aliased
 from opt_checkpoint.mapping import ShardedStateDict
 from opt_checkpoint.open_checkpoint import Opened, open_checkpoint
 from opt_checkpoint.planner import Common, ShardedSavePlanner
-from opt_checkpoint.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_path
+from opt_checkpoint.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_everywhere
 from opt_checkpoint.reader import CheckpointReader
 from opt_checkpoint.strictness import StrictHandling
 from opt_checkpoint.verify import check_places, check_sizes
@@ -88,11 +88,11 @@ def save(
     Raises:
         CheckpointExistsError: something is at `path`.
         CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
-            or ranks were given different paths.
+            or ranks were given different paths or `common`.
         CheckpointFailedError: a rank failed otherwise; `.causes` has the exceptions by rank.
     """
     ranks, target = ranks_of(process_group), Path(path).absolute()
-    same_path(ranks, target, "saving")
+    same_everywhere(ranks, "saving", path=target, common=common)
     system = files or LocalFiles()
     writer = CheckpointWriter(
         target,
@@ -155,11 +155,11 @@ def load(
         CheckpointCorruptError: it is damaged.
         CheckpointKeyError: keys do not fit, under `strict`.
         CheckpointMismatchError: shapes, dtypes or coverage do not fit.
-        CheckpointingException: ranks were given different paths.
+        CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
         CheckpointFailedError: a rank failed otherwise.
     """
     ranks, source = ranks_of(process_group), Path(path).absolute()
-    same_path(ranks, source, "loading")
+    same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
     what = f"loading {source}"
     mode, rule = StrictHandling.parse(strict), DtypeRule.parse(dtype)
     opened = agreed(ranks, lambda: _opened(source, verify), what)

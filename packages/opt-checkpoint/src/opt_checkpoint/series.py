@@ -16,7 +16,7 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundErro
 from opt_checkpoint.files import Files, LocalFiles, discard
 from opt_checkpoint.manifest import read_manifest
 from opt_checkpoint.mapping import ShardedStateDict
-from opt_checkpoint.ranks import agreed, ranks_of, same_path
+from opt_checkpoint.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.save_load import LoadReport, load, save
 from opt_checkpoint.verify import check_sizes
 from opt_checkpoint.writer import is_leftover, remove_leftover
@@ -73,7 +73,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: `keep` or `keep_every` is below 1.
-        CheckpointingException: ranks were given different directories.
+        CheckpointingException: ranks were given different arguments.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         files: Files | None = None,
     ) -> None:
+        self.directory = Path(directory).absolute()
+        self._group, self._ranks = process_group, ranks_of(process_group)
+        own = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
+        same_everywhere(self._ranks, "opening", path=self.directory, **own)
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(
                 f"keep={keep}, keep_every={keep_every}: both must be at least 1; one checkpoint always stays"
             )
-        self.directory = Path(directory).absolute()
         self._keep, self._keep_every = keep, keep_every
-        self._group, self._ranks = process_group, ranks_of(process_group)
-        same_path(self._ranks, self.directory, "opening")
         self._files: Files = files or LocalFiles()
         self._saver = AsyncSaver(process_group, files=files) if in_background else None
         agreed(self._ranks, self.remove_leftovers, f"opening {self.directory}")

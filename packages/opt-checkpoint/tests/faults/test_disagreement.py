@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,33 @@ def test_ranks_with_different_paths_are_an_error_everywhere(ranks: RankPool, tmp
     """What rank 0 is given would decide, and the others' would be passed over in silence."""
     (told,) = set(ranks.run(3, go_apart, str(tmp_path), name))
     assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
+    "common": (partial(save, {}), "first_rank", "equal"),
+    "strict": (partial(load, {}), "very", "raise_unexpected"),
+    "dtype": (partial(load, {}), "cast", "exact"),
+    "verify": (partial(load, {}), "chunks", "sizes"),
+    "keep": (CheckpointManager, 0, "3"),
+    "keep_every": (CheckpointManager, 5, "None"),
+    "in_background": (CheckpointManager, False, "True"),
+}
+
+
+def ask_for_another(rank: int, size: int, folder: str, name: str) -> str:
+    call, value, _ = WITH_OPTIONS[name]
+    with pytest.raises(CheckpointingException) as caught:
+        call(Path(folder) / "x", **({name: value} if rank else {}))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_ranks_with_different_options_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Valid or not: a rank that did other things, or refused alone, would leave the others waiting for it."""
+    _, value, default = WITH_OPTIONS[name]
+    (told,) = set(ranks.run(2, ask_for_another, str(tmp_path), name))
+    assert f"{name}: {default} (ranks [0]), {value} (ranks [1])" in told
     assert list(tmp_path.iterdir()) == []
 
 
