@@ -111,7 +111,7 @@ class AsyncSaver:
         def write() -> None:
             failure: BaseException | None = None
             try:
-                save(snapshot, path, process_group=self._group, common=common, details=details, files=self._files)
+                save(snapshot, target, process_group=self._group, common=common, details=details, files=self._files)
             except BaseException as raised:  # kept for the next call: a thread has nobody to raise to
                 failure = raised
             handle._end(failure)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from opt_checkpoint import (
     async_save,
     committed_steps,
     load,
+    save,
     verify_checkpoint,
 )
 
@@ -41,6 +43,24 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     assert handle.wait() == tmp_path / "x"
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 1, 0, 1)
     saver.close()
+
+
+def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may go elsewhere before the thread begins."""
+    gate = threading.Event()
+
+    def late(*arguments: Any, **options: Any) -> None:
+        gate.wait(10)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(sys.modules["opt_checkpoint.async_save"], "save", late)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    handle = async_save(state_at(1, 0, 1), "x")
+    monkeypatch.chdir("elsewhere")
+    gate.set()
+    assert handle.wait() == tmp_path / "x"
+    assert verify_checkpoint(tmp_path / "x") == []
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
