@@ -3,7 +3,6 @@
 import os
 import pickle
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+
+from opt_checkpoint.ranks import leave
 
 TIMEOUT_S = 60
 # On torch 2.6 a model that FSDP2 sharded cannot run without a GPU; its parameters can be updated, saved and loaded.
@@ -74,8 +75,7 @@ def _rank(rank: int, size: int, port: int, folder: str, rank_main: Callable[...,
         error.add_note(traceback.format_exc())
         result = error
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    time.sleep(0.01)  # torch 2.6 waits for gloo's threads holding the lock that they need to let go of messages
-    dist.destroy_process_group()
+    leave(dist.group.WORLD)
 
 
 def _result(path: Path, rank: int) -> Any:
