@@ -165,13 +165,12 @@ def _build(
     )
     _agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     plan = _agreed(roles.everyone, lambda: plan_of(config, chunks, groups, rules, sizes=sizes))
-    check_peers(plan, groups, describe(chunks), roles)
+    params, metas = parameters_by_id(chunks), describe(chunks)
+    check_peers(plan, groups, metas, roles)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
-    model = Model(
-        params=parameters_by_id(chunks), metas=describe(chunks), group_of=group_index(groups), device=_device(chunks)
-    )
+    model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks))
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks)}
     stepper = _agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     layout_id = f"{part}, {plan.layout_id(roles.dense.dp.rank)}" if part else plan.layout_id(roles.dense.dp.rank)
