@@ -11,6 +11,7 @@ import pytest
 import torch
 from parity import Held
 from torch import Tensor, nn
+from tp_model import cut
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -61,14 +62,10 @@ class Net(nn.Module):
 
 def _held(shape: tuple[int, ...], dim: int | None, tp: Comm, *, seed: int) -> Held:
     held = Held(shape, torch.float32, torch.Generator().manual_seed(seed))
-    held.weight = nn.Parameter(_cut(held.weight.detach(), dim, tp))
+    held.weight = nn.Parameter(cut(held.weight.detach(), tp.rank, tp.size, dim=dim))
     if dim is not None and tp.size > 1:
         held.weight.tensor_model_parallel, held.weight.partition_dim = True, dim
     return held
-
-
-def _cut(tensor: Tensor, dim: int | None, tp: Comm) -> Tensor:
-    return tensor if dim is None else tensor.chunk(tp.size, dim)[tp.rank].contiguous()
 
 
 def _grads(step: int, replica: int, expert: int | None) -> dict[str, Tensor]:
@@ -90,7 +87,7 @@ def grads_here(step: int, place: Place) -> dict[str, Tensor]:
     found = _grads(step, place.replica, None)
     for expert in place.experts:
         found |= _grads(step, place.replica, expert)
-    return {name: _cut(grad, _dim(name), place.tp) for name, grad in found.items()}
+    return {name: cut(grad, place.tp.rank, place.tp.size, dim=_dim(name)) for name, grad in found.items()}
 
 
 def grads_alone(step: int, num_replicas: int, rows: Mapping[int, list[int]]) -> dict[str, Tensor]:
@@ -147,7 +144,7 @@ def assert_same(ranks: list[tuple[Place, Trained]], alone: Trained) -> None:
     2**-24; zeros are counted exactly."""
     for place, trained in ranks:
         for name, weight in trained.weights.items():
-            whole = _cut(alone.weights[name], _dim(name), place.tp)
+            whole = cut(alone.weights[name], place.tp.rank, place.tp.size, dim=_dim(name))
             torch.testing.assert_close(weight, whole, rtol=2e-5, atol=2e-5)
         assert [zeros for _, zeros in trained.told] == [zeros for _, zeros in alone.told]
         assert [norm for norm, _ in trained.told] == pytest.approx([norm for norm, _ in alone.told], rel=1e-6)

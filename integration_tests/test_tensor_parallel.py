@@ -7,6 +7,7 @@ import pytest
 import torch
 from parity import Held
 from torch import Tensor, nn
+from tp_model import Grid, cut
 
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
@@ -30,14 +31,6 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int | None]] = {
 QKV = (6, 3, 3)  # four query groups: two on each tensor-parallel rank
 
 
-class Grid(NamedTuple):
-    """The communicators of one of TP x DP ranks; rank = dp * TP + tp, as the reference orders them."""
-
-    tp: Comm
-    dp: Comm
-    world: Comm
-
-
 def run_grid(rank_main: Any, *, tp: int = TP, dp: int = DP) -> list[Any]:
     """Runs `rank_main(grid)` on every rank."""
     tp_worlds, dp_worlds = [World(tp) for _ in range(dp)], [World(dp) for _ in range(tp)]
@@ -49,15 +42,6 @@ def run_grid(rank_main: Any, *, tp: int = TP, dp: int = DP) -> list[Any]:
     return run_threads(tp * dp, start)
 
 
-def roles_of_grid(grid: Grid) -> Roles:
-    dense = Axes(dp=grid.dp, tp=grid.tp)
-    return Roles(dense=dense, expert=dense, everyone=grid.world)
-
-
-def cut(tensor: Tensor, dim: int | None, tp: Comm) -> Tensor:
-    return tensor if dim is None else tensor.chunk(tp.size, dim)[tp.rank].contiguous()
-
-
 class Net(nn.Module):
     """This rank's part of the model; `forward` takes its gradients."""
 
@@ -66,7 +50,7 @@ class Net(nn.Module):
         generator = torch.Generator().manual_seed(7)
         for name, (shape, dim) in SHAPES.items():
             held = Held(shape, torch.float32, generator)
-            held.weight = nn.Parameter(cut(held.weight.detach(), dim, tp))
+            held.weight = nn.Parameter(cut(held.weight.detach(), tp.rank, tp.size, dim=dim))
             if dim is not None and tp.size > 1:
                 held.weight.tensor_model_parallel, held.weight.partition_dim = True, dim
             self.add_module(name, held)
@@ -95,13 +79,15 @@ class Trained(NamedTuple):
 
 def train(config: OptimizerConfig, grid: Grid, *, steps: int = 3) -> Trained:
     net = Net(grid.tp)
-    optimizer = get_optimizer(config, [net], {}, pg_collection=roles_of_grid(grid))
+    optimizer = get_optimizer(config, [net], {}, pg_collection=grid.roles)
     norms, zeros = [], []
     for step in range(steps):
         grads = whole_grads(step, grid.dp.rank if grid.dp.size > 1 else 0)
         if grid.dp.size == 1:
             grads = {name: (grad + whole_grads(step, 1)[name]) / 2 for name, grad in grads.items()}
-        net({name: cut(grad, SHAPES[name][1], grid.tp) for name, grad in grads.items()}).backward()
+        net(
+            {name: cut(grad, grid.tp.rank, grid.tp.size, dim=SHAPES[name][1]) for name, grad in grads.items()}
+        ).backward()
         result = optimizer.step()
         norms.append(result.grad_norm)
         zeros.append(result.num_zeros_in_grad)
@@ -199,10 +185,10 @@ def test_soap_computes_each_matrix_on_one_rank_and_sends_every_part_twice(monkey
     def rank_main(grid: Grid) -> tuple[list[Call], int, int]:
         tp = RecordingComm(grid.tp)
         net = Net(tp)
-        optimizer = get_optimizer(
-            config(optimizer="soap"), [net], {}, pg_collection=roles_of_grid(grid._replace(tp=tp))
-        )
-        net({name: cut(grad, SHAPES[name][1], tp) for name, grad in whole_grads(0, 0).items()}).backward()
+        optimizer = get_optimizer(config(optimizer="soap"), [net], {}, pg_collection=grid._replace(tp=tp).roles)
+        net(
+            {name: cut(grad, tp.rank, tp.size, dim=SHAPES[name][1]) for name, grad in whole_grads(0, 0).items()}
+        ).backward()
         tp.calls.clear()
         optimizer.step()
         unit = next(unit for unit in optimizer.stepper.units if unit.name == "soap")
@@ -245,7 +231,7 @@ def test_zeros_are_counted_once_and_padding_never(sharded: bool) -> None:
     def rank_main(grid: Grid) -> int | None:
         net = Sparse(grid.tp)
         counts = config(log_num_zeros_in_grad=True, use_distributed_optimizer=sharded)
-        optimizer = get_optimizer(counts, [net], {}, pg_collection=roles_of_grid(grid))
+        optimizer = get_optimizer(counts, [net], {}, pg_collection=grid.roles)
         net.cut.grad, net.copy.grad = torch.zeros(5), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 4.0, 0.0])
         net.cut.grad[grid.tp.rank] = 1.0
         return optimizer.step().num_zeros_in_grad
@@ -265,7 +251,7 @@ def test_a_shared_parameter_and_a_copy_count_once_in_the_norm() -> None:
 
     def rank_main(grid: Grid) -> float:
         net = Tied(grid.tp)
-        optimizer = get_optimizer(config(), [net], {}, pg_collection=roles_of_grid(grid))
+        optimizer = get_optimizer(config(), [net], {}, pg_collection=grid.roles)
         net.tied.grad, net.norm.grad = torch.full((3,), 2.0), torch.full((2,), 1.0)
         return optimizer.step().grad_norm
 
