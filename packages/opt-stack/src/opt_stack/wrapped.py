@@ -5,11 +5,13 @@ from math import lcm
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.binding import is_bound
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
+from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.rules.base import Rule
 from opt_stack.plan import BufferPlan, Spread
@@ -81,19 +83,29 @@ def check_same_groups(chunks: Sequence[nn.Module], roles: Roles) -> None:
             ("data-parallel", roles.dense, chunk.roles.dense),
             ("expert data-parallel", roles.expert, chunk.roles.expert),
         ):
-            if _ranks(ours) != _ranks(theirs):
+            if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
                 raise ConfigError(
                     f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
                     f"are of {_in_words(ours)}; give both the same groups"
                 )
 
 
-def _ranks(axes: Axes) -> tuple[int, ...]:
-    return axes.dp.size, axes.dp.rank, axes.inter.size, axes.inter.rank
+def _is_same(one: Comm, other: Comm) -> bool:
+    """Whether they join the same ranks; as far as can be told, where one of them is over no process group."""
+    ours, theirs = _members(one), _members(other)
+    return (one.size, one.rank) == (other.size, other.rank) and (ours == theirs or not ours or not theirs)
+
+
+def _members(comm: Comm) -> list[int]:
+    """Ranks of the world; none where they have no numbers there."""
+    group = group_of(comm)
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _in_words(axes: Axes) -> str:
-    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank})"
+    members = _members(axes.dp)
+    told = f" of {members}" if members else ""
+    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{told})"
 
 
 def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:
