@@ -425,6 +425,15 @@ def test_nan_reaches_the_weight_and_its_remainder(sweep: Sweep, kernel_device: t
     assert works[0].out.isnan().nonzero().flatten().tolist() == [3, 69]
 
 
+@each(SWEEPS)
+def test_an_infinite_parameter_stays_without_weight_decay(sweep: Sweep, kernel_device: torch.device) -> None:
+    [work] = make_works(sweep, STORAGES["fp32"], kernel_device, sizes=(2112,))
+    assert work.main is not None
+    work.main.fill_(-torch.inf)
+    sweep.run(sweep.fast, [Batch(replace(HYPER, weight_decay=0.0), [work])], sweep.codecs(torch.float32))
+    assert bool((work.main == -torch.inf).all())
+
+
 def test_holes_are_refused(kernel_device: torch.device) -> None:
     [work] = make_works(SWEEPS["lion"], Storage(), kernel_device, sizes=(100,))
     holes = replace(work, grad=work.grad[::2], main=work.main[::2] if work.main is not None else None, state={

@@ -14,7 +14,7 @@ from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.adam.reference import Order
 from opt_kernels.ops.formats import Formats, rounds_by_chance, triton_dtype
-from opt_kernels.ops.lanes import divide, load, pointer, root
+from opt_kernels.ops.lanes import decayed, divide, load, pointer, root
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
 from opt_kernels.ops.sweep import launch
@@ -33,11 +33,11 @@ def stepped(
         v_hat = divide(v, tl.load(row + scalars.CORRECTION2), IEEE)
         update = divide(m_hat, root(v_hat, IEEE) + eps, IEEE)
         if DECOUPLED:
-            update += tl.load(row + scalars.WEIGHT_DECAY) * p
+            update = decayed(update, tl.load(row + scalars.WEIGHT_DECAY), p)
         return p - tl.load(row + scalars.LR) * update
     else:
         if DECOUPLED:
-            p -= tl.load(row + scalars.LR_DECAY) * p
+            p = decayed(p, -tl.load(row + scalars.LR_DECAY), p)
         denominator = divide(root(v, IEEE), tl.load(row + scalars.ROOT_CORRECTION2), IEEE) + eps
         return p - divide(tl.load(row + scalars.STEP_SIZE) * m, denominator, IEEE)
 
@@ -58,7 +58,7 @@ def adam_tile(
     m = read_state(exp_avg, exp_avg_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
     v = read_state(exp_avg_sq, exp_avg_sq_scale, start, n, BLOCK, SCHEME_SQ, False, IEEE, FULL)
     if not DECOUPLED:
-        g += tl.load(row + scalars.WEIGHT_DECAY) * p
+        g = decayed(g, tl.load(row + scalars.WEIGHT_DECAY), p)
     m += tl.load(row + scalars.ONE_MINUS_BETA1) * (g - m)
     v = tl.load(row + scalars.BETA2) * v + tl.load(row + scalars.ONE_MINUS_BETA2) * g * g
     p = stepped(p, m, v, row, DECOUPLED, TE, IEEE)

@@ -13,7 +13,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.formats import Formats, triton_dtype
-from opt_kernels.ops.lanes import load, pointer
+from opt_kernels.ops.lanes import decayed, load, pointer
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
 from opt_kernels.ops.sweep import launch
@@ -35,7 +35,7 @@ def lion_tile(
     blend = tl.load(row + scalars.BETA1) * m + tl.load(row + scalars.ONE_MINUS_BETA1) * g
     # A sign by comparisons would make zero of NaN, and a diverged parameter would look like one at rest.
     u = tl.where(blend > 0.0, 1.0, tl.where(blend < 0.0, -1.0, blend))
-    p -= tl.load(row + scalars.LR) * (u + tl.load(row + scalars.WEIGHT_DECAY) * p)
+    p -= tl.load(row + scalars.LR) * decayed(u, tl.load(row + scalars.WEIGHT_DECAY), p)
     write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
     # Behind the write: p has left its registers by now, without which sm_80 runs out of them.
     m = tl.load(row + scalars.BETA2) * m + tl.load(row + scalars.ONE_MINUS_BETA2) * g

@@ -13,7 +13,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.formats import Formats, triton_dtype
-from opt_kernels.ops.lanes import load, pointer
+from opt_kernels.ops.lanes import decayed, load, pointer
 from opt_kernels.ops.quantize.triton import read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
 from opt_kernels.ops.sweep import launch
@@ -31,7 +31,7 @@ def sgd_tile(
     at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
-    g += tl.load(row + scalars.WEIGHT_DECAY) * p
+    g = decayed(g, tl.load(row + scalars.WEIGHT_DECAY), p)
     if BUFFER is not None:
         momentum = tl.load(row + scalars.MOMENTUM)
         # At momentum zero the buffer rests: it must not even be rounded again.
