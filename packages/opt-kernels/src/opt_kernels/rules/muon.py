@@ -42,7 +42,7 @@ class Muon:
     use_syrk: bool = True  # compute half of a symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, int8
-    backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
+    backend: str | None = None  # "reference", "torch", "triton"; None: by device
 
     def __post_init__(self) -> None:
         parse_backend(self.backend)
