@@ -125,7 +125,7 @@ def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tens
     if joined.numel():
         for comm in comms:
             _sum_(joined, comm)
-    summed: list[float] = joined.tolist()  # the step's one host read
+    summed: list[float] = joined.tolist()  # the step's one host read for each family
     start = beside.numel()
     for source, own in zip(sources, flags, strict=True):
         source.settle_(summed[start : start + own.numel()])
