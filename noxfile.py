@@ -41,6 +41,13 @@ PACKAGES = [
     "opt-stack",
 ]
 WITHOUT_TORCH = ["opt-scheduler"]
+# Tests that a package's own session skips because they need an extra (triton, yaml, rich, matplotlib): "all" runs them.
+NEED_EXTRAS = [
+    "opt-kernels/tests/test_triton_*.py",
+    "opt-config/tests/test_files.py",
+    "opt-paramgroups/tests/test_table.py",
+    "opt-scheduler/tests/test_cli.py",
+]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
 
@@ -123,13 +130,13 @@ def tests(session: nox.Session, package: str) -> None:
     """The tests: each package beside only what it declares, then everything together."""
     if package == "all":
         install_torch(session)
-        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint"))
+        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint", "extras"))
         report(session)
         session.run("lint-imports", "--no-cache")
-        # The package declares Triton as an extra: its own session cannot run these.
-        under_triton = sorted(map(str, Path("packages/opt-kernels/tests").glob("test_triton_*.py")))
-        together = ("integration_tests", "kernels", *under_triton)
-        session.run("pytest", "-n", "2", "--dist", "loadfile", *together, *session.posargs)
+        with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
+        session.run(
+            "pytest", "-n", "2", "--dist", "loadfile", "integration_tests", "kernels", *with_extras, *session.posargs
+        )
         return
     if package not in WITHOUT_TORCH:
         install_torch(session)
