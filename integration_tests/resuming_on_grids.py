@@ -8,7 +8,7 @@ from torch import Tensor
 from tp_model import Grid, Lm, Part, joined, joined_batch
 
 from opt_checkpoint import load, save
-from opt_checkpoint.ranks import ANY_GROUP
+from opt_checkpoint.run.ranks import ANY_GROUP
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm
 from opt_scheduler import OptimizerParamScheduler

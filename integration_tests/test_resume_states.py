@@ -9,8 +9,8 @@ from parity import roles_over
 from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointKeyError, LoadReport, load, read_index, save, sharded_like, sharded_model
-from opt_checkpoint.bucket_space import BucketSlot, dp_reshardable_to_checkpoint
-from opt_checkpoint.convert import checkpoint_to_torch_file
+from opt_checkpoint.convert.megatron_buckets import BucketSlot, dp_reshardable_to_checkpoint
+from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_distributed.layout import ParamShape, flat_layout

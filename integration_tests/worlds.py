@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from opt_checkpoint.ranks import leave
+from opt_checkpoint.run.ranks import leave
 
 TIMEOUT_S = 60
 # On torch 2.6 a model that FSDP2 sharded cannot run without a GPU; its parameters can be updated, saved and loaded.

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
 
 from opt_checkpoint import AsyncSaver, ShardedTensor, load, save, sharded_like, verify_checkpoint
-from opt_checkpoint.files import LocalFiles
+from opt_checkpoint.disk.files import LocalFiles
 
 MB = 1 << 20
 

@@ -21,11 +21,11 @@ import torch
 from measure import resident_bytes
 from torch.distributed.checkpoint.planner import SavePlan
 
-from opt_checkpoint.balance import assign_parts
-from opt_checkpoint.boxes import cut_flat_range
-from opt_checkpoint.offers import Offers, TensorOffer
-from opt_checkpoint.planner import ShardedSavePlanner
-from opt_checkpoint.validation import validate_sharding_integrity
+from opt_checkpoint.boxes.box import cut_flat_range
+from opt_checkpoint.dcp.balance import assign_parts
+from opt_checkpoint.dcp.local_contents import LocalContents, LocalTensor
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
+from opt_checkpoint.dcp.validation import validate_sharding_integrity
 
 
 def shapes(count: int) -> list[tuple[int, ...]]:
@@ -34,11 +34,11 @@ def shapes(count: int) -> list[tuple[int, ...]]:
     return [sizes[i % len(sizes)] for i in range(count)]
 
 
-def offers_of_ranks(params: list[tuple[int, ...]], ranks: int) -> list[Offers]:
-    """What each rank offers, made from integers: no memory for the values is needed."""
+def contents_of_ranks(params: list[tuple[int, ...]], ranks: int) -> list[LocalContents]:
+    """What each rank holds, made from integers: no memory for the values is needed."""
     numels = [torch.Size(shape).numel() for shape in params]
     ends = list(accumulate(numels))
-    offers = []
+    per_rank = []
     for rank in range(ranks):
         low, high = (ends[-1] * (rank + k) // ranks for k in (0, 1))
         own = []
@@ -46,25 +46,25 @@ def offers_of_ranks(params: list[tuple[int, ...]], ranks: int) -> list[Offers]:
         while number < len(params) and ends[number] - numels[number] < high:
             start = ends[number] - numels[number]
             boxes = tuple(cut_flat_range(params[number], max(low, start) - start, min(high, ends[number]) - start))
-            own.append(TensorOffer(f"optimizer.state.exp_avg.p{number}", "float32", params[number], boxes, True))
+            own.append(LocalTensor(f"optimizer.state.exp_avg.p{number}", "float32", params[number], boxes, True))
             number += 1
-        offers.append(Offers(tensors=tuple(own), objects=()))
-    return offers
+        per_rank.append(LocalContents(tensors=tuple(own), objects=()))
+    return per_rank
 
 
 def plan(params: int, ranks: int) -> dict[str, float]:
     """Plan one save; seconds, items, bytes of the plans, megabytes of memory, and balance."""
     gc.collect()
     before = resident_bytes()
-    offers = offers_of_ranks(shapes(params), ranks)
-    items = sum(len(o.boxes) for own in offers for o in own.tensors)
-    sent = sum(len(pickle.dumps(SavePlan([], planner_data=own))) for own in offers)
+    per_rank = contents_of_ranks(shapes(params), ranks)
+    items = sum(len(o.boxes) for own in per_rank for o in own.tensors)
+    sent = sum(len(pickle.dumps(SavePlan([], planner_data=own))) for own in per_rank)
     started = time.perf_counter()
-    validate_sharding_integrity(offers)
+    validate_sharding_integrity(per_rank)
     validated = time.perf_counter()
-    parts = assign_parts(offers)
+    parts = assign_parts(per_rank)
     assigned = time.perf_counter()
-    plans, _ = ShardedSavePlanner({}).create_global_plan([SavePlan([], planner_data=own) for own in offers])
+    plans, _ = ShardedSavePlanner({}).create_global_plan([SavePlan([], planner_data=own) for own in per_rank])
     planned = time.perf_counter()
     load = [sum(part.box.numel for part in own) for own in parts]
     return {

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opt_checkpoint.files import Files
-from opt_checkpoint.load_planner import DtypeRule, ShardedLoadPlanner
-from opt_checkpoint.open_checkpoint import open_checkpoint
-from opt_checkpoint.planner import ShardedSavePlanner
-from opt_checkpoint.ranks import leave
-from opt_checkpoint.reader import CheckpointReader
-from opt_checkpoint.strictness import StrictHandling
-from opt_checkpoint.writer import CheckpointWriter
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.dcp.writer import CheckpointWriter
+from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.disk.files import Files
+from opt_checkpoint.run.ranks import leave
 
 TIMEOUT = timedelta(seconds=60)
 

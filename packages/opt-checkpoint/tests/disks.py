@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from opt_checkpoint.files import LocalFiles
+from opt_checkpoint.disk.files import LocalFiles
 
 
 class CountingFiles(LocalFiles):

@@ -366,7 +366,7 @@ def test_a_parameter_of_another_model_is_an_error(trained: Any) -> None:
 
 
 def test_names_are_those_without_wrappers() -> None:
-    from opt_checkpoint.any_optimizer import plain_name
+    from opt_checkpoint.run.torch_optimizer import plain_name
 
     assert plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
     assert plain_name("encoder.module.w") == "encoder.module.w"

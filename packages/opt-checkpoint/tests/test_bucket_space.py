@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from opt_checkpoint import CheckpointingException, CheckpointKeyError, load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.bucket_space import BucketSlot, dp_reshardable_to_checkpoint
+from opt_checkpoint.convert.megatron_buckets import BucketSlot, dp_reshardable_to_checkpoint
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 # Two tensor-parallel ranks, each with two buckets: of `w` half the columns each, a bias that both have, a matrix.

@@ -25,14 +25,14 @@ from opt_checkpoint import (
     sharded_optimizer,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert import (
+from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.torch_file import (
     LegacySlot,
     checkpoint_to_torch_file,
     legacy_file_to_checkpoint,
     torch_file_to_checkpoint,
     torch_state_to_sharded,
 )
-from opt_checkpoint.safetensors_file import export_safetensors
 
 
 @pytest.fixture

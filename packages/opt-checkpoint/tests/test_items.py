@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opt_checkpoint import CheckpointCorruptError
-from opt_checkpoint.archive import find_values
-from opt_checkpoint.checksums import bytes_view, crc32_combine
-from opt_checkpoint.dtypes import _BY_NAME, dtype_from_name, dtype_name
-from opt_checkpoint.index import Place
-from opt_checkpoint.items import frame_tensor
-from opt_checkpoint.manifest import decode_manifest, encode_manifest, read_manifest
+from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
+from opt_checkpoint.disk.dtype_names import _BY_NAME, dtype_from_name, dtype_name
+from opt_checkpoint.disk.index import ByteRange
+from opt_checkpoint.disk.manifest import decode_manifest, encode_manifest, read_manifest
+from opt_checkpoint.disk.torch_zip_reader import find_values
+from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 
 SHAPES = [(), (0,), (1,), (63,), (2, 5), (4, 1, 3), (3, 0, 2), (1025,)]
 
@@ -77,8 +77,8 @@ def archived(tensor: torch.Tensor) -> bytes:
     return b"before" + stream.getvalue()
 
 
-def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Place | None:
-    place = Place(file="f", start=6, nbytes=len(raw) - 6, archive=True)
+def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> ByteRange | None:
+    place = ByteRange(file="f", start=6, nbytes=len(raw) - 6, archive=True)
     return find_values(lambda start, nbytes: raw[start : start + nbytes], place, dtype, shape)
 
 

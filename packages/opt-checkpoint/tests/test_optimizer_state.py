@@ -39,7 +39,7 @@ from opt_checkpoint import (
     make_sharded_state,
     optim_state_to_sharding_state,
 )
-from opt_checkpoint.dtensor import sharded_like
+from opt_checkpoint.state.dtensor import sharded_like
 
 
 def model() -> nn.Module:
@@ -259,7 +259,7 @@ def test_an_opaque_state_is_written_by_one_rank(tmp_path: Path) -> None:
 
 
 def test_state_saved_by_another_rule_is_named() -> None:
-    from opt_checkpoint.strictness import _hint
+    from opt_checkpoint.dcp.strictness import _hint
 
     stored = ["optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w", "optimizer.state.exp_avg.other.w"]
     assert "saved by another rule, with exp_avg, exp_avg_sq;" in _hint(["optimizer.state.momentum_buffer.w"], stored)
@@ -267,7 +267,7 @@ def test_state_saved_by_another_rule_is_named() -> None:
 
 
 def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> None:
-    from opt_checkpoint.strictness import _hint
+    from opt_checkpoint.dcp.strictness import _hint
 
     hint = _hint(["optimizer.state.fp32_param.w"], ["optimizer.state.exp_avg.w"])
     assert "main weights: saved were none" in hint

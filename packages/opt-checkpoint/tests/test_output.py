@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opt_checkpoint import save, sharded_like, verify_checkpoint
-from opt_checkpoint.files import LocalFiles
+from opt_checkpoint.disk.files import LocalFiles
 
 MB = 1 << 20
 

@@ -38,9 +38,9 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.index import Kind
-from opt_checkpoint.ranks import ANY_GROUP
-from opt_checkpoint.reader import CheckpointReader
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.disk.index import Kind
+from opt_checkpoint.run.ranks import ANY_GROUP
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -336,7 +336,7 @@ def test_a_reference_checkpoint_is_read_without_its_classes(tmp_path: Path, monk
         "optimizer": {"param_groups": None},
     }  # fmt: skip
     report = load(wanted, tmp_path / "x")
-    assert report.kind is Kind.REFERENCE
+    assert report.kind is Kind.MEGATRON
     assert data.tolist() == [[16, 17, 18, 19], [20, 21, 22, 23]]
     assert report.state["iteration"] == 7
     assert report.state["optimizer"] == {"param_groups": [{"lr": 0.5}]}

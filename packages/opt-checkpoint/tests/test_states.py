@@ -25,8 +25,8 @@ from opt_checkpoint import (
     save,
     sharded_like,
 )
-from opt_checkpoint.boxes import boxes_of
-from opt_checkpoint.dict_ops import leaves
+from opt_checkpoint.boxes.box import boxes_of
+from opt_checkpoint.state.tree import leaves
 
 
 def tensor(key: str) -> ShardedTensor:

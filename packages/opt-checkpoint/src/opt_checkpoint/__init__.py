@@ -1,15 +1,8 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
-from opt_checkpoint.any_optimizer import OptimizerLoadReport, load_optimizer, sharded_model, sharded_optimizer
-from opt_checkpoint.async_save import AsyncSaver, SaveHandle, async_save
-from opt_checkpoint.dict_ops import (
-    add_prefix_for_sharding,
-    apply_factories,
-    apply_factory_merges,
-    apply_prefix_mapping,
-    replace_prefix_for_sharding,
-)
-from opt_checkpoint.dtensor import sharded_like
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.detect import read_common, read_index
+from opt_checkpoint.disk.verify import verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -19,9 +12,13 @@ from opt_checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from opt_checkpoint.factory import Segment, ShardedTensorFactory
-from opt_checkpoint.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor, is_main_replica
-from opt_checkpoint.match_groups import (
+from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
+from opt_checkpoint.run.manager import CheckpointManager, committed_steps
+from opt_checkpoint.run.save_load import LoadReport, load, save
+from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_model, sharded_optimizer
+from opt_checkpoint.state.dtensor import sharded_like
+from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
+from opt_checkpoint.state.groups import (
     GroupMismatchError,
     GroupReport,
     apply_saved_groups,
@@ -29,8 +26,7 @@ from opt_checkpoint.match_groups import (
     reference_identity,
     saved_from_reference,
 )
-from opt_checkpoint.open_checkpoint import read_common, read_index
-from opt_checkpoint.optimizer_state import (
+from opt_checkpoint.state.optimizer_state import (
     KEEP_VARS_HINT,
     REFERENCE_ALIASES,
     get_optim_param_to_id_map,
@@ -39,11 +35,21 @@ from opt_checkpoint.optimizer_state import (
     make_sharded_state,
     optim_state_to_sharding_state,
 )
-from opt_checkpoint.save_load import LoadReport, load, save
-from opt_checkpoint.series import CheckpointManager, committed_steps
-from opt_checkpoint.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
-from opt_checkpoint.strictness import StrictHandling
-from opt_checkpoint.verify import verify_checkpoint
+from opt_checkpoint.state.sharded import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
+from opt_checkpoint.state.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
+from opt_checkpoint.state.tree import (
+    add_prefix_for_sharding,
+    apply_factories,
+    apply_factory_merges,
+    apply_prefix_mapping,
+    replace_prefix_for_sharding,
+)
 
 __version__ = "0.1.0"
 

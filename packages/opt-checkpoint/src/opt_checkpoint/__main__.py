@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 import torch
 
-from opt_checkpoint.bucket_space import dp_reshardable_to_checkpoint, read_bucket_slots
-from opt_checkpoint.compare import differences, read_whole
-from opt_checkpoint.convert import (
+from opt_checkpoint.convert.compare import differences, read_whole
+from opt_checkpoint.convert.foreign_files import read_names
+from opt_checkpoint.convert.megatron_buckets import dp_reshardable_to_checkpoint, read_bucket_slots
+from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.torch_file import (
     checkpoint_to_torch_file,
     legacy_file_to_checkpoint,
     read_slots,
     torch_file_to_checkpoint,
 )
-from opt_checkpoint.dtypes import dtype_name
+from opt_checkpoint.dcp.writer import is_leftover, remove_leftover
+from opt_checkpoint.disk.detect import read_index
+from opt_checkpoint.disk.dtype_names import dtype_name
+from opt_checkpoint.disk.files import LocalFiles
+from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.verify import verify_checkpoint
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.files import LocalFiles
-from opt_checkpoint.foreign_files import read_names
-from opt_checkpoint.index import CheckpointIndex
-from opt_checkpoint.open_checkpoint import read_index
-from opt_checkpoint.safetensors_file import export_safetensors
-from opt_checkpoint.verify import verify_checkpoint
-from opt_checkpoint.writer import is_leftover, remove_leftover
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
 

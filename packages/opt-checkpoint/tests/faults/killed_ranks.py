@@ -14,7 +14,7 @@ from disks import dying_at
 from states import state_at
 
 from opt_checkpoint import CheckpointManager, save
-from opt_checkpoint.series import step_name
+from opt_checkpoint.run.manager import step_name
 
 
 def context() -> Any:

@@ -53,7 +53,7 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
         gate.wait(10)
         save(*arguments, **options)
 
-    monkeypatch.setattr(sys.modules["opt_checkpoint.async_save"], "save", late)
+    monkeypatch.setattr(sys.modules["opt_checkpoint.run.async_save"], "save", late)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     handle = async_save(state_at(1, 0, 1), "x")

@@ -28,8 +28,8 @@ from opt_checkpoint import (
     load,
     save,
 )
-from opt_checkpoint.load_planner import ShardedLoadPlanner
-from opt_checkpoint.planner import Common
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.save_planner import Common
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -12,10 +12,10 @@ from checkpoint_ranks import RankPool
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointingException, load, save, verify_checkpoint
-from opt_checkpoint.load_planner import ShardedLoadPlanner
-from opt_checkpoint.planner import ShardedSavePlanner
-from opt_checkpoint.reader import CheckpointReader
-from opt_checkpoint.writer import CheckpointWriter
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
+from opt_checkpoint.dcp.writer import CheckpointWriter
 
 EVERY, COORDINATOR = (0, 1), (0,)
 SAVE_HOOKS = [

@@ -13,7 +13,7 @@ from disks import CountingFiles
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
-from opt_checkpoint.series import step_name
+from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -16,9 +16,9 @@ from opt_checkpoint import (
     CheckpointNotFoundError,
     committed_steps,
     save,
-    series,
 )
-from opt_checkpoint.series import step_name
+from opt_checkpoint.run import manager as manager_module
+from opt_checkpoint.run.manager import step_name
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -79,17 +79,17 @@ def test_an_existing_directory_is_an_error_on_every_rank(ranks: RankPool, tmp_pa
 
 def load_with_a_stale_listing(rank: int, size: int, folder: str) -> int:
     """Rank 1 sees an older directory than rank 0, as over NFS."""
-    listed = series.committed_steps
+    listed = manager_module.committed_steps
 
     def stale(directory: Any) -> list[int]:
         return listed(directory)[:-1] if rank else listed(directory)
 
-    series.committed_steps = stale
+    manager_module.committed_steps = stale
     try:
         manager = CheckpointManager(folder, in_background=False)
         report = manager.load(state_at(0, rank, size, filled=False))
     finally:
-        series.committed_steps = listed
+        manager_module.committed_steps = listed
     step: int = report.state["step"]
     assert_is_step(report.state, step, rank, size)
     return step

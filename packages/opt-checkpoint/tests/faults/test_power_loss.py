@@ -10,8 +10,8 @@ from disks import CountingFiles, LossyFiles, PowerLoss
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, verify_checkpoint
-from opt_checkpoint.files import LocalFiles
-from opt_checkpoint.series import step_name
+from opt_checkpoint.disk.files import LocalFiles
+from opt_checkpoint.run.manager import step_name
 
 SIZE = 2
 

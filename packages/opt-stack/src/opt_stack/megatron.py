@@ -19,7 +19,7 @@ from opt_checkpoint import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from opt_checkpoint.mapping import (
+from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
+from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state

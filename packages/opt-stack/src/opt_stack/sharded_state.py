@@ -15,7 +15,7 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.match_groups import NO_OVERRIDE, Conflict
+from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece

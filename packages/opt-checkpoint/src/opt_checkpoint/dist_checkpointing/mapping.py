@@ -1,8 +1,7 @@
 """`megatron.core.dist_checkpointing.mapping`: the sharded types and the factories among them."""
 
-from opt_checkpoint.dict_ops import apply_factories, apply_factory_merges
-from opt_checkpoint.factory import ShardedTensorFactory
-from opt_checkpoint.mapping import (
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
     ReplicaId,
     ShardedBase,
@@ -12,6 +11,7 @@ from opt_checkpoint.mapping import (
     StateDict,
     is_main_replica,
 )
+from opt_checkpoint.state.tree import apply_factories, apply_factory_merges
 
 __all__ = [
     "LocalNonpersistentObject",

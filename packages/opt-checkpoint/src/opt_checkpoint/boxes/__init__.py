@@ -1,0 +1,1 @@
+"""Integer geometry: axis-aligned blocks of a global tensor."""

@@ -1,0 +1,111 @@
+"""Boxes: axis-aligned blocks of a global tensor, and the few of them that a flat range is made of.
+
+Integers only. A flat range of a row-major block is a run of elements; it equals at most `2n-1` boxes of an n-d block,
+each a contiguous slice of the run. So the shard of a bucket is stored in model space without a copy, a gather or a
+message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
+
+
+class Box(NamedTuple):
+    """The block of `sizes` that starts at `offsets`."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def moved(self, by: Shape) -> Box:
+        """The same box with `by` added to its offsets."""
+        return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The elements both boxes hold, or None where there are none."""
+        start = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
+        sizes = tuple(
+            min(a + m, b + n) - s for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
+        )
+        return None if any(n <= 0 for n in sizes) else Box(start, sizes)
+
+
+class FlatBox(NamedTuple):
+    """A box and the run `[start, stop)` of the local data, flattened, that holds it."""
+
+    box: Box
+    start: int
+    stop: int
+
+
+def row_major_strides(shape: Shape) -> Shape:
+    """Elements from one index to the next along every axis of a contiguous tensor of `shape`."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)
+
+
+def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """The fewest row-major runs of whole slices that make up elements `[start, stop)` of a block of `shape`.
+
+    At each position the box is as large as it can be: the outermost axis whose slice begins here and still fits.
+
+    Args:
+        shape: shape of the block; `()` is one element.
+        start: first element, counted row-major.
+        stop: one past the last element, at most the block's size.
+
+    Yields:
+        Boxes in row-major order, never empty, at most `max(1, 2 * len(shape) - 1)` of them.
+    """
+    strides, position = row_major_strides(shape), start
+    if not shape and start < stop:
+        yield Box((), ())
+        return
+    while position < stop:
+        axis = next(d for d, s in enumerate(strides) if position % s == 0 and position + s <= stop)
+        stride, index = strides[axis], tuple(position // s % n for s, n in zip(strides, shape))
+        rows = min((stop - position) // stride, shape[axis] - index[axis])
+        offsets = index[: axis + 1] + (0,) * (len(shape) - axis - 1)
+        yield Box(offsets, (1,) * axis + (rows,) + shape[axis + 1 :])
+        position += rows * stride
+
+
+def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
+    """The boxes of the global tensor that a shard holds, with the run of its flattened data behind each.
+
+    Empty shards give no box: two chunks of one tensor may not begin at the same place on disk, and an empty one would.
+    """
+    if shard.flattened_range is None:
+        box = Box(shard.global_offset, shard.global_block_shape)
+        if box.numel:
+            yield FlatBox(box, 0, box.numel)
+        return
+    prepended, position = (1,) * shard.prepend_axis_num, 0
+    for local in cut_flat_range(shard.local_shape, *flat_bounds(shard.flattened_range)):
+        whole = Box((0,) * shard.prepend_axis_num + local.offsets, prepended + local.sizes)
+        yield FlatBox(whole.moved(shard.global_offset), position, position + whole.numel)
+        position += whole.numel
+
+
+def split_rows(box: Box, parts: int) -> Iterator[Box]:
+    """Cut a box into about `parts` pieces along its first axis longer than 1; each is one run of the box's elements."""
+    axis = next((d for d, n in enumerate(box.sizes) if n > 1), None)
+    if axis is None or parts <= 1:
+        yield box
+        return
+    rows = box.sizes[axis]
+    edges = sorted({rows * k // parts for k in range(parts + 1)})
+    for low, high in pairwise(edges):
+        offsets = tuple(o + low if d == axis else o for d, o in enumerate(box.offsets))
+        yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))

@@ -1,0 +1,104 @@
+"""Whether two checkpoints hold the same: keys, shapes, dtypes, values; one tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.dcp.local_contents import fingerprint
+from opt_checkpoint.disk.detect import read_object
+from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
+from opt_checkpoint.run.save_load import load
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.sharded import ShardedTensor
+
+_PIECE_BYTES = 64 << 20
+
+
+class Difference(NamedTuple):
+    """A key and how it differs."""
+
+    key: str
+    text: str
+
+
+def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float = 0.0) -> Iterator[Difference]:
+    """What differs between two checkpoints, however each was sharded.
+
+    Args:
+        first: one.
+        second: the other.
+        rtol: values may differ by this fraction of the second's; 0 asks for equal bits (NaNs included).
+    """
+    for key in sorted(first.tensors.keys() | second.tensors.keys()):
+        a, b = first.tensors.get(key), second.tensors.get(key)
+        if a is None or b is None:
+            yield Difference(key, f"only in the {'second' if a is None else 'first'}")
+        elif (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield Difference(key, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+        else:
+            yield from _value_differences(first, second, key, rtol)
+    yield from _object_differences(first, second)
+
+
+def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str, rtol: float) -> Iterator[Difference]:
+    differing, largest = 0, 0.0
+    for piece in _row_pieces(first.tensors[key]):
+        a, b = _read(first, key, piece), _read(second, key, piece)
+        differing += int((~_same(a, b, rtol)).sum())
+        gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
+        largest = max(largest, float(gap.nan_to_num(0.0).max()))
+    if differing:
+        yield Difference(key, f"{differing} elements differ, by up to {largest:.3g}")
+
+
+def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
+    if rtol:
+        return torch.isclose(a.to(torch.float64), b.to(torch.float64), rtol=rtol, atol=0.0, equal_nan=True)
+    width = a.dtype.itemsize
+    return (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).view(-1, width).all(dim=1)
+
+
+def _row_pieces(stored: StoredTensor) -> Iterator[Box]:
+    """Runs of rows of at most 64 MB, or single rows."""
+    if not stored.shape or not stored.nbytes:
+        if stored.nbytes:
+            yield Box((), ())
+        return
+    rows = stored.shape[0]
+    step = max(1, _PIECE_BYTES * rows // stored.nbytes)
+    for start in range(0, rows, step):
+        offsets = (start, *(0 for _ in stored.shape[1:]))
+        yield Box(offsets, (min(step, rows - start), *stored.shape[1:]))
+
+
+def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
+    stored = index.tensors[key]
+    data = torch.empty(piece.sizes, dtype=stored.dtype)
+    wanted = ShardedTensor(key, data, stored.dtype, piece.sizes, stored.shape, piece.offsets, None)
+    load({"": wanted}, index.path, verify="none")
+    return data
+
+
+def _object_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[Difference]:
+    for key in sorted(first.objects.keys() | second.objects.keys()):
+        if key not in first.objects or key not in second.objects:
+            yield Difference(key, f"only in the {'first' if key in first.objects else 'second'}")
+        elif fingerprint(read_object(first, key)) != fingerprint(read_object(second, key)):
+            yield Difference(key, "the stored objects differ")
+
+
+def read_whole(index: CheckpointIndex, key: str) -> Tensor:
+    """One stored tensor, whole, on the CPU.
+
+    Raises:
+        CheckpointingException: as `load`.
+    """
+    stored = index.tensors[key]
+    tensor = torch.empty(stored.shape, dtype=stored.dtype)
+    load({"": whole_tensor(key, tensor)}, index.path)
+    return tensor

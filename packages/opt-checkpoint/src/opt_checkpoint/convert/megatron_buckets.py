@@ -1,0 +1,204 @@
+"""The reference's `dp_reshardable` directories, in: its optimizer's buckets as they lay in memory, cut into parameters.
+
+Such a directory holds one 1-D tensor per bucket and state, under the key
+`optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, Q).bucket_idx_K.{param,exp_avg,exp_avg_sq}`, and nothing
+about which parameter is where, or how many steps were made. Both follow from the run that saved it, and must be given.
+`opt_distributed.layout.flat_layout(..., shard_multiple=1)` makes the reference's buckets from a model's shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
+from opt_checkpoint.convert.foreign_files import read_rows
+from opt_checkpoint.disk.detect import read_index
+from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.run.save_load import PathLike, save
+from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.sharded import Shape, ShardedTensor
+
+START_MULTIPLE = 64  # of elements, on which the reference's parameters start: longer gaps are no padding
+_KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSlot:
+    """Where a parameter, or the block of it that a tensor-parallel rank has, is in a `dp_reshardable` directory.
+
+    Args:
+        name: the parameter's key.
+        shape: the block's.
+        start: its first element in its bucket.
+        bucket: number of the bucket.
+        buffer: number of the buffer.
+        group: number of the data-parallel group: which model-parallel rank saved it.
+        global_shape: the parameter's; None where the block is all of it.
+        global_offset: where the block begins in the parameter.
+    """
+
+    name: str
+    shape: Shape
+    start: int
+    bucket: int = 0
+    buffer: int = 0
+    group: int = 0
+    global_shape: Shape | None = None
+    global_offset: Shape | None = None
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + math.prod(self.shape)
+
+    @property
+    def bucket_id(self) -> BucketId:
+        """The bucket it is in."""
+        return BucketId(self.group, self.buffer, self.bucket)
+
+    def sharded(self, key: str, values: Tensor) -> ShardedTensor:
+        """The block's `values` under `key`."""
+        whole = whole_tensor(key, values)
+        if self.global_shape is None:
+            return whole
+        offset = self.global_offset or (0,) * len(self.shape)
+        return dataclasses.replace(
+            whole, global_shape=self.global_shape, global_offset=offset, axis_fragmentations=None
+        )
+
+
+class BucketId(NamedTuple):
+    """A bucket, of whatever dtypes."""
+
+    group: int
+    buffer: int
+    bucket: int
+
+
+def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
+    """Slots from a JSON list of objects with `BucketSlot`'s fields."""
+    return read_rows(file, BucketSlot)
+
+
+def dp_reshardable_to_checkpoint(
+    source: PathLike, slots: Sequence[BucketSlot], path: PathLike, *, step: int | None = None
+) -> None:
+    """Convert the optimizer state of a `dp_reshardable` directory; one process, its buckets in scratch files.
+
+    Main weights go to `optimizer.state.fp32_param.<name>`, moments under their own names.
+
+    Args:
+        source: the directory.
+        slots: where each parameter is; together they must fill every bucket but for padding.
+        path: the checkpoint to write.
+        step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
+
+    Raises:
+        CheckpointingException: the directory holds no such buckets, or remainders instead of main weights; slots do
+            not fit its buckets, or blocks their parameters.
+    """
+    index = read_index(source)
+    buckets = _buckets(index)
+    by_bucket: dict[BucketId, list[BucketSlot]] = defaultdict(list)
+    for slot in slots:
+        by_bucket[slot.bucket_id].append(slot)
+    _check_slots(index, buckets, by_bucket)
+    keys = [key for states in buckets.values() for key in states.values()]
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
+        flat = mapped_apart(Path(scratch), select(index, keys))
+        read_into(index, flat)
+        states = list(_states(buckets, by_bucket, flat))
+        save({"optimizer": {"state": states + counted({slot.name for slot in slots}, step)}}, path)
+
+
+def counted(names: set[str], step: int | None) -> list[ShardedTensor]:
+    """The count of updates of each parameter, as our optimizers store it; nothing for None."""
+    if step is None:
+        return []
+    return [whole_tensor(f"{PREFIX}step.{name}", torch.tensor(step)) for name in sorted(names)]
+
+
+def _buckets(index: CheckpointIndex) -> dict[BucketId, dict[str, str]]:
+    """The key of each state, by bucket.
+
+    Raises:
+        CheckpointingException: there are none, of two pairs of dtypes in one buffer, or without main weights.
+    """
+    found: dict[BucketId, dict[str, str]] = defaultdict(dict)
+    for key in sorted(index.tensors):
+        match = _KEY.fullmatch(key)
+        if match is None:
+            continue
+        group, buffer, _, bucket, state = match.groups()
+        states = found[BucketId(int(group), int(buffer), int(bucket))]
+        if state in states:
+            raise CheckpointingException(f"{states[state]} and {key} are both bucket {bucket} of buffer {buffer}")
+        states[state] = key
+    if not found:
+        raise CheckpointingException(
+            f"{index.path} holds no buckets (keys ...dp_group_idx_0.gbuf_idx_0.dtype_....bucket_idx_0.param): it is "
+            f"not dp_reshardable; fully_reshardable directories load as they are"
+        )
+    for key in (key for states in found.values() for key in states.values()):
+        if not index.tensors[key].dtype.is_floating_point:
+            raise CheckpointingException(
+                f"{key} is stored as {index.tensors[key].dtype}: 16-bit remainders, which are main weights only "
+                f"together with the model's weights of that run; save it without store_param_remainders"
+            )
+    return found
+
+
+def _check_slots(
+    index: CheckpointIndex,
+    buckets: Mapping[BucketId, Mapping[str, str]],
+    by_bucket: Mapping[BucketId, list[BucketSlot]],
+) -> None:
+    """Every slot lies in a stored bucket, and every bucket is full of slots but for padding."""
+    for bucket_id, own in by_bucket.items():
+        if bucket_id not in buckets:
+            stored = ", ".join(str(tuple(p)) for p in sorted(buckets))
+            raise CheckpointingException(
+                f"{own[0].name}: no bucket has (group, buffer, bucket) {tuple(bucket_id)}; there are {stored}"
+            )
+    for bucket_id, states in buckets.items():
+        for key in states.values():
+            _check_bucket(key, math.prod(index.tensors[key].shape), by_bucket.get(bucket_id, []))
+
+
+def _check_bucket(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
+    end = 0
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        if not end <= slot.start < end + START_MULTIPLE or slot.stop > numel:
+            raise CheckpointingException(
+                f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} do not follow element {end} after less "
+                f"than {START_MULTIPLE} of padding, or leave its {numel} elements: it has another layout"
+            )
+        end = slot.stop
+    if end != numel:
+        raise CheckpointingException(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
+
+
+def _states(
+    buckets: Mapping[BucketId, Mapping[str, str]],
+    by_bucket: Mapping[BucketId, list[BucketSlot]],
+    flat: Mapping[str, Tensor],
+) -> Iterator[Any]:
+    for bucket_id, states in buckets.items():
+        for state, key in states.items():
+            name = "fp32_param" if state == "param" else state
+            for slot in by_bucket[bucket_id]:
+                values = flat[key][slot.start : slot.stop].view(slot.shape)
+                yield slot.sharded(f"{PREFIX}{name}.{slot.name}", values)

@@ -1,0 +1,245 @@
+"""Conversions: full `torch.optim` state dicts both ways, and the reference's legacy rank-0 files in."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
+from opt_checkpoint.convert.foreign_files import load_torch_file, read_rows
+from opt_checkpoint.convert.megatron_buckets import counted
+from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.disk.dtype_names import dtype_from_name
+from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.run.save_load import PathLike, save
+from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.groups import groups_to_saved
+from opt_checkpoint.state.sharded import Shape, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tree import lookup
+
+
+def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
+    """A full `optimizer.state_dict()` in the form that `sharded_optimizer` gives, so that any sharding can load it.
+
+    Args:
+        state_dict: torch's form: `state` by index, `param_groups` with indices.
+        names: names of the parameters by index; None to take `param_names` from the groups (there when the optimizer
+            was built from named parameters).
+
+    Raises:
+        CheckpointingException: names are missing or double.
+    """
+    groups = state_dict["param_groups"]
+    by_group = [_group_names(group, names) for group in groups]
+    name_of = {index: n for group, own in zip(groups, by_group) for index, n in zip(group["params"], own, strict=True)}
+    _check_names(state_dict, name_of, names)
+    tensors: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, states in state_dict["state"].items():
+        for state_name, value in states.items():
+            held = tensors if isinstance(value, Tensor) else plain
+            key = f"{PREFIX}{state_name}.{name_of[index]}"
+            wrapped = whole_tensor(key, value) if isinstance(value, Tensor) else value
+            held.setdefault(name_of[index], {})[state_name] = wrapped
+    state_names = {n: sorted(state_dict["state"].get(index, {})) for index, n in name_of.items()}
+    saved = groups_to_saved(groups, by_group)
+    shapes = {name: shape for name, states in tensors.items() if (shape := _shape_of_all(states)) is not None}
+    return {"state": tensors, "plain_state": plain, "state_names": state_names, "param_shapes": shapes, **saved}
+
+
+def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:
+    """A parameter's shape by its states: that of all that are no scalars; None where they differ (Adafactor's)."""
+    shapes = {state.global_shape for state in states.values() if state.global_shape}
+    return list(shapes.pop()) if len(shapes) == 1 else None
+
+
+def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
+    if names is None and "param_names" not in group:
+        raise CheckpointingException(
+            "the state dict names no parameters; give their names in the optimizer's order (names=...), or build the "
+            "optimizer from model.named_parameters()"
+        )
+    if names is None:
+        return list(group["param_names"])
+    beyond = [index for index in group["params"] if not 0 <= index < len(names)]
+    if beyond:
+        raise CheckpointingException(
+            f"{len(names)} names are given, and there is a parameter {beyond[0]}; name them all"
+        )
+    return [names[index] for index in group["params"]]
+
+
+def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], names: Sequence[str] | None) -> None:
+    """Every parameter has a name of its own, and every name a parameter."""
+    twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
+    if twice:
+        raise CheckpointingException(f"{twice[0]} names several parameters; each needs a name of its own")
+    if names is not None and len(names) != len(name_of):
+        raise CheckpointingException(f"{len(names)} names are given for {len(name_of)} parameters")
+    unknown = [index for index in state_dict["state"] if index not in name_of]
+    if unknown:
+        raise CheckpointingException(f"the state dict has state of parameter {unknown[0]}, which is in no group")
+
+
+def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[str] | None = None) -> None:
+    """Convert a `.pt` file that holds a full optimizer state dict; its tensors are mapped, not read into memory.
+
+    Args:
+        file: written by `torch.save`; alone or under the key `"optimizer"`. Loaded with `weights_only=True`.
+        path: the checkpoint to write.
+        names: as for `torch_state_to_sharded`.
+
+    Raises:
+        CheckpointingException: as `torch_state_to_sharded` and `save`.
+    """
+    content = load_torch_file(file)
+    state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointingException(f"{file} holds no optimizer state dict: no state and param_groups in it")
+    save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
+
+
+def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
+    """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` takes.
+
+    The tensors are put together in a scratch file beside the output, so memory need not hold them.
+
+    Args:
+        path: the checkpoint.
+        file: the `.pt` file to write.
+        at: where in its state the optimizer is.
+
+    Raises:
+        CheckpointKeyError: there is no optimizer, of `sharded_optimizer` or of opt-stack's `Optimizer`; or it has
+            parameters that are stacked under one key.
+    """
+    opened = open_checkpoint(path)
+    saved = _with_state_names(lookup(opened.common, at), opened.index)
+    if saved is None:
+        raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
+    keys = [f"{PREFIX}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
+    stored = select(opened.index, [k for k in keys if k in opened.index.tensors])
+    with tempfile.TemporaryDirectory(dir=Path(file).absolute().parent, prefix=".scratch-") as scratch:
+        tensors = mapped_apart(Path(scratch), stored)
+        read_into(opened.index, tensors)
+        torch.save(_torch_state(saved, tensors), Path(scratch) / "whole.pt")
+        os.replace(Path(scratch) / "whole.pt", file)  # a file that was there stays until the new one is whole
+
+
+def _with_state_names(saved: Any, index: CheckpointIndex) -> Mapping[str, Any] | None:
+    """What `sharded_optimizer` stores; for opt-stack's optimizer, which stores groups alone, made from the keys.
+
+    None where there is neither.
+    """
+    if not isinstance(saved, dict) or "state_names" in saved:
+        return saved if isinstance(saved, dict) else None
+    groups = saved.get("groups")
+    if not isinstance(groups, dict) or "names" not in groups:
+        return None
+    state_names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
+    stacked = [name for name in state_names if "/" in name]
+    if stacked:
+        raise CheckpointKeyError(f"{stacked[0]} is stacked with others under one key, which a state dict cannot say")
+    for key in sorted(index.tensors):
+        state_name, _, name = key.removeprefix(PREFIX).partition(".")
+        if key.startswith(PREFIX) and name in state_names:
+            state_names[name].append(state_name)
+    return {"plain_state": {}, "state_names": state_names, **groups}
+
+
+def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Indices in the order of the stored names, group by group."""
+    members: list[list[str]] = saved["names"]
+    index = {name: i for i, name in enumerate(n for own in members for n in own)}
+    state = {}
+    for name, state_names in saved["state_names"].items():
+        plain = saved["plain_state"].get(name, {})
+        if state_names:
+            state[index[name]] = {s: plain[s] if s in plain else tensors[f"{PREFIX}{s}.{name}"] for s in state_names}
+    groups = [
+        {**group, "params": [index[n] for n in own], "param_names": own} for group, own in zip(saved["groups"], members)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegacySlot:
+    """Where a parameter is in a legacy file of the reference.
+
+    Args:
+        name: the parameter's key.
+        shape: its shape.
+        start: its first element in the flat tensors.
+        optimizer: which of the file's optimizers (several with experts).
+        buffer: which buffer of it.
+        dtypes: parameter and gradient dtype, as `("bfloat16", "float32")`.
+    """
+
+    name: str
+    shape: Shape
+    start: int
+    optimizer: int = 0
+    buffer: int = 0
+    dtypes: tuple[str, str] = ("bfloat16", "float32")
+
+
+def read_slots(file: PathLike) -> list[LegacySlot]:
+    """Slots from a JSON list of objects with `LegacySlot`'s fields."""
+    return read_rows(file, LegacySlot)
+
+
+def legacy_file_to_checkpoint(
+    file: PathLike, slots: Sequence[LegacySlot], path: PathLike, *, step: int | None = None
+) -> None:
+    """Convert what the reference's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
+
+    The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
+    `optimizer.state.fp32_param.<name>`, the moments to `exp_avg` and `exp_avg_sq`.
+
+    Args:
+        file: loaded with `weights_only=True`; only the coalesced form (since February 2024).
+        slots: where each parameter is.
+        path: the checkpoint to write.
+        step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
+
+    Raises:
+        CheckpointingException: the file has another form, or a slot does not fit it.
+    """
+    content = load_torch_file(file)
+    optimizers = content if isinstance(content, list) else [content]
+    state: dict[str, Any] = {}
+    for slot in slots:
+        state.update(_legacy_states(optimizers, slot))
+    state.update((counter.key, counter) for counter in counted({slot.name for slot in slots}, step))
+    save({"optimizer": {"state": state}}, path)
+
+
+def _legacy_states(optimizers: Sequence[Any], slot: LegacySlot) -> Iterator[tuple[str, Any]]:
+    numel = math.prod(slot.shape)
+    world = optimizers[slot.optimizer] if slot.optimizer < len(optimizers) else {}
+    if not isinstance(world, dict) or not world.get("buckets_coalesced"):
+        raise CheckpointingException(
+            f"{slot.name}: optimizer {slot.optimizer} of the file has no coalesced buckets; only that form is read"
+        )
+    dtypes = tuple(map(dtype_from_name, slot.dtypes))
+    buffer = world.get(slot.buffer, {}).get(dtypes)
+    if buffer is None or slot.start < 0 or slot.start + numel > buffer["numel_unpadded"]:
+        raise CheckpointingException(
+            f"{slot.name}: elements [{slot.start}, {slot.start + numel}) are not in buffer {slot.buffer} of "
+            f"dtypes {slot.dtypes}"
+        )
+    for stored, name in (("param", "fp32_param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        values = buffer[stored][slot.start : slot.start + numel].view(slot.shape)
+        key = f"{PREFIX}{name}.{slot.name}"
+        yield key, whole_tensor(key, values)

@@ -1,0 +1,1 @@
+"""Planners and storage for torch.distributed.checkpoint."""

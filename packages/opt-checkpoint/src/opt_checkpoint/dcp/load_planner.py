@@ -1,0 +1,275 @@
+"""The load plan: every wanted box proven readable, whole and of the right dtype before any memory is touched."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from opt_checkpoint.boxes.box import FlatBox, boxes_of
+from opt_checkpoint.boxes.reshard import Copy, StoredBoxes
+from opt_checkpoint.dcp.save_planner import view_of
+from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected
+from opt_checkpoint.disk.detect import read_object
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.disk.torch_zip_reader import load_archive
+from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
+
+
+class DtypeRule(Enum):
+    """What to do where a stored dtype is not the one asked for."""
+
+    EXACT = "exact"  # an error
+    CAST = "cast"  # convert while reading, and report the key
+
+    @classmethod
+    def parse(cls, value: str | DtypeRule) -> DtypeRule:
+        """A rule from its name.
+
+        Raises:
+            ValueError: no rule is called that.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"dtype={value!r}; allowed: {', '.join(r.value for r in cls)}") from None
+
+
+class _Target(NamedTuple):
+    """Memory that stored values go to."""
+
+    shard: ShardedTensor
+    held: FlatBox
+
+
+class _Wanted(NamedTuple):
+    """What ranks tell each other about the keys they ask for: one bit per stored key, in sorted order."""
+
+    asked: bytes
+
+
+def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """The stored name of a key: itself if stored, else with the first prefix of `aliases` replaced that gives one."""
+    if key in stored:
+        return key
+    for old, new in aliases.items():
+        if key.startswith(old) and new + key.removeprefix(old) in stored:
+            return new + key.removeprefix(old)
+    return key
+
+
+class ShardedLoadPlanner(LoadPlanner):
+    """Plans the load of one nested state of sharded types.
+
+    Args:
+        state: what is wanted; its sharded tensors are written to, once the plan stands.
+        index: what is stored.
+        common: the stored common state.
+        strict: what to do about keys on one side only.
+        dtype: what to do about other dtypes.
+        aliases: other prefixes under which a key may be stored.
+    """
+
+    def __init__(
+        self,
+        state: ShardedStateDict,
+        index: CheckpointIndex,
+        common: Any,
+        *,
+        strict: StrictHandling,
+        dtype: DtypeRule,
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._state, self._index, self._common = state, index, common
+        self._strict, self._dtype, self._aliases = strict, dtype, aliases
+        self._flat: FlatState | None = None
+        self._targets: list[_Target] = []
+        self._to_zero: list[ShardedTensor] = []
+        self._stored_boxes: dict[str, StoredBoxes] = {}
+        self._loaded_objects: dict[str, Any] = {}
+        self._plain: dict[Path, Any] = {}
+        self.unexpected: list[str] = []
+        self.missing: tuple[str, ...] = ()
+        self.cast: list[str] = []
+        self.dropped: set[Path] = set()
+        self.assembled: Any = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state apart; the arguments are not looked at, since state and index came with the constructor."""
+        self._flat = flatten_state(self._state)
+
+    @property
+    def flat(self) -> FlatState:
+        """The state taken apart."""
+        if self._flat is None:
+            raise RuntimeError("set_up_planner has not been called")
+        return self._flat
+
+    def create_local_plan(self) -> LoadPlan:
+        """All reads of this rank.
+
+        Raises:
+            CheckpointKeyError: keys are not stored, and that is not allowed.
+            CheckpointMismatchError: shape, dtype or coverage do not fit.
+        """
+        self._find_unexpected()
+        judge_unexpected(self._strict, self.unexpected, list(self._index.tensors), str(self._index.path))
+        items = [item for path, shard in self.flat.tensors.items() for item in self._reads_of(path, shard)]
+        for path, wanted in self.flat.objects.items():
+            if path not in self.dropped:
+                where = MetadataIndex(wanted.unique_key)
+                items.append(ReadItem(LoadItemType.BYTE_IO, where, _NONE, where, _NONE, _NONE))
+        return LoadPlan(items, planner_data=_Wanted(self._asked_bits()))
+
+    def _find_unexpected(self) -> None:
+        stored, objects = self._index.tensors, self._index.objects
+        tensors = ((p, t.key, aliased(t.key, stored, self._aliases)) for p, t in self.flat.tensors.items())
+        absent = [(path, key) for path, key, name in tensors if name not in stored]
+        absent += [(p, o.unique_key) for p, o in self.flat.objects.items() if o.unique_key not in objects]
+        self._plain = dict(self._plain_values())
+        absent += [(p, path_text(p)) for p in self.flat.common if p not in self._plain]
+        self.dropped = {path for path, _ in absent}
+        self.unexpected = [key for _, key in absent]
+
+    def _plain_values(self) -> Iterator[tuple[Path, Any]]:
+        """Those that are stored: in the common state, or as stock writers do it, each as an object by its path."""
+        for path in self.flat.common:
+            value = lookup(self._common, path)
+            if value is ABSENT and self._is_stock_object(path):
+                value = read_object(self._index, path_text(path))
+            if value is not ABSENT:
+                yield path, value
+
+    def _is_stock_object(self, path: Path) -> bool:
+        return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
+
+    def _asked_bits(self) -> bytes:
+        keys = {aliased(t.key, self._index.tensors, self._aliases) for t in self.flat.tensors.values()}
+        keys |= {o.unique_key for o in self.flat.objects.values()} | {COMMON_KEY}
+        keys |= {path_text(path) for path in self._plain if self._is_stock_object(path)}
+        return np.packbits([key in keys for key in _stored_keys(self._index)]).tobytes()
+
+    def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
+        if path in self.dropped:
+            return []
+        key = aliased(shard.key, self._index.tensors, self._aliases)
+        stored = self._index.tensors[key]
+        self._check_description(shard, stored)
+        if shard.data is None:
+            shard.init_data("cpu")
+        boxes = self._stored_boxes.setdefault(key, StoredBoxes([c.box for c in stored.chunks]))
+        items: list[ReadItem] = []
+        for held in boxes_of(shard):
+            copies = list(boxes.copies_to(held.box))
+            self._check_coverage(shard, stored, held, copies)
+            items += [self._read_item(key, len(self._targets), stored, copy) for copy in copies]
+            self._targets.append(_Target(shard, held))
+        return items
+
+    def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
+        if shard.global_shape != stored.shape:
+            if not shard.allow_shape_mismatch or len(shard.global_shape) != len(stored.shape):
+                raise CheckpointMismatchError(
+                    f"{shard.key} is stored with global shape {list(stored.shape)}, asked for with "
+                    f"{list(shard.global_shape)}; set allow_shape_mismatch if the difference is padding"
+                )
+            self._to_zero.append(shard)
+        if shard.dtype != stored.dtype:
+            if self._dtype is DtypeRule.EXACT:
+                raise CheckpointMismatchError(
+                    f"{shard.key} is stored as {stored.dtype}, asked for as {shard.dtype}; pass dtype='cast' to convert"
+                )
+            self.cast.append(shard.key)
+
+    def _check_coverage(self, shard: ShardedTensor, stored: StoredTensor, held: FlatBox, copies: list[Copy]) -> None:
+        """Stored chunks are disjoint, so volumes that add up mean that nothing is left out."""
+        found = sum(_numel(copy.sizes) for copy in copies)
+        if found != held.box.numel and shard.global_shape == stored.shape:
+            raise CheckpointMismatchError(
+                f"{shard.key}: the checkpoint holds {found} of the {held.box.numel} elements of box {held.box}"
+            )
+
+    def _read_item(self, key: str, target: int, stored: StoredTensor, copy: Copy) -> ReadItem:
+        chunk = stored.chunks[copy.chunk]
+        return ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(key, index=target),
+            dest_offsets=torch.Size(copy.to_offsets),
+            storage_index=MetadataIndex(key, chunk.box.offsets, copy.chunk),
+            storage_offsets=torch.Size(copy.from_offsets),
+            lengths=torch.Size(copy.sizes),
+        )
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Tell every rank which stored keys no rank asks for.
+
+        Raises:
+            CheckpointKeyError: there are some, and that is not allowed.
+        """
+        keys = _stored_keys(self._index)
+        asked = np.zeros(len(keys), dtype=np.uint8)
+        for plan in global_plan:
+            asked |= np.unpackbits(np.frombuffer(plan.planner_data.asked, dtype=np.uint8), count=len(keys))
+        missing = tuple(key for key, by_any in zip(keys, asked) if not by_any)
+        judge_missing(self._strict, missing, str(self._index.path))
+        return [LoadPlan(plan.items, plan.storage_data, missing) for plan in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The last step before memory is written: from here on only reading can fail."""
+        self.missing = central_plan.planner_data
+        for shard in self._to_zero:
+            if shard.data is not None:
+                shard.data.detach().zero_()
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep an object that was read; only what `torch.load(weights_only=True)` accepts."""
+        self._loaded_objects[read_item.dest_index.fqn] = self._index.kind.unwrapped(load_archive(value.getvalue()))
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The memory for one read, as a view."""
+        number = read_item.dest_index.index
+        if number is None:
+            raise CheckpointingException(f"{read_item.dest_index} is no target of this plan")
+        view = view_of(*self._targets[number], self._targets[number].held.box)
+        for axis, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            view = view.narrow(axis, start, size)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: reads went straight to their memory."""
+
+    def assemble(self) -> None:
+        """Put together the state with everything loaded in place of what described it; merges factories."""
+        objects = {
+            path: self._loaded_objects[o.unique_key]
+            for path, o in self.flat.objects.items()
+            if path not in self.dropped
+        }
+        self.assembled = self.flat.assembled(objects, self._plain, frozenset(self.dropped))
+
+
+_NONE = torch.Size(())
+
+
+def _numel(sizes: Iterable[int]) -> int:
+    numel = 1
+    for n in sizes:
+        numel *= n
+    return numel
+
+
+def _stored_keys(index: CheckpointIndex) -> list[str]:
+    return [*sorted(index.tensors), *sorted(index.objects)]

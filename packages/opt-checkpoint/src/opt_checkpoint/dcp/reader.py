@@ -1,0 +1,225 @@
+"""The storage reader: reads just the bytes that are wanted, straight into their memory where they lie in one run."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.data_file import DataFile, open_files
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredChunk
+from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
+from opt_checkpoint.disk.torch_zip_reader import find_values, load_archive
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+
+_NEAR_BYTES = 16 << 10  # reading so many bytes for nothing costs less than another call
+_SMALL_BYTES = 256 << 10
+_BATCH_BYTES = 4 << 20
+_MAX_THREADS = 4
+
+
+class _Read(NamedTuple):
+    """One run of bytes to bring in, and what becomes of it."""
+
+    file: str
+    start: int
+    nbytes: int
+    item: ReadItem
+
+
+@dataclass(slots=True)
+class ReadCount:
+    """Bytes read and bytes asked for so far."""
+
+    read: int = 0
+    wanted: int = 0
+    lock: Lock = field(default_factory=Lock, repr=False)
+
+
+class CheckpointReader(StorageReader):
+    """Reads a checkpoint of ours, a stock DCP directory or one of the reference, by its index.
+
+    Args:
+        index: from `read_index`.
+        threads: how many reads are under way at once.
+    """
+
+    def __init__(self, index: CheckpointIndex, *, threads: int = _MAX_THREADS) -> None:
+        self.index = index
+        self.count = ReadCount()
+        self._threads = threads
+        self._values: dict[StoredChunk, ByteRange | None] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse another checkpoint: a reader reads the one its index describes.
+
+        Raises:
+            CheckpointingException: `checkpoint_id` names another path.
+        """
+        if checkpoint_id is not None and Path(checkpoint_id) != self.index.path:
+            raise CheckpointingException(f"this reader reads {self.index.path}; make another one for {checkpoint_id}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether `checkpoint_id` is a directory."""
+        return Path(checkpoint_id).is_dir()
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """The index in DCP's words, for planners other than ours."""
+        state: dict[str, Any] = {key: BytesStorageMetadata() for key in self.index.objects}
+        for key, tensor in self.index.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
+            state[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
+        return Metadata(state, {}, storage_meta=StorageMeta(checkpoint_id=str(self.index.path)))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Nothing to set up: the index came with the constructor."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Carry out a plan.
+
+        Raises:
+            CheckpointCorruptError: a file is missing, too short, of another save, or holds something else.
+            OSError: a file cannot be read.
+        """
+        names = {self._place(item).file for item in plan.items}
+        with open_files(self.index, names) as files, ThreadPoolExecutor(self._threads) as pool:
+            reads = sorted((self._read_of(files, item) for item in plan.items), key=lambda r: (r.file, r.start))
+            batches = list(_batches(reads))
+            for done in [pool.submit(self._carry_out, files[b[0].file], b, planner) for b in batches]:
+                done.result()
+            self.count.read += sum(file.bytes_read for file in files.values())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chunk(self, item: ReadItem) -> StoredChunk:
+        chunks = self.index.tensors[item.storage_index.fqn].chunks
+        hint = item.storage_index.index
+        offsets = tuple(item.storage_index.offset or ())
+        if hint is not None and hint < len(chunks) and chunks[hint].box.offsets == offsets:
+            return chunks[hint]
+        return next(c for c in chunks if c.box.offsets == offsets)
+
+    def _place(self, item: ReadItem) -> ByteRange:
+        if item.type is LoadItemType.BYTE_IO:
+            return self.index.objects[item.storage_index.fqn]
+        return self._chunk(item).place
+
+    def _read_of(self, files: dict[str, DataFile], item: ReadItem) -> _Read:
+        """The run of bytes that holds what an item wants: from its first value to its last."""
+        place = self._place(item)
+        if item.type is LoadItemType.BYTE_IO:
+            return _Read(place.file, place.start, place.nbytes, item)
+        chunk, dtype = self._chunk(item), self.index.tensors[item.storage_index.fqn].dtype
+        values = self._values_of(files[place.file], chunk, dtype)
+        if values is None:
+            return _Read(place.file, place.start, place.nbytes, item)
+        first, last = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths)).span
+        return _Read(place.file, values.start + first * dtype.itemsize, (last - first) * dtype.itemsize, item)
+
+    def _values_of(self, file: DataFile, chunk: StoredChunk, dtype: torch.dtype) -> ByteRange | None:
+        """The bare values of a chunk; a stock archive is opened once to find them."""
+        if not chunk.place.archive:
+            return chunk.place
+        if chunk not in self._values:
+            self._values[chunk] = find_values(file.read, chunk.place, dtype, chunk.box.sizes)
+        return self._values[chunk]
+
+    def _carry_out(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
+        """Read one run of a file, which several small items may share, and put each item's values where they belong."""
+        first, last = batch[0], max(batch, key=lambda r: r.start + r.nbytes)
+        if len(batch) == 1 and first.item.type is LoadItemType.TENSOR and self._is_bare(first.item):
+            self._fill_one(file, first, planner)
+            return
+        raw = bytearray(last.start + last.nbytes - first.start)
+        file.read_into(first.start, memoryview(raw))
+        for read in batch:
+            own = memoryview(raw)[read.start - first.start :][: read.nbytes]
+            self._take(own, read.item, planner)
+
+    def _is_bare(self, item: ReadItem) -> bool:
+        chunk = self._chunk(item)
+        return not chunk.place.archive or self._values[chunk] is not None
+
+    def _fill_one(self, file: DataFile, read: _Read, planner: LoadPlanner) -> None:
+        target = planner.resolve_tensor(read.item).detach()
+        region = Region(self._chunk(read.item).box.sizes, tuple(read.item.storage_offsets), tuple(read.item.lengths))
+        dtype = self.index.tensors[read.item.storage_index.fqn].dtype
+        read_region(target, region, dtype, FilePosition(file, read.start))
+        self._commit(read.item, target, planner)
+
+    def _take(self, raw: memoryview, item: ReadItem, planner: LoadPlanner) -> None:
+        """Put bytes in memory already where they belong."""
+        if item.type is LoadItemType.BYTE_IO:
+            expected = self._place(item).crc
+            if expected is not None and crc32(raw) != expected:
+                raise CheckpointCorruptError(
+                    f"{self._place(item).file} is damaged: {item.storage_index.fqn} has changed"
+                )
+            planner.load_bytes(item, io.BytesIO(raw))
+            return
+        chunk, dtype = self._chunk(item), self.index.tensors[item.storage_index.fqn].dtype
+        region = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths))
+        target = planner.resolve_tensor(item).detach()
+        if self._is_bare(item):
+            target.copy_(region.of_bytes(raw, dtype))
+        else:
+            target.copy_(region.of_tensor(_archived(raw, chunk, dtype)))
+        self._commit(item, target, planner)
+
+    def _commit(self, item: ReadItem, target: Tensor, planner: LoadPlanner) -> None:
+        with self.count.lock:
+            self.count.wanted += target.numel() * self.index.tensors[item.storage_index.fqn].dtype.itemsize
+        planner.commit_tensor(item, target)
+
+
+def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
+    tensor = load_archive(bytes(raw))
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:
+        raise CheckpointCorruptError(f"the archive at {chunk.place} does not hold {dtype} of shape {chunk.box.sizes}")
+    return tensor
+
+
+def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Small reads that lie near each other, together; every other one alone."""
+    batch: list[_Read] = []
+    end = 0
+    for read in reads:
+        near = bool(batch) and read.file == batch[0].file and read.start - end <= _NEAR_BYTES
+        fits = bool(batch) and read.start + read.nbytes - batch[0].start <= _BATCH_BYTES
+        if batch and not (near and fits and max(read.nbytes, batch[0].nbytes) <= _SMALL_BYTES):
+            yield batch
+            batch, end = [], 0
+        batch.append(read)
+        end = max(end, read.start + read.nbytes)
+    if batch:
+        yield batch

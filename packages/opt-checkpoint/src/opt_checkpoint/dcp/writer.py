@@ -1,0 +1,316 @@
+"""The storage writer: one file per rank, checksums while writing, one rename as the commit.
+
+A save is written to `<name>.tmp-<id>` beside its final place. Every rank writes and syncs its own file; the
+coordinator adds `.metadata` for stock readers and the manifest, syncs the directory, and renames it. Before the
+rename there is no checkpoint, after it there is a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, bytes_view, crc32, crc32_combine
+from opt_checkpoint.disk.data_file import file_header
+from opt_checkpoint.disk.data_file_writer import DataFileWriter, Sum
+from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_dcp_metadata, encode_megatron_mark
+from opt_checkpoint.disk.files import Files, LocalFiles, discard, new_file, write_file
+from opt_checkpoint.disk.hasher import Hasher
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
+from opt_checkpoint.disk.torch_zip_writer import frame_tensor
+from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+
+_SMALL_BYTES = 256 << 10
+_TEMPORARY = re.compile(r"(?P<name>.+)\.(?:tmp|deleting)-[0-9a-f]{32}")
+
+
+def is_leftover(name: str, of: str | None = None) -> bool:
+    """Whether a directory name is one a save or deletion of ours uses for a while; of checkpoint `of`, if given."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and of in (None, match["name"])
+
+
+class WriteTo(NamedTuple):
+    """Where a rank writes: sent to it by the coordinator."""
+
+    directory: Path
+    file: str
+    save_id: str
+
+
+class Written(NamedTuple):
+    """One item on disk.
+
+    Args:
+        values: bare values of a tensor, or the archive of an object.
+        archive: the archive around them, for stock readers.
+    """
+
+    values: ByteRange
+    archive: ByteRange
+
+
+class _Placed(NamedTuple):
+    """One item in the file; its sum may still be on its way."""
+
+    item: WriteItem
+    archive_start: int
+    archive_end: int
+    values_start: int
+    values_nbytes: int
+    crc: Sum
+
+    def written(self, file: str) -> Written:
+        """Where the item is, with its sum."""
+        crc = self.crc if isinstance(self.crc, int) else self.crc.result()
+        bare = self.item.type is WriteItemType.BYTE_IO
+        nbytes = self.archive_end - self.archive_start
+        return Written(
+            ByteRange(file=file, start=self.values_start, nbytes=self.values_nbytes, crc=crc, archive=bare),
+            ByteRange(file=file, start=self.archive_start, nbytes=nbytes, archive=True),
+        )
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one checkpoint of ours; made anew for each save.
+
+    Args:
+        path: where the checkpoint shall be; nothing may be there.
+        save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
+        details: recorded in the manifest for people: versions, sizes of the worlds.
+        files: the file system.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        save_id: str,
+        details: MappingProxyType[str, Any] = MappingProxyType({}),
+        files: Files | None = None,
+    ) -> None:
+        self.path = path
+        self._save_id = save_id
+        self._details = details
+        self._files: Files = files or LocalFiles()
+        self._planned = 0
+        self.index: CheckpointIndex | None = None
+
+    @property
+    def temporary(self) -> Path:
+        """The directory written to until the commit."""
+        return self.path.with_name(f"{self.path.name}.tmp-{self._save_id}")
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Refuse another target: a writer serves one save.
+
+        Raises:
+            CheckpointingException: `checkpoint_id` names another path.
+        """
+        if checkpoint_id is not None and Path(checkpoint_id) != self.path:
+            raise CheckpointingException(f"this writer writes {self.path}; make another one for {checkpoint_id}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint could be at `checkpoint_id`: any path of a mounted file system, no URL."""
+        return "://" not in str(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Path and save id."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Nothing to set up before the plan is known."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the temporary directory and tell each rank its file; on the coordinator.
+
+        Raises:
+            CheckpointExistsError: something is at the target already.
+            OSError: the directory cannot be made.
+        """
+        if os.path.lexists(self.path):
+            raise CheckpointExistsError(
+                f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
+            )
+        self._remove_leftovers()
+        self._files.make_dir(self.temporary)
+        self._planned = sum(len(plan.items) for plan in plans)
+        return [
+            SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _remove_leftovers(self) -> None:
+        """Delete what earlier, interrupted saves of this very path left beside it."""
+        if not self.path.parent.is_dir():
+            return
+        for entry in sorted(self.path.parent.iterdir()):
+            if is_leftover(entry.name, self.path.name) and entry.is_dir():
+                remove_leftover(self._files, entry, self._save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and sync it.
+
+        Returns:
+            One result per item, and a last one, of key "", with the file's size and checksum.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        target: WriteTo = plan.storage_data
+        with (
+            Hasher() as hasher,
+            new_file(self._files, target.directory / target.file) as fd,
+        ):
+            output = DataFileWriter(files=self._files, fd=fd, hasher=hasher)
+            output.put(file_header(target.save_id))
+            items = sorted(plan.items, key=lambda i: i.type is not WriteItemType.BYTE_IO)
+            placed = [_put_item(output, item, planner) for item in items]
+            whole = output.finish()
+        written = [(p.item.index, p.written(target.file)) for p in placed]
+        results = [WriteResult(index, w.archive.nbytes, w) for index, w in written]
+        results.append(WriteResult(MetadataIndex(""), whole.size, (target.file, whole)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, then commit by renaming; on the coordinator.
+
+        Raises:
+            CheckpointingException: some planned item was not written.
+            OSError: the file system refuses.
+        """
+        items = {r.index: r.storage_data for own in results for r in own if r.index.fqn}
+        files = dict(r.storage_data for own in results for r in own if not r.index.fqn)
+        if len(items) != self._planned:
+            raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
+        index = _index_of(self.path, self._save_id, metadata, items, files, self._details)
+        archives = {
+            (i.fqn, None if i.offset is None else tuple(i.offset)): written.archive for i, written in items.items()
+        }
+        for name, content in (
+            (METADATA, encode_dcp_metadata(index, archives)),
+            (MEGATRON_MARK, encode_megatron_mark()),
+        ):
+            write_file(self._files, self.temporary / name, content)
+            index.files[name] = StoredFile(size=len(content), crc=crc32(content))
+        write_file(self._files, self.temporary / MANIFEST, encode_manifest(index))
+        self._commit()
+        self.index = index
+
+    def _commit(self) -> None:
+        """Names first, then the rename, then the rename's own name; an error means that nothing is committed."""
+        self._files.sync_dir(self.temporary)
+        self._files.rename(self.temporary, self.path)
+        try:
+            self._files.sync_dir(self.path.parent)
+        except OSError:
+            discard(self._files, self.path, self._save_id)
+            raise
+
+    def abandon(self) -> None:
+        """Remove the temporary directory of a failed save; on the coordinator, when all ranks are done."""
+        if self.temporary.is_dir():
+            discard(self._files, self.temporary, self._save_id)
+
+
+def remove_leftover(files: Files, path: Path, token: str) -> None:
+    """Delete a `.tmp-` or `.deleting-` directory; one that another process deletes at the same time is fine."""
+    try:
+        if ".deleting-" in path.name:
+            files.remove_tree(path)
+        else:
+            discard(files, path, token)
+    except FileNotFoundError:
+        return
+
+
+def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> _Placed:
+    data, start = planner.resolve_data(item), output.position
+    if not isinstance(data, Tensor):
+        raw = data.getvalue()
+        output.put(raw)
+        return _Placed(item, start, output.position, start, len(raw), crc32(raw))
+    nbytes = data.numel() * data.element_size()
+    framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
+    output.put(framing.header)
+    values_start = output.position
+    crc = _put_values(output, data, nbytes)
+    output.put_trailer(framing, crc)
+    return _Placed(item, start, output.position, values_start, nbytes, crc)
+
+
+def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> Sum:
+    """Values in row-major order; straight from memory where they lie so there, else through bounded copies."""
+    if data.device.type == "cpu" and data.is_contiguous():
+        view = bytes_view(data)
+        return output.put_large(view) if nbytes > _SMALL_BYTES else _put_small(output, view)
+    if nbytes <= _SMALL_BYTES:
+        return _put_small(output, bytes_view(data.to("cpu").contiguous()))
+    crc = 0
+    for part in _bounded_parts(data):
+        view = bytes_view(part.to("cpu").contiguous())
+        # Waiting for the sum here lets go of each copy before the next is made.
+        crc = crc32_combine(crc, output.put_large(view).result(), len(view))
+    return crc
+
+
+def _put_small(output: DataFileWriter, view: memoryview) -> int:
+    output.put(view)
+    return crc32(view)
+
+
+def _bounded_parts(data: Tensor) -> list[Tensor]:
+    """A tensor as runs of rows of at most a few hash pieces each, so that a copy of one needs little memory."""
+    axis = next((d for d, n in enumerate(data.shape) if n > 1), 0)
+    rows = data.shape[axis]
+    row_bytes = data.numel() // rows * data.element_size()
+    step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
+    return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
+
+
+def _index_of(
+    path: Path,
+    save_id: str,
+    metadata: Metadata,
+    items: dict[MetadataIndex, Written],
+    files: dict[str, StoredFile],
+    details: MappingProxyType[str, Any],
+) -> CheckpointIndex:
+    tensors, objects = {}, {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            objects[key] = items[MetadataIndex(key)].values
+            continue
+        chunks = tuple(
+            StoredChunk(box=Box(tuple(c.offsets), tuple(c.sizes)), place=items[MetadataIndex(key, c.offsets)].values)
+            for c in stored.chunks
+        )
+        tensors[key] = StoredTensor(shape=tuple(stored.size), dtype=stored.properties.dtype, chunks=chunks)
+    return CheckpointIndex(
+        path=path,
+        kind=Kind.OURS,
+        tensors=tensors,
+        objects=objects,
+        files=files,
+        save_id=save_id,
+        details={"torch": torch.__version__, **details},
+    )

@@ -1,0 +1,1 @@
+"""Bytes on disk and what describes them; no collectives."""

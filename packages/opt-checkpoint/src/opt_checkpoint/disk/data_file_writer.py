@@ -1,0 +1,125 @@
+"""One data file being written: in order, hashed by a second thread, with the sums filled in at the end.
+
+The sum of a large item stands behind its values, but nobody waits for it there: a placeholder is written, and the
+disk is told to take what it has while the hashing goes on. So hashing hides behind writing and syncing, even where
+there is no core to spare for it. And the disk need not wait for the last byte: it is told to begin every few megabytes.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from opt_checkpoint.disk.checksums import crc32, crc32_combine, pieces
+from opt_checkpoint.disk.files import Files, write_all, write_all_at
+from opt_checkpoint.disk.hasher import Hasher
+from opt_checkpoint.disk.index import StoredFile
+from opt_checkpoint.disk.torch_zip_writer import Framing
+
+_BUFFER_BYTES = 4 << 20
+_WRITEBACK_BYTES = 4 << 20  # also what ranges are rounded to, so that no page that is still growing is sent twice
+Sum: TypeAlias = "int | Future[int]"
+
+
+class _Trailer(NamedTuple):
+    """What stands behind a large item, once its sum is known."""
+
+    framing: Framing
+    crc: Future[int]
+    position: int
+
+
+class _Part(NamedTuple):
+    """A run of the file and its sum."""
+
+    crc: Sum | _Trailer
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class DataFileWriter:
+    """A file being written.
+
+    Args:
+        files: the file system.
+        fd: the file, open for writing.
+        hasher: hashes large items.
+        position: bytes put so far.
+    """
+
+    files: Files
+    fd: int
+    hasher: Hasher
+    position: int = 0
+    _parts: list[_Part] = field(default_factory=list)
+    _gathered: bytearray = field(default_factory=bytearray)
+    _written: int = 0
+    _sent: int = 0
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Append a few bytes, gathered into larger writes."""
+        self._gathered += data
+        self.position += len(data)
+        if len(self._gathered) >= _BUFFER_BYTES:
+            self.flush()
+
+    def put_large(self, view: memoryview) -> Future[int]:
+        """Append many bytes from where they are; their CRC-32, later. The memory may not change until it is there."""
+        self.flush()
+        crc: Future[int] | None = None
+        for piece in pieces(view):
+            crc = self.hasher.submit(piece, crc)
+            self._write(piece)
+        if crc is None:
+            raise ValueError("put_large was given nothing to put")
+        self._parts.append(_Part(crc, len(view)))
+        self.position += len(view)
+        return crc
+
+    def put_trailer(self, framing: Framing, crc: Sum) -> None:
+        """Append what follows an item's values; where their sum is not known yet, room for it."""
+        if isinstance(crc, int):
+            self.put(framing.trailer(crc))
+            return
+        self.flush()
+        room = framing.trailer(0)  # as long as the true one
+        self._write(room)
+        self._parts.append(_Part(_Trailer(framing, crc, self.position), len(room)))
+        self.position += len(room)
+
+    def flush(self) -> None:
+        """Write what has been gathered."""
+        if self._gathered:
+            view = memoryview(bytes(self._gathered))
+            self._gathered.clear()
+            self._parts.append(_Part(crc32(view), len(view)))
+            self._write(view)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """Append to the file, and let the disk begin with what is there of whole `_WRITEBACK_BYTES`."""
+        write_all(self.files, self.fd, data)
+        self._written += len(data)
+        if ready := (self._written - self._sent) // _WRITEBACK_BYTES * _WRITEBACK_BYTES:
+            self.files.start_writeback(self.fd, self._sent, ready)
+            self._sent += ready
+
+    def finish(self) -> StoredFile:
+        """Fill in what was left open; size and CRC-32 of the whole file. Syncing the last of it is the caller's."""
+        self.flush()
+        if any(isinstance(part.crc, _Trailer) for part in self._parts):
+            self.files.fsync(self.fd)
+        total = 0
+        for part in self._parts:
+            total = crc32_combine(total, self._settled(part.crc), part.nbytes)
+        return StoredFile(size=self.position, crc=total)
+
+    def _settled(self, crc: Sum | _Trailer) -> int:
+        """The sum of a part; a trailer is written now."""
+        if isinstance(crc, int):
+            return crc
+        if isinstance(crc, Future):
+            return crc.result()
+        content = crc.framing.trailer(crc.crc.result())
+        write_all_at(self.files, self.fd, content, crc.position)
+        return crc32(content)

@@ -1,0 +1,86 @@
+"""Finding out what is at a path: a checkpoint of ours, a stock or reference directory, or none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.data_file import FILE_MARK, open_files
+from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
+from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
+from opt_checkpoint.disk.torch_zip_reader import load_archive
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What is known of a checkpoint before its tensors are read."""
+
+    index: CheckpointIndex
+    common: Any
+
+
+def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
+    """The index of the checkpoint at a path.
+
+    A manifest decides; only where there is none, `.metadata` is read, as that of a stock or reference directory.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptError: it is damaged.
+    """
+    where = Path(path)
+    if (where / MANIFEST).exists():
+        return read_manifest(where)
+    if not where.is_dir():
+        raise CheckpointNotFoundError(f"{where} does not exist, or is no directory")
+    if not (where / METADATA).exists():
+        raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
+    if any(_is_our_data(p) for p in where.glob("*.distcp")):
+        raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
+    return read_dcp_index(where)
+
+
+def _is_our_data(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(FILE_MARK)) == FILE_MARK
+
+
+def read_common(index: CheckpointIndex) -> Any:
+    """The common state: the plain values of the saved state, nested as they were; empty where none was stored.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or would need code to be run.
+    """
+    if COMMON_KEY in index.objects:
+        return read_object(index, COMMON_KEY)
+    if index.kind is Kind.MEGATRON and (index.path / MEGATRON_COMMON).exists():
+        return load_archive((index.path / MEGATRON_COMMON).read_bytes())
+    return {}
+
+
+def read_object(index: CheckpointIndex, unique_key: str) -> Any:
+    """One stored object.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or would need code to be run.
+    """
+    place = index.objects[unique_key]
+    with open_files(index, {place.file}) as files:
+        raw = files[place.file].read(place.start, place.nbytes)
+    if place.crc is not None and crc32(raw) != place.crc:
+        raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
+    return index.kind.unwrapped(load_archive(raw))
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+    """Index and common state of the checkpoint at a path; raises as `read_index` and `read_common`."""
+    index = read_index(path)
+    return Opened(index=index, common=read_common(index))

@@ -1,0 +1,50 @@
+"""A thread that computes CRC-32 sums in order.
+
+Not a `ThreadPoolExecutor`: that takes no more work once the interpreter has begun to shut down, and a save in the
+background must still finish then.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import NamedTuple
+
+from opt_checkpoint.disk.checksums import crc32
+
+
+class _Job(NamedTuple):
+    piece: memoryview
+    before: Future[int] | None
+    total: Future[int]
+
+
+class Hasher:
+    """Hashes pieces of memory one after another, for the time of a `with` block."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="opt-checkpoint-crc")
+
+    def __enter__(self) -> Hasher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def submit(self, piece: memoryview, before: Future[int] | None) -> Future[int]:
+        """The sum of a piece, going on from what was before; the memory may not change until it is there."""
+        job = _Job(piece, before, Future())
+        self._jobs.put(job)
+        return job.total
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            # One thread works in order, so what was before is done already.
+            job.total.set_result(crc32(job.piece, job.before.result() if job.before else 0))

@@ -1,0 +1,168 @@
+"""What a checkpoint holds and where: one description for our own, stock and reference directories."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.state.sharded import Shape
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
+COMMON_KEY = "common_state/shard_0_1"
+
+
+class Kind(Enum):
+    """Who wrote a checkpoint."""
+
+    OURS = "opt-checkpoint"  # a manifest is there, and its checksum is right
+    DCP = "torch.distributed.checkpoint"  # only `.metadata`
+    MEGATRON = "torch_dist"  # `.metadata` and `metadata.json` of Megatron-Core
+
+    def unwrapped(self, loaded: Any) -> Any:
+        """An object as its owner gave it: the reference and we store it in a list of one, stock writers bare."""
+        if self is not Kind.DCP and isinstance(loaded, list) and len(loaded) == 1:
+            return loaded[0]
+        return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """A run of bytes in a file of the checkpoint.
+
+    Args:
+        file: name within the checkpoint's directory.
+        start: first byte.
+        nbytes: how many.
+        crc: their CRC-32; None where the writer recorded none.
+        archive: whether they are a whole `torch.save` archive (stock chunks) and not bare values or a bare object.
+    """
+
+    file: str
+    start: int
+    nbytes: int
+    crc: int | None = None
+    archive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunk:
+    """A box of a tensor, and where its values are."""
+
+    box: Box
+    place: ByteRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A global tensor as stored: its chunks are disjoint and cover it."""
+
+    shape: Shape
+    dtype: torch.dtype
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """Size of a file in bytes and, where recorded, its CRC-32."""
+
+    size: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointIndex:
+    """All that is known of a checkpoint without reading its values.
+
+    Args:
+        path: its directory.
+        kind: who wrote it.
+        tensors: stored tensors by key.
+        objects: stored objects by unique key, the common state among them.
+        files: the data files.
+        save_id: names the save that wrote it; every data file begins with it. None for foreign checkpoints.
+        details: what the writer recorded beside (versions, sizes of the worlds); for people.
+    """
+
+    path: Path
+    kind: Kind
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, ByteRange]
+    files: dict[str, StoredFile]
+    save_id: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors' values."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def check_index(index: CheckpointIndex) -> None:
+    """Refuse an index that lies, before anything is opened or allocated by it.
+
+    Raises:
+        CheckpointCorruptError: a file name that leaves the directory, a place outside its file, a chunk outside its
+            tensor, sizes that do not agree, or chunks that do not add up to the tensor.
+    """
+    for name in index.files:
+        check_file_name(name)
+    for key, place in index.objects.items():
+        _check_place(index, key, place)
+    for key, tensor in index.tensors.items():
+        _check_tensor(index, key, tensor)
+
+
+def check_file_name(name: str) -> None:
+    """Raise `CheckpointCorruptError` unless `name` is a plain file name: no folders, no way up."""
+    if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
+        raise CheckpointCorruptError(
+            f"file name {name!r} in the checkpoint's index is not a plain name; nothing is opened"
+        )
+
+
+def _check_place(index: CheckpointIndex, key: str, place: ByteRange) -> None:
+    held = index.files.get(place.file)
+    if held is None or place.start < 0 or place.nbytes < 0 or place.start + place.nbytes > held.size:
+        size = "is unknown" if held is None else f"has {held.size} bytes"
+        raise CheckpointCorruptError(
+            f"{key} is said to be at [{place.start}, {place.start + place.nbytes}) of {place.file}, which {size}"
+        )
+
+
+def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> None:
+    whole = Box((0,) * len(tensor.shape), tensor.shape)
+    if any(n < 0 for n in tensor.shape):
+        raise CheckpointCorruptError(f"{key} has shape {tensor.shape}")
+    for chunk in tensor.chunks:
+        _check_place(index, key, chunk.place)
+        inside = len(chunk.box.offsets) == len(chunk.box.sizes) == len(tensor.shape) and (
+            whole.overlap(chunk.box) == chunk.box
+        )
+        if not inside or not _fits(chunk, tensor.dtype):
+            raise CheckpointCorruptError(
+                f"chunk {chunk.box} of {key} {tensor.shape} does not fit its tensor or its {chunk.place.nbytes} bytes"
+            )
+    if sum(c.box.numel for c in tensor.chunks) != whole.numel:
+        raise CheckpointCorruptError(
+            f"the chunks of {key} hold {sum(c.box.numel for c in tensor.chunks)} elements, the tensor {whole.numel}"
+        )
+
+
+def _fits(chunk: StoredChunk, dtype: torch.dtype) -> bool:
+    """Bare values have exactly their size; an archive has at least it."""
+    expected = chunk.box.numel * dtype.itemsize
+    return chunk.place.nbytes >= expected if chunk.place.archive else chunk.place.nbytes == expected

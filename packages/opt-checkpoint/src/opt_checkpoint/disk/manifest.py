@@ -1,0 +1,122 @@
+"""The manifest: what makes a directory a checkpoint, as JSON with its own checksum on the last line.
+
+A checkpoint is committed exactly when its manifest is there and the manifest's checksum is right. Our reader needs
+nothing else: no pickle is executed to load what we wrote. Fields it does not know are ignored; a newer `format` is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
+from opt_checkpoint.disk.index import (
+    ByteRange,
+    CheckpointIndex,
+    Kind,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+    check_index,
+)
+from opt_checkpoint.errors import CheckpointCorruptError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_LAST_LINE = re.compile(rb"\n#crc32=([0-9a-f]{8})\n\Z")
+
+
+def encode_manifest(index: CheckpointIndex) -> bytes:
+    """A manifest as the bytes of its file."""
+    content = {
+        "format": FORMAT,
+        "save_id": index.save_id,
+        **index.details,
+        "files": {name: {"size": f.size, "crc32": f.crc} for name, f in sorted(index.files.items())},
+        "objects": {key: _place_row(place) for key, place in sorted(index.objects.items())},
+        "tensors": {key: _tensor_row(tensor) for key, tensor in sorted(index.tensors.items())},
+    }
+    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return body + f"\n#crc32={zlib.crc32(body):08x}\n".encode()
+
+
+def _place_row(place: ByteRange) -> list[Any]:
+    return [place.file, place.start, place.nbytes, place.crc]
+
+
+def _tensor_row(tensor: StoredTensor) -> dict[str, Any]:
+    chunks = [[list(c.box.offsets), list(c.box.sizes), *_place_row(c.place)] for c in tensor.chunks]
+    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "chunks": chunks}
+
+
+def read_manifest(path: Path) -> CheckpointIndex:
+    """The index of a checkpoint of ours.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        CheckpointCorruptError: the manifest is damaged, contradicts itself, or has a format this version cannot read.
+        OSError: it cannot be read.
+    """
+    return decode_manifest(path, (path / MANIFEST).read_bytes())
+
+
+def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
+    """The index in the bytes of a manifest; raises as `read_manifest`."""
+    content = _checked_content(path, raw)
+    if content.get("format") != FORMAT:
+        raise CheckpointCorruptError(
+            f"{path / MANIFEST} has format {content.get('format')!r}; this version of opt-checkpoint reads {FORMAT}, "
+            f"install one that reads the other"
+        )
+    try:
+        index = _index_of(path, content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorruptError(f"{path / MANIFEST} is no manifest: {error!r}") from error
+    check_index(index)
+    return index
+
+
+def _checked_content(path: Path, raw: bytes) -> dict[str, Any]:
+    match = _LAST_LINE.search(raw)
+    if match is None or zlib.crc32(raw[: match.start()]) != int(match[1], 16):
+        raise CheckpointCorruptError(f"{path / MANIFEST} is damaged: its checksum is wrong or missing")
+    try:
+        content = json.loads(raw[: match.start()])
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path / MANIFEST} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointCorruptError(f"{path / MANIFEST} is no JSON object")
+    return content
+
+
+def _index_of(path: Path, content: dict[str, Any]) -> CheckpointIndex:
+    known = ("format", "save_id", "files", "objects", "tensors")
+    return CheckpointIndex(
+        path=path,
+        kind=Kind.OURS,
+        tensors={key: _tensor_of(row) for key, row in content["tensors"].items()},
+        objects={key: _place_of(row) for key, row in content["objects"].items()},
+        files={name: StoredFile(size=int(f["size"]), crc=int(f["crc32"])) for name, f in content["files"].items()},
+        save_id=str(content["save_id"]),
+        details={key: value for key, value in content.items() if key not in known},
+    )
+
+
+def _place_of(row: list[Any]) -> ByteRange:
+    file, start, nbytes, crc = row
+    return ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), crc=int(crc))
+
+
+def _tensor_of(row: dict[str, Any]) -> StoredTensor:
+    chunks = tuple(
+        StoredChunk(box=Box(tuple(map(int, c[0])), tuple(map(int, c[1]))), place=_place_of(c[2:]))
+        for c in row["chunks"]
+    )
+    return StoredTensor(shape=tuple(map(int, row["shape"])), dtype=dtype_from_name(row["dtype"]), chunks=chunks)

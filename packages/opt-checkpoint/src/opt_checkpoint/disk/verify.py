@@ -1,0 +1,180 @@
+"""Whether the bytes on disk are the bytes that were saved."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.data_file import open_files
+from opt_checkpoint.disk.dcp_metadata import METADATA
+from opt_checkpoint.disk.detect import read_index
+from opt_checkpoint.disk.hasher import Hasher
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex
+from opt_checkpoint.disk.manifest import MANIFEST
+from opt_checkpoint.disk.torch_zip_reader import ReadAt, load_archive
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+
+_PIECE_BYTES = 16 << 20
+_BUFFERS, _BUFFER_BYTES = 4, 2 << 20
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong.
+
+    Args:
+        file: name of the file within the checkpoint.
+        problem: what is wrong with it.
+        keys: the stored tensors and objects that are damaged, where known.
+    """
+
+    file: str
+    problem: str
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        keys = f" ({', '.join(self.keys[:4])}{' ...' if len(self.keys) > 4 else ''})" if self.keys else ""
+        return f"{self.file}: {self.problem}{keys}"
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> list[Finding]:
+    """Read every byte of a checkpoint and compare it with what its manifest, or for stock directories its zips, tell.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Returns:
+        What is wrong; empty for a whole checkpoint. Never more than 16 MB of it are in memory.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+    """
+    try:
+        index = read_index(path)
+    except CheckpointCorruptError as error:
+        name = MANIFEST if (Path(path) / MANIFEST).exists() else METADATA
+        return [Finding(name, str(error))]
+    if index.save_id is None:
+        return list(_check_archives(index))
+    return [*_check_sizes(index), *_check_files(index), *_check_strangers(index)]
+
+
+def check_sizes(index: CheckpointIndex) -> None:
+    """Raise `CheckpointCorruptError` where a file is missing, has another size, or belongs to another save."""
+    findings = list(_check_sizes(index))
+    if findings:
+        raise CheckpointCorruptError(f"{index.path} is damaged: {findings[0]}")
+    with open_files(index, {name for name in index.files if name.endswith(".distcp")}):
+        return  # opening has compared the save id at the beginning of each file
+
+
+def check_places(index: CheckpointIndex, places: Mapping[str, Iterable[ByteRange]]) -> None:
+    """Compare places with their checksums.
+
+    Args:
+        index: the checkpoint.
+        places: by the key of the tensor or object that is there.
+
+    Raises:
+        CheckpointCorruptError: one differs, or has no checksum; the message names file and key.
+    """
+    wanted = [(key, place) for key, own in places.items() for place in own]
+    with open_files(index, {place.file for _, place in wanted}) as files:
+        for key, place in wanted:
+            if place.crc is None:
+                raise CheckpointCorruptError(
+                    f"{index.path} was written by {index.kind.value} and has no checksums to verify; "
+                    f"load with verify='sizes'"
+                )
+            if _crc_of(files[place.file].read, place) != place.crc:
+                raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the values of {key} have changed")
+
+
+def _crc_of(read: ReadAt, place: ByteRange) -> int:
+    crc, end = 0, place.start + place.nbytes
+    for start in range(place.start, end, _PIECE_BYTES):
+        crc = crc32(read(start, min(_PIECE_BYTES, end - start)), crc)
+    return crc
+
+
+def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
+    for name, file in index.files.items():
+        path = index.path / name
+        if not path.is_file():
+            yield Finding(name, "is missing")
+        elif path.stat().st_size != file.size:
+            yield Finding(name, f"has {path.stat().st_size} bytes, {file.size} were saved")
+
+
+def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
+    """A whole file is hashed once; only where it is damaged, its items are, to name them."""
+    for name, file in index.files.items():
+        path = index.path / name
+        if not path.is_file() or path.stat().st_size != file.size:
+            continue
+        if _file_crc(path) != file.crc:
+            yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
+
+
+def _file_crc(path: Path) -> int:
+    """The sum of a file: one thread reads into a ring of buffers while another hashes what was read before."""
+    buffers, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[int]]()
+    with Hasher() as hasher, path.open("rb", buffering=0) as stream:
+        for number in count():
+            if number >= _BUFFERS:
+                sums[number - _BUFFERS].result()  # its buffer is free again
+            buffer = buffers[number % _BUFFERS]
+            size = stream.readinto(buffer)
+            if not size:
+                return sums[-1].result() if sums else 0
+            sums.append(hasher.submit(memoryview(buffer)[:size], sums[-1] if sums else None))
+    raise AssertionError("a file ends")
+
+
+def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
+    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
+    damaged = []
+    with (index.path / name).open("rb") as stream:
+
+        def read(start: int, nbytes: int) -> bytes:
+            stream.seek(start)
+            return stream.read(nbytes)
+
+        for key, place in places:
+            if place.file == name and _crc_of(read, place) != place.crc:
+                damaged.append(key)
+    return tuple(dict.fromkeys(damaged))
+
+
+def _check_strangers(index: CheckpointIndex) -> Iterator[Finding]:
+    """Data files that the manifest does not know of were not part of the save."""
+    for path in sorted(index.path.iterdir()):
+        if path.name not in index.files and path.name != MANIFEST and path.name.endswith(".distcp"):
+            yield Finding(path.name, "is no part of this checkpoint")
+
+
+def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
+    """Stock files carry a checksum in each zip, which torch itself never looks at."""
+    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
+    with open_files(index, {place.file for _, place in places}) as files:
+        for key, place in places:
+            raw = files[place.file].read(place.start, place.nbytes)
+            problem = _archive_problem(raw)
+            if problem:
+                yield Finding(place.file, problem, (key,))
+
+
+def _archive_problem(raw: bytes) -> str | None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            bad = archive.testzip()
+        load_archive(raw)
+    except (zipfile.BadZipFile, CheckpointingException, OSError) as error:
+        return f"holds a damaged archive: {error}"
+    return None if bad is None else f"holds a damaged archive: {bad} has changed"

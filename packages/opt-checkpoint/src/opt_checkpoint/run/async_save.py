@@ -1,0 +1,196 @@
+"""Saving in the background: a snapshot now, the files later, failures at the next call on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from opt_checkpoint.disk.files import Files
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.run.ranks import everyone, leave, ranks_of, same_everywhere
+from opt_checkpoint.run.save_load import NO_DETAILS, PathLike, save
+from opt_checkpoint.run.staging import Staging
+from opt_checkpoint.state.sharded import ShardedStateDict
+
+
+class SaveHandle:
+    """A save that is under way.
+
+    Args:
+        path: where the checkpoint will be.
+        blocked_s: seconds that the snapshot took, for which training stood still.
+    """
+
+    def __init__(self, path: Path, blocked_s: float) -> None:
+        self.path, self.blocked_s = path, blocked_s
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Wait until the checkpoint is committed; its path.
+
+        Raises:
+            CheckpointingException: the save failed; the same on every rank.
+            TimeoutError: it is not through after `timeout_s` seconds.
+        """
+        if not self._finished.wait(timeout_s):
+            raise TimeoutError(f"saving {self.path} is not through after {timeout_s} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        self._finished.set()
+
+
+class AsyncSaver:
+    """Saves in a background thread, one save at a time, with its own process group and staging memory.
+
+    The thread is no daemon: a process that ends without waiting first finishes its save.
+
+    Args:
+        process_group: the ranks that save together; they all construct this together.
+        files: the file system; the local one by default.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, files: Files | None = None) -> None:
+        self._group = _own_group(process_group, alone=ranks_of(process_group).alone)
+        self._ranks = ranks_of(self._group)
+        self._staging = Staging()
+        self._files = files
+        self._last: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def save(
+        self,
+        state: ShardedStateDict,
+        path: PathLike,
+        *,
+        common: Literal["equal", "first_rank"] = "equal",
+        details: Mapping[str, Any] = NO_DETAILS,
+    ) -> SaveHandle:
+        """Take a snapshot and save it in the background; waits for the save before, and raises its failure.
+
+        Args:
+            state: as for `save`; it may change as soon as this returns.
+            path: as for `save`.
+            common: as for `save`.
+            details: as for `save`.
+
+        Raises:
+            CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
+                different paths or `common`; on every rank. Or `close` was called: there is no process group any more.
+        """
+        if self._closed:
+            raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
+        self.wait()
+        target = Path(path).absolute()
+        same_everywhere(self._ranks, "saving", path=target, common=common)
+        started = time.perf_counter()
+        error: Exception | None = None
+        snapshot: ShardedStateDict = {}
+        try:
+            snapshot = self._staging.snapshot(state)
+        except Exception as failure:
+            error = failure
+        blocked = time.perf_counter() - started
+        everyone(self._ranks, error, f"taking a snapshot for {path}")
+        handle = SaveHandle(target, blocked)
+
+        def write() -> None:
+            failure: BaseException | None = None
+            try:
+                save(snapshot, target, process_group=self._group, common=common, details=details, files=self._files)
+            except BaseException as raised:  # kept for the next call: a thread has nobody to raise to
+                failure = raised
+            handle._end(failure)
+
+        self._last = handle
+        self._thread = threading.Thread(target=write, name=f"opt-checkpoint {path}")
+        self._thread.start()
+        return handle
+
+    def wait(self) -> None:
+        """Wait for the last save; raises its failure once, on every rank.
+
+        Raises:
+            CheckpointingException: it failed.
+        """
+        last, self._last = self._last, None
+        if last is None:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        last.wait()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._last is not None and not self._last.done()
+
+    def close(self) -> None:
+        """Wait, and give the process group back; all ranks call this together.
+
+        Raises:
+            CheckpointingException: the last save failed; the group is given back nevertheless.
+        """
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            if self._group is not None:
+                leave(self._group)
+                self._group = None
+
+
+def _own_group(process_group: dist.ProcessGroup | None, *, alone: bool) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks: messages of a background thread may not mix with those of training."""
+    if alone:
+        return None
+    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    group: dist.ProcessGroup | None = dist.new_group(
+        ranks=ranks, backend="gloo", use_local_synchronization=process_group is not None
+    )
+    if group is None:
+        raise CheckpointingException("this rank is not in the process group that saves")
+    return group
+
+
+def async_save(
+    state: ShardedStateDict,
+    path: PathLike,
+    *,
+    saver: AsyncSaver | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    common: Literal["equal", "first_rank"] = "equal",
+    details: Mapping[str, Any] = NO_DETAILS,
+) -> SaveHandle:
+    """Save in the background; the state may change as soon as this returns.
+
+    Args:
+        state: as for `save`.
+        path: as for `save`.
+        saver: keeps group and memory from one save to the next, and raises the failure of the save before. Without
+            one, each call makes its own, and only the handle tells of a failure.
+        process_group: the ranks that save, where there is no `saver`.
+        common: as for `save`.
+        details: as for `save`.
+
+    Returns:
+        A handle to wait on.
+
+    Raises:
+        CheckpointingException: as `AsyncSaver.save`.
+    """
+    return (saver or AsyncSaver(process_group)).save(state, path, common=common, details=details)

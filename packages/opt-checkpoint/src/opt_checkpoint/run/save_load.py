@@ -1,0 +1,235 @@
+"""Saving and loading a nested state of sharded types, all ranks together."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner, aliased
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.dcp.writer import CheckpointWriter
+from opt_checkpoint.disk.detect import Opened, open_checkpoint
+from opt_checkpoint.disk.files import Files, LocalFiles
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.verify import check_places, check_sizes
+from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.run.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_everywhere
+from opt_checkpoint.state.flat_state import flatten_state
+from opt_checkpoint.state.sharded import ShardedStateDict
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Verify: TypeAlias = Literal["sizes", "chunks", "none"]
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did.
+
+    Args:
+        state: the state asked for, with tensors, objects and plain values in place of their descriptions.
+        missing: stored keys that no rank asked for; the same on all ranks.
+        unexpected: keys this rank asked for that are not stored.
+        cast: keys whose stored dtype was converted.
+        kind: who wrote the checkpoint.
+        bytes_wanted: bytes of stored values that this rank asked for.
+        bytes_read: bytes that were read for them.
+    """
+
+    state: Any
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: tuple[str, ...]
+    kind: Kind
+    bytes_wanted: int
+    bytes_read: int
+
+
+def save(
+    state: ShardedStateDict,
+    path: PathLike,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    common: Literal["equal", "first_rank"] = "equal",
+    details: Mapping[str, Any] = NO_DETAILS,
+    files: Files | None = None,
+) -> None:
+    """Save a state as a new checkpoint; all ranks of the group call this together.
+
+    Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns, on any
+    rank, the checkpoint is whole and survives a loss of power; when it raises, it raises on every rank and there is
+    none.
+
+    Args:
+        state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
+            plain values (what `torch.load(weights_only=True)` accepts).
+        path: the checkpoint's directory, on a file system that all ranks share; it must not exist. The same on all
+            ranks.
+        process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
+        common: what to do where a plain value differs between ranks: refuse, or store rank 0's.
+        details: recorded in the manifest for people, as JSON.
+        files: the file system; the local one by default.
+
+    Raises:
+        CheckpointExistsError: something is at `path`.
+        CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
+            or ranks were given different paths or `common`.
+        CheckpointFailedError: a rank failed otherwise; `.causes` has the exceptions by rank.
+    """
+    ranks, target = ranks_of(process_group), Path(path).absolute()
+    same_everywhere(ranks, "saving", path=target, common=common)
+    system = files or LocalFiles()
+    writer = CheckpointWriter(
+        target,
+        save_id=uuid.uuid4().hex,
+        details=MappingProxyType({"ranks": ranks.size, **details}),
+        files=system,
+    )
+    try:
+        with _failures_as_ours(f"saving {target}"), _quiet_alone(ranks):
+            planner = ShardedSavePlanner(state, common=Common(common))
+            dcp_save({}, storage_writer=writer, planner=planner, process_group=ranks.group)
+    except BaseException:
+        if ranks.rank == 0:
+            _abandon(writer)
+        raise
+
+
+def _abandon(writer: CheckpointWriter) -> None:
+    """Clean up after a failed save; what cannot be removed now is a leftover for the next one."""
+    try:
+        writer.abandon()
+    except OSError as error:
+        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will", stacklevel=3)
+
+
+def load(
+    state: ShardedStateDict,
+    path: PathLike,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
+    dtype: Literal["exact", "cast"] = "exact",
+    verify: Verify = "sizes",
+    aliases: Mapping[str, str] = NO_ALIASES,
+    threads: int = 4,
+) -> LoadReport:
+    """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
+
+    Keys, shapes, dtypes, coverage, and what `verify` asks for are checked on all ranks before any memory is written.
+    Written are only the tensors of `state` (and memory is made for those without); plain values and objects are in
+    the report's `state`. An error while bytes are being read (a dying disk) says so: tensors may be partly
+    overwritten then.
+
+    Args:
+        state: what is wanted, in the form that `save` takes. Plain values say which of the stored ones to return.
+        path: a checkpoint of ours, a stock DCP directory, or one of the reference's `torch_dist`.
+        process_group: the ranks that load.
+        strict: what to do about keys on one side only: a `StrictHandling` or its name.
+        dtype: whether another stored dtype is an error or is converted.
+        verify: `"sizes"`: every file is there, of its size, and of this save. `"chunks"`: also every chunk that a
+            rank needs matches its checksum, which reads it once more. `"none"`.
+        aliases: prefixes of keys by which they may be stored, for keys that are not stored under their own.
+        threads: how many reads a rank has under way.
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CheckpointCorruptError: it is damaged.
+        CheckpointKeyError: keys do not fit, under `strict`.
+        CheckpointMismatchError: shapes, dtypes or coverage do not fit.
+        CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
+        CheckpointFailedError: a rank failed otherwise.
+    """
+    ranks, source = ranks_of(process_group), Path(path).absolute()
+    same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
+    what = f"loading {source}"
+    mode, rule = StrictHandling.parse(strict), DtypeRule.parse(dtype)
+    opened = agreed(ranks, lambda: _opened(source, verify), what)
+    planner = ShardedLoadPlanner(state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases)
+    reader = CheckpointReader(opened.index, threads=threads)
+    if verify == "chunks":
+        everyone(ranks, _error_of(lambda: _check_wanted(state, opened.index, aliases)), what)
+    with _failures_as_ours(what), _quiet_alone(ranks):
+        dcp_load({}, storage_reader=reader, planner=planner, process_group=ranks.group)
+    everyone(ranks, _error_of(planner.assemble), what)
+    return LoadReport(
+        state=planner.assembled,
+        missing=planner.missing,
+        unexpected=tuple(planner.unexpected),
+        cast=tuple(planner.cast),
+        kind=opened.index.kind,
+        bytes_wanted=reader.count.wanted,
+        bytes_read=reader.count.read,
+    )
+
+
+def _opened(path: Path, verify: Verify) -> Opened:
+    opened = open_checkpoint(path)
+    if verify not in ("sizes", "chunks", "none"):
+        raise ValueError(f"verify={verify!r}; allowed: sizes, chunks, none")
+    if verify != "none":
+        check_sizes(opened.index)
+    return opened
+
+
+def _check_wanted(state: ShardedStateDict, index: CheckpointIndex, aliases: Mapping[str, str]) -> None:
+    """Every chunk and object that this rank needs matches its checksum."""
+    flat = flatten_state(state)
+    keys = {aliased(t.key, index.tensors, aliases) for t in flat.tensors.values()} & index.tensors.keys()
+    objects = {o.unique_key for o in flat.objects.values()} & index.objects.keys()
+    wanted_boxes = {k: [c.place for c in index.tensors[k].chunks] for k in sorted(keys)}
+    check_places(index, {**wanted_boxes, **{k: [index.objects[k]] for k in sorted(objects)}})
+
+
+def _error_of(compute: Callable[[], object]) -> Exception | None:
+    try:
+        compute()
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def _failures_as_ours(what: str) -> Iterator[None]:
+    """DCP tells every rank of every rank's failure; say it in our words, with the cause's own type."""
+    try:
+        yield
+    except CheckpointException as failure:
+        causes = {rank: error for rank, (error, _) in failure.failures.items()}
+        if failure.args[0] == "read":  # DCP's name of the step after planning
+            what = f"{what} (while reading: tensors may be partly overwritten, load again before use)"
+        raise as_ours(what, causes) from next(iter(causes.values()))
+    except CheckpointingException:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
+
+
+@contextmanager
+def _quiet_alone(ranks: Ranks) -> Iterator[None]:
+    """One process is what was asked for: torch need not warn about it."""
+    if not ranks.alone:
+        yield
+        return
+    with warnings.catch_warnings():
+        # torch 2.6 leaves out the first word.
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
+        yield

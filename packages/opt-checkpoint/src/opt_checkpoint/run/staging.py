@@ -1,0 +1,101 @@
+"""A snapshot of a state in host memory: pinned where a GPU is the source, its buffers kept for the next snapshot.
+
+A training step may change everything the moment `async_save` returns, so the values are copied first. Only what this
+rank holds is copied, view by view, never the whole storage that a view belongs to.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.flat_state import flatten_state
+from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tree import map_leaves, path_text
+
+
+class Staging:
+    """Host memory for snapshots, grown once and used again.
+
+    The first snapshot allocates, which costs more than its copy; later ones of the same state only copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def snapshot(self, state: ShardedStateDict) -> ShardedStateDict:
+        """A copy of a state whose tensors are in this staging's memory; valid until the next snapshot.
+
+        Copies from a GPU run on a stream of their own, behind what the current stream holds at the moment of the call,
+        and are done when this returns.
+
+        Args:
+            state: what `save` takes. Factories are built before copying; plain values are deep-copied.
+
+        Raises:
+            CheckpointingException: the state cannot be taken apart.
+        """
+        flat = flatten_state(state)
+        used: set[str] = set()
+
+        def staged(path: Any, value: Any) -> Any:
+            if isinstance(value, ShardedTensorFactory):
+                return map_leaves(flat.built[path], lambda inner, piece: staged(path + inner, piece))
+            if isinstance(value, ShardedTensor) and value.data is not None:
+                name = path_text(path)
+                used.add(name)
+                return dataclasses.replace(value, data=self._copy(name, value.data.detach()))
+            if isinstance(value, ShardedObject):
+                return dataclasses.replace(value, data=copy.deepcopy(value.data))
+            return _plain_copy(value)
+
+        snapshot: ShardedStateDict = map_leaves(state, staged)
+        for name in self._buffers.keys() - used:
+            del self._buffers[name]
+        for stream in self._streams.values():
+            stream.synchronize()
+        return snapshot
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held."""
+        return sum(b.numel() * b.element_size() for b in self._buffers.values())
+
+    def _copy(self, name: str, source: Tensor) -> Tensor:
+        on_gpu = source.device.type == "cuda"
+        target = self._buffers.get(name)
+        if target is None or target.shape != source.shape or target.dtype != source.dtype:
+            target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=on_gpu)
+            self._buffers[name] = target
+        if on_gpu:
+            self._copy_from_gpu(source, target)
+        else:
+            target.copy_(source)
+        return target
+
+    def _copy_from_gpu(self, source: Tensor, target: Tensor) -> None:
+        """Behind the work that is queued now; the allocator may not reuse the source before the copy is through."""
+        if source.device not in self._streams:
+            self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+        stream = self._streams[source.device]
+        stream.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+
+
+def _plain_copy(value: Any) -> Any:
+    """A deep copy in which tensors are on the CPU, detached."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {k: _plain_copy(v) for k, v in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_plain_copy(v) for v in value)
+    return copy.deepcopy(value)

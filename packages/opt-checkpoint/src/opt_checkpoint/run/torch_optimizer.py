@@ -1,0 +1,285 @@
+"""Anyone's optimizer: the state of a `torch.optim` optimizer under FSDP2, tensor parallelism or plain DDP, saved and
+loaded.
+
+Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer were not sharded. What is loaded is what
+the checkpoint holds: state that does not exist yet is made in its stored dtype, never by a step on made-up gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError, CheckpointMismatchError
+from opt_checkpoint.run.ranks import agreed, everyone, ranks_of
+from opt_checkpoint.run.save_load import PathLike, Verify, load
+from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
+from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
+from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tree import ABSENT, lookup
+
+logger = logging.getLogger(__name__)
+PREFIX = "optimizer.state."
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerLoadReport:
+    """What loading an optimizer did.
+
+    Args:
+        groups: what became of the parameter groups.
+        uninitialised: parameters that have no state now, because none was saved for them.
+        gone: parameters with saved state that this optimizer does not have.
+    """
+
+    groups: GroupReport
+    uninitialised: tuple[str, ...]
+    gone: tuple[str, ...]
+
+
+class _Named(NamedTuple):
+    """A parameter of an optimizer."""
+
+    name: str
+    param: nn.Parameter
+    group: dict[str, Any]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers (DDP, compile, checkpointing) put into it."""
+    for part in _WRAPPERS:
+        name = name.removeprefix(part) if part == "module." else name.replace(part, "")
+    return name
+
+
+def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> ShardedStateDict:
+    """A model's parameters and buffers as a sharded state, by name.
+
+    Args:
+        model: plain, under DDP, or with DTensor parameters (FSDP2, tensor parallelism).
+        process_group: the ranks that hold plain tensors alike; None for all.
+
+    Raises:
+        CheckpointingException: a DTensor is no single block of its tensor.
+    """
+    rank = ranks_of(process_group).rank
+    state = {plain_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
+    return {k: sharded_like(k, v, replica_id=rank) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def sharded_optimizer(
+    model: nn.Module, optimizer: Optimizer, *, process_group: dist.ProcessGroup | None = None
+) -> ShardedStateDict:
+    """An optimizer's state and groups as a sharded state: `save({"optimizer": sharded_optimizer(model, opt)}, path)`.
+
+    A parameter that never had a gradient has no state, and is recorded as such.
+
+    Args:
+        model: has every parameter of the optimizer under a name.
+        optimizer: any `torch.optim.Optimizer` whose tensors of state are shaped like their parameter (then laid out
+            like it), or the same on all ranks.
+        process_group: the ranks that hold plain tensors alike; None for all.
+
+    Raises:
+        CheckpointingException: a parameter has no name in the model, or a state is neither.
+    """
+    rank = ranks_of(process_group).rank
+    tensors: dict[str, dict[str, ShardedTensor]] = defaultdict(dict)
+    plain: dict[str, dict[str, Any]] = defaultdict(dict)
+    named = list(_named(model, optimizer))
+    for own in named:
+        for state_name, value in optimizer.state.get(own.param, {}).items():
+            if isinstance(value, Tensor):
+                tensors[own.name][state_name] = _sharded_state(own, state_name, value, rank)
+            else:
+                plain[own.name][state_name] = value
+    return {
+        "state": dict(tensors),
+        "plain_state": dict(plain),
+        "state_names": {own.name: sorted(optimizer.state.get(own.param, {})) for own in named},
+        "param_shapes": {own.name: list(own.param.shape) for own in named},
+        **groups_to_saved(optimizer.param_groups, _names_by_group(model, optimizer)),
+    }
+
+
+def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> ShardedTensor:
+    key = f"{PREFIX}{state_name}.{own.name}"
+    if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
+        raise CheckpointingException(
+            f"{key} is a plain tensor of shape {tuple(value.shape)} beside a DTensor parameter: whether it is a shard "
+            f"or the same on all ranks cannot be known; describe it with make_sharded_state"
+        )
+    return sharded_like(key, value, replica_id=rank)
+
+
+def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
+    """The optimizer's parameters in its order; tied ones go by the name that sorts first."""
+    names: dict[int, str] = {}
+    for name, param in sorted(model.named_parameters(remove_duplicate=False), key=lambda item: plain_name(item[0])):
+        names.setdefault(id(param), plain_name(name))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise CheckpointingException(
+                    f"a parameter of shape {tuple(param.shape)} of the optimizer is not in the model; pass the model "
+                    f"whose parameters the optimizer was built from"
+                )
+            yield _Named(names[id(param)], param, group)
+
+
+def _names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    names = {id(own.param): own.name for own in _named(model, optimizer)}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def load_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: PathLike,
+    *,
+    at: tuple[str, ...] = ("optimizer",),
+    process_group: dist.ProcessGroup | None = None,
+    on_conflict: Conflict = "error",
+    override: Mapping[str, Any] = NO_OVERRIDE,
+    verify: Verify = "sizes",
+) -> OptimizerLoadReport:
+    """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
+
+    Everything is read into new memory first: when this raises, the optimizer is as it was. State that another class of
+    optimizer saved is loaded with a warning: whether this one has a use for it, only it knows.
+
+    Args:
+        model: names the parameters.
+        optimizer: its `state` and the fields of its `param_groups` are replaced.
+        path: a checkpoint with `sharded_optimizer(...)` in its state.
+        at: the keys under which that is.
+        process_group: the ranks that load.
+        on_conflict: as for `apply_saved_groups`.
+        override: as for `apply_saved_groups`, as `{"lr": 1e-4}`.
+        verify: as for `load`.
+
+    Raises:
+        CheckpointKeyError: no optimizer is there, or one of its states is incomplete.
+        CheckpointMismatchError: a parameter had another shape when its state was saved.
+        CheckpointingException: as `load`, and as `apply_saved_groups`.
+    """
+    ranks = ranks_of(process_group)
+    opened = agreed(ranks, lambda: open_checkpoint(path), f"opening {path}")
+    saved = lookup(opened.common, at)
+    error: Exception | None = None
+    named: list[_Named] = []
+    fresh: dict[str, dict[str, Tensor]] = {}
+    try:
+        _check_complete(saved, opened.index, path, at)
+        named = list(_named(model, optimizer))
+        fresh = {own.name: _fresh_state(own, opened.index, saved) for own in named}
+        _set_groups(_copied(optimizer.param_groups), model, optimizer, saved, on_conflict, override)
+    except Exception as raised:
+        error = raised
+    everyone(ranks, error, f"preparing to load the optimizer from {path}")
+    _warn_of_another_class(optimizer, saved, path)
+    wanted = {
+        f"{name}/{state_name}": sharded_like(f"{PREFIX}{state_name}.{name}", tensor, replica_id=ranks.rank)
+        for name, states in fresh.items()
+        for state_name, tensor in states.items()
+    }
+    load(wanted, path, process_group=process_group, verify=verify)
+    groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
+    _install_(optimizer, named, fresh, saved["plain_state"])
+    return OptimizerLoadReport(
+        groups=groups,
+        uninitialised=tuple(own.name for own in named if not saved["state_names"].get(own.name)),
+        gone=tuple(n for n, states in saved["state_names"].items() if states and n not in fresh),
+    )
+
+
+def _set_groups(
+    param_groups: list[dict[str, Any]],
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    on_conflict: Conflict,
+    override: Mapping[str, Any],
+) -> GroupReport:
+    """Put the saved values into `param_groups`: the optimizer's own, or a copy to see that nothing is in the way."""
+    names = _names_by_group(model, optimizer)
+    return apply_saved_groups(param_groups, names, saved, on_conflict=on_conflict, override=override)
+
+
+def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
+
+
+def _warn_of_another_class(optimizer: Optimizer, saved: Mapping[str, Any], path: PathLike) -> None:
+    """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
+    known = {field for group in optimizer.param_groups for field in group}
+    strange = sorted({field for group in saved["groups"] for field in group} - known)
+    if strange:
+        states = sorted({name for own in saved["state_names"].values() for name in own})
+        logger.warning(
+            "%s was saved by another optimizer than %s: it has %s in its groups, and the states %s",
+            path,
+            type(optimizer).__name__,
+            ", ".join(strange),
+            ", ".join(states),
+        )
+
+
+def _check_complete(saved: Any, index: CheckpointIndex, path: PathLike, at: Iterable[str]) -> None:
+    if saved is ABSENT or not isinstance(saved, dict) or "state_names" not in saved:
+        raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}; say where it is with at=(...)")
+    for name, state_names in saved["state_names"].items():
+        plain = saved["plain_state"].get(name, {})
+        lost = [s for s in state_names if s not in plain and f"{PREFIX}{s}.{name}" not in index.tensors]
+        if lost:
+            raise CheckpointKeyError(
+                f"{path}: parameter {name} was saved with {state_names}, but {lost} are not stored"
+            )
+
+
+def _fresh_state(own: _Named, index: CheckpointIndex, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
+    then = saved.get("param_shapes", {}).get(own.name)  # older checkpoints lack it
+    if then is not None and saved["state_names"].get(own.name) and tuple(then) != tuple(own.param.shape):
+        raise CheckpointMismatchError(
+            f"{own.name} has shape {list(own.param.shape)}; its state was saved for one of shape {list(then)}"
+        )
+    fresh = {}
+    for state_name in saved["state_names"].get(own.name, ()):
+        stored = index.tensors.get(f"{PREFIX}{state_name}.{own.name}")
+        if stored is None:
+            continue
+        local = local_tensor(own.param.detach())
+        if stored.shape == tuple(own.param.shape) and state_name != "step":
+            fresh[state_name] = like_sharded(own.param.detach(), torch.zeros_like(local, dtype=stored.dtype))
+        else:
+            device = local.device if stored.shape or _step_on_device(own.group) else "cpu"
+            fresh[state_name] = torch.zeros(stored.shape, dtype=stored.dtype, device=device)
+    return fresh
+
+
+def _step_on_device(group: Mapping[str, Any]) -> bool:
+    """torch's own optimizers count steps on the host unless they are captured or fused."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _install_(
+    optimizer: Optimizer, named: list[_Named], fresh: dict[str, dict[str, Tensor]], plain: Mapping[str, Any]
+) -> None:
+    """Replace the optimizer's state; the last step, which cannot fail."""
+    for own in named:
+        state = {**fresh[own.name], **plain.get(own.name, {})}
+        optimizer.state.pop(own.param, None)
+        if state:
+            optimizer.state[own.param] = state

@@ -1,0 +1,124 @@
+"""Where DTensors are recognised: their local values, and the block of the global tensor these are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
+from opt_checkpoint.state.strided import Cut, one_run
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local values of a DTensor, as the very object it holds; any other tensor itself.
+
+    Not `to_local()`, which makes a new tensor where gradients are on, and from torch 2.13 on for every parameter:
+    identity would be lost.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether a value is a DTensor."""
+    return isinstance(tensor, DTensor)
+
+
+def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
+    """A tensor as a `ShardedTensor` under `key`, laid out as its DTensor placements say, or whole if it is none.
+
+    Args:
+        key: name of the global tensor.
+        tensor: a DTensor (any uneven sharding), or a plain tensor held whole by this rank. Its local values are shared.
+        replica_id: replica number of a plain tensor, as the data-parallel rank under DDP; a DTensor knows its own.
+
+    Raises:
+        CheckpointingException: the local values are no single block, or are partial sums. FSDP2 and tensor parallelism
+            on one axis (`_StridedShard`) leave one, unless an uneven axis makes it doubtful which.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole_tensor(key, tensor, replica_id=replica_id)
+    local = local_tensor(tensor)
+    offset = _offset_of(key, tensor)
+    return ShardedTensor(
+        key=key,
+        data=local,
+        dtype=local.dtype,
+        local_shape=tuple(local.shape),
+        global_shape=tuple(tensor.shape),
+        global_offset=offset if local.numel() else (0,) * len(offset),
+        axis_fragmentations=None,
+        replica_id=_replica_of(tensor),
+    )
+
+
+def whole_tensor(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
+    """A tensor this rank holds whole, as a `ShardedTensor` under `key`."""
+    shape = tuple(tensor.shape)
+    return ShardedTensor(
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=shape,
+        global_shape=shape,
+        global_offset=(0,) * len(shape),
+        axis_fragmentations=(1,) * len(shape),
+        replica_id=replica_id,
+    )
+
+
+def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor of `local`'s values and dtype that is laid out as `tensor`: a DTensor where that is one."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _offset_of(key: str, tensor: DTensor) -> Shape:
+    """Where the local values begin in the global tensor.
+
+    `_StridedShard` subclasses `Shard` in some versions of torch and not in others: the exact type decides.
+    """
+    kinds = {type(placement) for placement in tensor.placements}
+    if kinds <= {Shard, Replicate}:
+        chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
+    if not all(kind in (Shard, Replicate) or _is_strided(kind) for kind in kinds):
+        raise CheckpointingException(
+            f"{key} is placed as {tuple(tensor.placements)}; only Shard and Replicate are a block of the global "
+            f"tensor. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])"
+        )
+    runs = [one_run(length, _cuts(tensor, dim)) for dim, length in enumerate(tensor.shape)]
+    sizes = tuple(local_tensor(tensor).shape)
+    if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
+        raise CheckpointingException(
+            f"{key} of shape {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}, and its local values "
+            f"{sizes} are not surely one block of it. Make every cut of its axes even, or redistribute it first: "
+            f"tensor.redistribute(placements=[Shard(0), ...])"
+        )
+    return tuple(run.start for run in runs if run is not None)
+
+
+def _is_strided(kind: type) -> bool:
+    return kind.__name__ == "_StridedShard"
+
+
+def _cuts(tensor: DTensor, dim: int) -> list[Cut]:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointingException("this rank is not on the tensor's device mesh")
+    return [
+        Cut(coordinate[axis], tensor.device_mesh.size(axis), getattr(placement, "split_factor", 1))
+        for axis, placement in enumerate(tensor.placements)
+        if getattr(placement, "dim", None) == dim
+    ]
+
+
+def _replica_of(tensor: DTensor) -> ReplicaId:
+    """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointingException("this rank is not on the tensor's device mesh")
+    return tuple(c for c, p in zip(coordinate, tensor.placements) if isinstance(p, Replicate)) or 0

@@ -1,0 +1,162 @@
+"""Sharded tensors that are made from one local tensor: fused weights that are several tensors on disk.
+
+A `ShardedTensorFactory` is either *declared* by row segments (gate and value of a SwiGLU, the parts of a fused QKV),
+which works for whole blocks and for flat ranges without a copy, or *built* by two functions, as in Megatron-Core, for
+whole blocks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
+
+BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
+MergeFn: TypeAlias = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Rows `[row_start, row_stop)` of the local block's axis 0, as a block of a global tensor of its own.
+
+    Args:
+        row_start: first row.
+        row_stop: one past the last row.
+        global_shape: shape of the global tensor, with prepended axes.
+        global_offset: where these rows begin in it, with prepended axes.
+        suffix: appended to the factory's key; empty when all segments are parts of one global tensor.
+    """
+
+    row_start: int
+    row_stop: int
+    global_shape: Shape
+    global_offset: Shape
+    suffix: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class ShardedTensorFactory(ShardedBase):
+    """One local tensor that is stored as several sharded tensors.
+
+    Give either `build_fn` and `merge_fn`, or `segments` with `local_shape`. Optimizer state takes over its parameter's
+    factory by replacing key and data, so what is built may depend only on the arguments of `build_fn`.
+
+    Args:
+        key: name of the fused tensor; segments append their suffix to it.
+        data: the local tensor; 1-D of the range's length with `flattened_range`. None for the description alone.
+        build_fn: `(key, data, replica_id, flattened_range)` to nested dicts and lists of `ShardedTensor`.
+        merge_fn: the inverse: the same nest, of loaded tensors, to one tensor of `data`'s shape.
+        replica_id: see `ShardedTensor`.
+        flattened_range: `[start, stop)` of the flattened local block that `data` holds; segments only.
+        segments: rows of the local block and where each belongs; they must tile axis 0 in order.
+        local_shape: shape of the whole local block; segments only.
+
+    Raises:
+        CheckpointingException: both forms, neither, segments with holes, or a flat range with `build_fn`.
+    """
+
+    key: str
+    data: Tensor | None = field(repr=False)
+    build_fn: BuildFn | None = None
+    merge_fn: MergeFn | None = None
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+    segments: tuple[Segment, ...] = ()
+    local_shape: Shape = ()
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise `CheckpointingException` when the two forms are mixed or the segments do not tile the rows."""
+        declared = bool(self.segments)
+        if declared == (self.build_fn is not None) or (self.build_fn is None) != (self.merge_fn is None):
+            raise CheckpointingException(
+                f"factory {self.key} needs either build_fn and merge_fn, or segments; give exactly one of the two forms"
+            )
+        if not declared and self.flattened_range is not None:
+            raise CheckpointingException(
+                f"factory {self.key} is built by a function, which cannot be applied to a slice of the fused tensor; "
+                f"declare it by segments, or keep this parameter whole on one rank"
+            )
+        if declared:
+            self._check_tiling()
+
+    def _check_tiling(self) -> None:
+        row = 0
+        for segment in self.segments:
+            if segment.row_start != row or segment.row_stop <= row:
+                raise CheckpointingException(
+                    f"segments of {self.key} must tile axis 0 in order: expected a start at row {row}, got {segment}"
+                )
+            row = segment.row_stop
+        if not self.local_shape or row != self.local_shape[0]:
+            raise CheckpointingException(
+                f"segments of {self.key} cover {row} rows, the local block {self.local_shape} has another number"
+            )
+
+    def without_data(self) -> ShardedTensorFactory:
+        """The same factory with `data=None`."""
+        return dataclasses.replace(self, data=None)
+
+    def build(self) -> Any:
+        """The sharded tensors behind this factory: a list for segments, what `build_fn` returns otherwise.
+
+        Raises:
+            CheckpointingException: a function is to build from no data.
+        """
+        if self.build_fn is None:
+            return self._build_segments()
+        if self.data is None:
+            raise CheckpointingException(f"factory {self.key} has no data to build from")
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def _build_segments(self) -> list[ShardedTensor]:
+        row_numel = 1
+        for n in self.local_shape[1:]:
+            row_numel *= n
+        whole = (0, self.local_shape[0] * row_numel)
+        held = whole if self.flattened_range is None else flat_bounds(self.flattened_range)
+        return [self._piece(s, held, row_numel) for s in self.segments]
+
+    def _piece(self, segment: Segment, held: tuple[int, int], row_numel: int) -> ShardedTensor:
+        """The part of one segment that lies in the held run of elements; its data is a view of ours."""
+        first = segment.row_start * row_numel
+        local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
+        start = max(held[0], first)
+        stop = max(start, min(held[1], segment.row_stop * row_numel))
+        flat = None if self.flattened_range is None else slice(start - first, stop - first)
+        if self.data is None:
+            raise CheckpointingException(f"factory {self.key} has no data to build from")
+        if flat is None:
+            data = self.data[segment.row_start : segment.row_stop]
+        else:
+            data = self.data[start - held[0] : stop - held[0]] if start < held[1] else self.data[:0]
+            flat = flat if start < stop else slice(0, 0)
+        return ShardedTensor(
+            key=self.key + segment.suffix,
+            data=data,
+            dtype=self.data.dtype,
+            local_shape=local_shape,
+            global_shape=segment.global_shape,
+            global_offset=segment.global_offset,
+            axis_fragmentations=None,
+            replica_id=self.replica_id,
+            prepend_axis_num=len(segment.global_shape) - len(local_shape),
+            flattened_range=flat,
+        )
+
+    def merge(self, loaded: Any) -> Tensor:
+        """One tensor from the loaded pieces; segments were views of `data`, so it is `data` itself."""
+        if self.merge_fn is not None:
+            merged = self.merge_fn(loaded)
+            return merged if self.data is None else self.data.copy_(merged)
+        if self.data is None:
+            raise CheckpointingException(f"factory {self.key} has no data to merge into")
+        return self.data

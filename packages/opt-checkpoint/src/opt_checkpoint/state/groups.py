@@ -1,0 +1,232 @@
+"""Parameter groups stored per parameter name: what a group holds follows its parameters, never its position.
+
+A saved group is found by the names of the parameters that were in it. So groups may be reordered, split, joined, and
+parameters may come and go: each current group takes the values of the saved groups of its own parameters, where these
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointingException
+
+Group: TypeAlias = dict[str, Any]
+Conflict: TypeAlias = Literal["error", "saved", "current"]
+NO_OVERRIDE: Mapping[str, Any] = MappingProxyType({})
+NOT_STORED = frozenset({"params", "param_names"})
+REFERENCE_IDENTITY = (
+    "end_wd",
+    "is_decoupled_lr",
+    "is_expert_parallel",
+    "lr_mult",
+    "max_lr",
+    "min_lr",
+    "optimizer",
+    "start_wd",
+    "wd_mult",
+)
+
+
+class GroupMismatchError(CheckpointingException):
+    """Saved and current groups do not fit: the message names the field and two parameters, or what could match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """What became of the groups.
+
+    Args:
+        new: names of parameters that were in no saved group; they keep the current values.
+        gone: names of saved parameters that are in no current group.
+        kept: fields, by current group number, that no saved group has (a newer torch has more); current values stay.
+        regrouped: numbers of current groups whose parameters come from more than one saved group.
+    """
+
+    new: tuple[str, ...]
+    gone: tuple[str, ...]
+    kept: dict[int, tuple[str, ...]]
+    regrouped: tuple[int, ...]
+
+
+class _SavedGroup(NamedTuple):
+    """A saved group and a parameter of the current group that was in it."""
+
+    group: Group
+    param: str
+
+
+def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Groups as they are stored.
+
+    Args:
+        param_groups: torch's form; `params` and `param_names` are not stored.
+        names: for each group, the names of its parameters in order. All ranks must store the same, so name every
+            parameter of the group, not only this rank's.
+
+    Returns:
+        `{"groups": [hyper-parameters], "names": [names of the group's parameters]}`. Both are lists, and a list is one
+        value of a state: what `load` gives back for them is what was saved, whatever the groups are now.
+
+    Raises:
+        GroupMismatchError: a name is in two groups, or the numbers of groups differ.
+    """
+    if len(param_groups) != len(names):
+        raise GroupMismatchError(f"{len(param_groups)} groups, but names for {len(names)}; give one list per group")
+    first: dict[str, int] = {}
+    for number, own in enumerate(names):
+        for name in own:
+            if first.setdefault(name, number) != number:
+                raise GroupMismatchError(f"parameter {name} is in groups {first[name]} and {number}")
+    groups = [{k: _stored(v) for k, v in group.items() if k not in NOT_STORED} for group in param_groups]
+    return {"groups": groups, "names": [list(own) for own in names]}
+
+
+def _stored(value: Any) -> Any:
+    """A tensor (a captured optimizer's lr) is stored as one on the CPU, and so stays told apart from a number."""
+    return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
+
+
+def apply_saved_groups(
+    param_groups: Sequence[Group],
+    names: Sequence[Sequence[str]],
+    saved: Mapping[str, Any],
+    *,
+    on_conflict: Conflict = "error",
+    override: Mapping[str, Any] = NO_OVERRIDE,
+) -> GroupReport:
+    """Put saved values into the current groups, in place: writes the fields of `param_groups`, nothing if it raises.
+
+    Args:
+        param_groups: torch's form; group dicts are updated, `params` left alone.
+        names: for each group, the names of its parameters.
+        saved: from `groups_to_saved`.
+        on_conflict: where the saved groups of one current group disagree on a field: an error, the value of its first
+            parameter's group, or the current value.
+        override: fields that get this value whatever was saved, as `{"lr": 1e-4}`.
+
+    Returns:
+        What was new, gone, kept and regrouped.
+
+    Raises:
+        GroupMismatchError: saved groups disagree on a field, and `on_conflict="error"`; or no group has a field of
+            `override`.
+        ValueError: `on_conflict` is none of the three.
+    """
+    if on_conflict not in get_args(Conflict):
+        raise ValueError(f"on_conflict={on_conflict!r}; allowed: {', '.join(get_args(Conflict))}")
+    groups = saved["groups"]
+    _check_override(override, [*param_groups, *groups])
+    where = {name: number for number, own in enumerate(saved["names"]) for name in own}
+    updates, kept, regrouped = [], {}, []
+    for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
+        sources = _sources(groups, where, own)
+        update = _update(group, sources, on_conflict)
+        update.update((k, v) for k, v in override.items() if k in group or k in update)
+        updates.append(update)
+        if len(sources) > 1:
+            regrouped.append(number)
+        unsaved = tuple(k for k in group if k not in NOT_STORED and k not in update)
+        if sources and unsaved:
+            kept[number] = unsaved
+    for group, update in zip(param_groups, updates):
+        for field, value in update.items():
+            _set_(group, field, value)
+    current = {name for own in names for name in own}
+    new = tuple(name for own in names for name in own if name not in where)
+    return GroupReport(new=new, gone=tuple(n for n in where if n not in current), kept=kept, regrouped=tuple(regrouped))
+
+
+def _check_override(override: Mapping[str, Any], groups: Iterable[Group]) -> None:
+    """A field that no group has is a slip of the pen, and would change nothing."""
+    fields = sorted({field for group in groups for field in group} - NOT_STORED)
+    unknown = sorted(set(override) - set(fields))
+    if unknown and fields:
+        raise GroupMismatchError(f"override of {', '.join(unknown)}: no group has it; there are {', '.join(fields)}")
+
+
+def _sources(groups: Sequence[Group], where: Mapping[str, int], names: Iterable[str]) -> list[_SavedGroup]:
+    """The saved groups that these parameters were in, each once, in the parameters' order."""
+    found: dict[int, _SavedGroup] = {}
+    for name in names:
+        if name in where:
+            found.setdefault(where[name], _SavedGroup(groups[where[name]], name))
+    return list(found.values())
+
+
+def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict) -> Group:
+    update: Group = {}
+    for field in dict.fromkeys(k for source in sources for k in source.group):
+        first = next(s for s in sources if field in s.group)
+        other = next((s for s in sources if not _equal(s.group.get(field), first.group[field])), None)
+        if other is None or on_conflict == "saved":
+            update[field] = first.group[field]
+        elif on_conflict == "error":
+            raise GroupMismatchError(
+                f"group field {field!r}: parameter {first.param} was saved with {first.group[field]!r}, parameter "
+                f"{other.param} with {other.group.get(field)!r}, and now they share a group; load with "
+                f"on_conflict='saved' or 'current', or override={{{field!r}: ...}}"
+            )
+        elif field in group:
+            update[field] = group[field]
+    return update
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def _set_(group: Group, field: str, value: Any) -> None:
+    """A tensor field keeps its tensor, which a captured graph reads; a number that was a tensor becomes a number."""
+    held = group.get(field)
+    if isinstance(held, Tensor):
+        held.copy_(torch.as_tensor(value))
+    else:
+        group[field] = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+
+
+def reference_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What Megatron-Core knows a group by: these configuration values; absent ones count as None."""
+    return tuple(group.get(field, group.get(f"pre_{field}")) for field in REFERENCE_IDENTITY)
+
+
+def saved_from_reference(
+    saved_groups: Sequence[Group], current_groups: Sequence[Group], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Groups that the reference saved without names, in our form, matched by their identity.
+
+    Args:
+        saved_groups: the reference's `param_groups`.
+        current_groups: the groups as they are now, with the identity fields set.
+        names: for each current group, the names of its parameters.
+
+    Raises:
+        GroupMismatchError: two saved groups have one identity (the reference cannot tell them apart), or a current
+            group has none of theirs.
+    """
+    by_identity: dict[tuple[Any, ...], Group] = {}
+    for group in saved_groups:
+        identity = reference_identity(group)
+        if identity in by_identity:
+            raise GroupMismatchError(f"two saved groups are both {_described(identity)}: names are needed to tell them")
+        by_identity[identity] = group
+    matched = []
+    for group in current_groups:
+        identity = reference_identity(group)
+        if identity not in by_identity:
+            available = "; ".join(map(_described, by_identity))
+            raise GroupMismatchError(f"no saved group is {_described(identity)}; there are: {available}")
+        matched.append(by_identity[identity])
+    return groups_to_saved(matched, names)
+
+
+def _described(identity: tuple[Any, ...]) -> str:
+    return "{" + ", ".join(f"{k}={v!r}" for k, v in zip(REFERENCE_IDENTITY, identity) if v is not None) + "}"

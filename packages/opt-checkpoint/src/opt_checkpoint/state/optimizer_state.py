@@ -1,0 +1,224 @@
+"""Optimizer state as sharded state: each entry inherits the sharding of its parameter.
+
+The four functions and the hint of Megatron-Core's `dist_checkpointing.optimizer`, with its key format
+`optimizer.state.<state name>.<parameter key>`. Beyond it: states that are not shaped like their parameter, by a
+declared `StateSpec`; flat ranges; an optimizer that matches no parameter of the model is an error, not a log line.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.dtensor import local_tensor
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.sharded import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from opt_checkpoint.state.state_spec import LikeParam, PerParam, StateSpec, shard_by_spec
+from opt_checkpoint.state.tree import sharded_values
+
+logger = logging.getLogger(__name__)
+
+KEEP_VARS_HINT = (
+    " Make sure state dict contains original torch.nn.Parameters (not pure torch.Tensors) by passing `keep_vars=True`"
+    " to `.state_dict()`. If any transformation of the original state dict is needed after `.state_dict()`, make sure"
+    " it keeps the Parameters themselves."
+)
+
+# The reference stores main weights as `param` or as `fp32_param`, by the class of its optimizer; pass as
+# `load(aliases=...)`.
+REFERENCE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "optimizer.state.fp32_param.": "optimizer.state.param.",
+        "optimizer.state.param.": "optimizer.state.fp32_param.",
+    }
+)
+ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
+NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
+
+
+class OptimizerShapeError(CheckpointingException, AssertionError):
+    """State that should have its parameter's shape has another; an AssertionError too, as in Megatron-Core."""
+
+
+def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
+    """Position of each parameter in the optimizer, by the `id` of its (local) tensor.
+
+    Args:
+        optim_params_iter: the parameters in the optimizer's order.
+
+    Returns:
+        `id(tensor) -> index`; a repeated parameter keeps its first index.
+    """
+    positions: dict[int, int] = {}
+    for index, param in enumerate(optim_params_iter):
+        positions.setdefault(id(local_tensor(param)), index)
+    return positions
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: ShardedStateDict,
+    optim_params_iter: Iterable[torch.nn.Parameter],
+    *,
+    strict: bool = True,
+) -> dict[int, ShardedParam]:
+    """The model's sharded description of each parameter of the optimizer, matched by identity.
+
+    Entries that are not in the optimizer are skipped. Where two entries hold one tensor (tied weights), the one whose
+    key sorts first is taken and the choice is logged, so that every rank and every run agree.
+
+    Args:
+        model_sharded_state_dict: any nest that holds the model's sharded tensors and factories.
+        optim_params_iter: the parameters in the optimizer's order.
+        strict: whether an optimizer none of whose parameters is in the model is an error.
+
+    Returns:
+        `index in the optimizer -> ShardedTensor | ShardedTensorFactory`.
+
+    Raises:
+        CheckpointingException: nothing matches although there are parameters, and `strict`.
+    """
+    positions = get_optim_param_to_id_map(optim_params_iter)
+    found: dict[int, ShardedParam] = {}
+    for entry in sorted(_tensors_of(model_sharded_state_dict), key=lambda e: e.key):
+        index = positions.get(id(None if entry.data is None else local_tensor(entry.data)))
+        if index is None:
+            logger.debug("%s is not tracked by the optimizer", entry.key)
+        elif index in found:
+            logger.info("parameter %d is tied: saved as %s, not as %s", index, found[index].key, entry.key)
+        else:
+            found[index] = entry
+    if strict and positions and not found:
+        raise CheckpointingException(
+            f"none of the optimizer's {len(positions)} parameters is in the model state dict.{KEEP_VARS_HINT}"
+        )
+    return found
+
+
+def _tensors_of(state: ShardedStateDict) -> Iterable[ShardedParam]:
+    return (v for v in sharded_values(state) if isinstance(v, ShardedTensor | ShardedTensorFactory))
+
+
+def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor, prefix: str) -> ShardedParam:
+    """State shaped like its parameter, sharded as the parameter is, under the key `prefix.<parameter key>`.
+
+    Args:
+        model_param: the parameter's description. With a `flattened_range`, the state is that range of it.
+        optim_param: the state, of `model_param`'s local shape (or its range's length) and any dtype. A DTensor counts
+            by its local values.
+        prefix: `optimizer.state.<state name>` by custom.
+
+    Returns:
+        A sharded tensor or factory that shares `optim_param`'s memory.
+
+    Raises:
+        OptimizerShapeError: the shapes differ.
+    """
+    values = local_tensor(optim_param)
+    expected = _held_shape(model_param)
+    if expected is not None and tuple(values.shape) != expected:
+        raise OptimizerShapeError(
+            f"Optimizer shape {tuple(values.shape)} does not match model shape {expected} of {model_param.key} "
+            f"under {prefix}; declare the state's StateSpec if it is not shaped like its parameter"
+        )
+    key = f"{prefix}.{model_param.key}"
+    if isinstance(model_param, ShardedTensorFactory):
+        return dataclasses.replace(model_param, key=key, data=values)
+    return dataclasses.replace(model_param, key=key, data=values, dtype=values.dtype)
+
+
+def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:
+    """Shape that state like this parameter has; None for a factory without data, which cannot tell."""
+    if param.flattened_range is not None:
+        return (param.flattened_range.stop - (param.flattened_range.start or 0),)
+    if isinstance(param, ShardedTensor):
+        return param.local_shape
+    return None if param.data is None else tuple(param.data.shape)
+
+
+def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, spec: StateSpec) -> ShardedBase:
+    """One state of one parameter as its `StateSpec` says, under `optimizer.state.<state_name>.<parameter key>`.
+
+    Args:
+        model_param: the parameter's description.
+        value: the state. A Python number becomes a 0-d tensor (bool, int64 or float64).
+        state_name: as `exp_avg`.
+        spec: how the state's shape relates to the parameter's.
+
+    Raises:
+        CheckpointingException: value and spec do not fit the parameter.
+    """
+    prefix = f"optimizer.state.{state_name}"
+    if isinstance(value, bool | int | float):
+        value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    if isinstance(spec, LikeParam):
+        return make_sharded_optimizer_tensor(model_param, value, prefix)
+    return shard_by_spec(model_param, value, f"{prefix}.{model_param.key}", spec)
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: StateDict,
+    id_to_sharded_param_map: Mapping[int, ShardedParam],
+    exclude_keys: str | Iterable[str] = (),
+    *,
+    specs: Mapping[str, StateSpec] = NO_SPECS,
+) -> None:
+    """Make an optimizer state dict sharded, in place: `state` and `param_groups` of `optim_state_dict` are replaced.
+
+    Every tensor of `state` becomes a sharded one; 0-d tensors and numbers become one value per parameter unless
+    `specs` says otherwise. The `params` of each group are kept local.
+
+    Args:
+        optim_state_dict: torch's form: `state` by parameter index, `param_groups`.
+        id_to_sharded_param_map: from `get_param_id_to_sharded_param_map`.
+        exclude_keys: state names to leave out; a single name or several.
+        specs: how states that are not shaped like their parameter are, by state name.
+
+    Raises:
+        ValueError: a parameter with state to save has no description.
+        CheckpointingException: a state does not fit its spec.
+    """
+    excluded = {exclude_keys} if isinstance(exclude_keys, str) else set(exclude_keys)
+    sharded: dict[int, dict[str, ShardedBase]] = {}
+    for param_id, states in optim_state_dict["state"].items():
+        kept = {name: value for name, value in states.items() if name not in excluded}
+        if kept and param_id not in id_to_sharded_param_map:
+            raise ValueError(f"Param id {param_id} does not match any model sharded param.{KEEP_VARS_HINT}")
+        sharded[param_id] = {
+            name: make_sharded_state(id_to_sharded_param_map[param_id], v, name, specs.get(name) or _default_spec(v))
+            for name, v in kept.items()
+        }
+    optim_state_dict["state"] = sharded
+    optim_state_dict["param_groups"] = copy.deepcopy(optim_state_dict["param_groups"])
+    for group in optim_state_dict["param_groups"]:
+        group["params"] = LocalNonpersistentObject(group["params"])
+
+
+def _default_spec(value: Any) -> StateSpec:
+    """Undeclared numbers and 0-d tensors are one value for the whole parameter, the rest is shaped like it."""
+    return LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
+
+
+__all__ = [
+    "KEEP_VARS_HINT",
+    "REFERENCE_ALIASES",
+    "OptimizerShapeError",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "make_sharded_optimizer_tensor",
+    "make_sharded_state",
+    "optim_state_to_sharding_state",
+]

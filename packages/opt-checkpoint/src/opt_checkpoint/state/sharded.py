@@ -1,0 +1,387 @@
+"""The sharded types: what a rank holds of a global tensor or object, said in integers.
+
+`ShardedTensor`, `ShardedObject`, `LocalNonpersistentObject` keep the names, field order and checks of Megatron-Core's
+`dist_checkpointing.mapping`. Two things differ on purpose: `flattened_range` works (a slice of the row-major flattened
+local block, cut into boxes by `opt_checkpoint.boxes.box`), and a repeated axis in `from_rank_offsets` is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointingException
+
+ReplicaId: TypeAlias = int | tuple[int, ...]
+Shape: TypeAlias = tuple[int, ...]
+StateDict: TypeAlias = dict[Any, Any]
+ShardedStateDict: TypeAlias = dict[Any, Any]
+T = TypeVar("T")
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Whether a replica is the one that counts in coverage checks: `0`, or a tuple of zeros."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
+
+
+class ShardIdentity(NamedTuple):
+    """What makes two local shards the same piece of the same global tensor."""
+
+    key: str
+    global_offset: Shape
+    flat: tuple[int, int] | None
+
+
+class ShardedBase(ABC):
+    """Anything in a state dict that knows its global name: `key`, `data`, `replica_id`."""
+
+    key: str
+    data: object
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise `CheckpointingException` when the fields contradict each other."""
+
+    @abstractmethod
+    def without_data(self) -> ShardedBase:
+        """The same description with `data=None`, cheap to send to another rank."""
+
+
+@dataclass(slots=True, eq=False)
+class ShardedTensor(ShardedBase):
+    """A rank's block of a global tensor, or a flat range of that block.
+
+    Args:
+        key: unique name of the *global* tensor.
+        data: the local values, or None for a description without them. Shape `local_shape`; with `flattened_range`,
+            1-D of its length.
+        dtype: dtype of `data`.
+        local_shape: shape of the local block, without prepended axes.
+        global_shape: shape of the global tensor, with prepended axes.
+        global_offset: first element of the block along every global axis, with prepended axes.
+        axis_fragmentations: number of equal pieces along every global axis; None when the sharding is irregular.
+        replica_id: 0 or all zeros for the main replica; by custom (pipeline, tensor, data) replica numbers.
+        prepend_axis_num: leading global axes the local block lacks (layer or expert number); its size there is 1.
+        allow_shape_mismatch: on load the stored global shape may differ: the overlap is read, the rest becomes zero.
+        flattened_range: `[start, stop)` of the row-major flattened local block that `data` holds.
+
+    Raises:
+        CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
+    """
+
+    key: str
+    data: Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    axis_fragmentations: Shape | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.local_shape = tuple(self.local_shape)
+        self.global_shape = tuple(self.global_shape)
+        self.global_offset = tuple(self.global_offset)
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Check the fields against each other.
+
+        Raises:
+            CheckpointingException: dtype, shapes, offsets, fragmentation or flat range do not fit.
+        """
+        self._check_data()
+        self._check_ranks()
+        self._check_grid()
+        self._check_flat_range()
+
+    def _check_data(self) -> None:
+        if self.data is None:
+            return
+        if self.data.dtype != self.dtype:
+            raise CheckpointingException(
+                f"Data dtype should match `dtype` attribute: {self.data.dtype} is not {self.dtype} ({self.key})"
+            )
+        if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
+            raise CheckpointingException(
+                f"Data shape {tuple(self.data.shape)} does not match local_shape {self.local_shape} ({self.key})"
+            )
+
+    def _check_ranks(self) -> None:
+        if len(self.global_shape) != len(self.global_offset):
+            raise CheckpointingException(
+                f"Global shape {self.global_shape} and global offset {self.global_offset} "
+                f"must have as many axes as each other ({self.key})"
+            )
+        if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
+            raise CheckpointingException(
+                f"Local shape {self.local_shape} plus {self.prepend_axis_num} prepended axes must have as many axes as "
+                f"the global shape {self.global_shape} ({self.key})"
+            )
+
+    def _check_grid(self) -> None:
+        block = self.global_block_shape
+        if self.axis_fragmentations is not None:
+            for offset, size in list(zip(self.global_offset, block))[self.prepend_axis_num :]:
+                if size != 0 and offset % size != 0:
+                    raise CheckpointingException(
+                        f"Global offset ({offset}) must be divisible by local shape ({size}) ({self.key}); "
+                        f"for uneven sharding give axis_fragmentations=None"
+                    )
+        if any(o < 0 or o + n > g for o, n, g in zip(self.global_offset, block, self.global_shape)):
+            raise CheckpointingException(
+                f"Block of shape {block} at {self.global_offset} lies outside the global shape {self.global_shape} "
+                f"({self.key})"
+            )
+
+    def _check_flat_range(self) -> None:
+        if self.flattened_range is None:
+            return
+        start, stop = flat_bounds(self.flattened_range)
+        if self.flattened_range.step not in (None, 1) or not 0 <= start <= stop <= math.prod(self.local_shape):
+            raise CheckpointingException(
+                f"flattened_range {self.flattened_range} must be [start, stop) with step 1 within the "
+                f"{math.prod(self.local_shape)} elements of the local block ({self.key})"
+            )
+        if self.data is not None and tuple(self.data.shape) != (stop - start,):
+            raise CheckpointingException(
+                f"Data of a flattened_range of {stop - start} elements must be 1-D of that length, "
+                f"not {tuple(self.data.shape)} ({self.key})"
+            )
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether the global tensor is cut into equal pieces along every axis."""
+        return self.axis_fragmentations is not None
+
+    @property
+    def global_block_shape(self) -> Shape:
+        """Shape of the local block with its prepended axes (of size 1)."""
+        return (1,) * self.prepend_axis_num + self.local_shape
+
+    @property
+    def identity(self) -> ShardIdentity:
+        """Key, offset and flat bounds: equal for replicas of one shard, different otherwise."""
+        flat = None if self.flattened_range is None else flat_bounds(self.flattened_range)
+        return ShardIdentity(self.key, self.global_offset, flat)
+
+    def local_chunk_offset_in_global(self) -> Shape:
+        """Offset of the block counted in blocks.
+
+        Raises:
+            CheckpointingException: an axis is empty, or the offset is no whole number of blocks.
+        """
+        if any(n == 0 or o % n for o, n in zip(self.global_offset, self.global_block_shape)):
+            raise CheckpointingException(
+                f"Block {self.global_block_shape} at {self.global_offset} is on no regular grid ({self.key})"
+            )
+        return tuple(o // n for o, n in zip(self.global_offset, self.global_block_shape))
+
+    def without_data(self) -> ShardedTensor:
+        """The same description with `data=None`."""
+        return dataclasses.replace(self, data=None)
+
+    def init_data(self, device: torch.device | str, init_fn: Callable[..., Tensor] = torch.empty) -> None:
+        """Give `data` memory where it has none; writes only `self.data`."""
+        if self.data is not None:
+            return
+        shape = self.local_shape
+        if self.flattened_range is not None:
+            start, stop = flat_bounds(self.flattened_range)
+            shape = (stop - start,)
+        self.data = init_fn(shape, dtype=self.dtype, device=device)
+
+    def flat(self, data: Tensor | None, start: int, stop: int) -> ShardedTensor:
+        """The elements `[start, stop)` of this block's row-major order, held by `data` (1-D, of any dtype)."""
+        if self.flattened_range is not None:
+            raise CheckpointingException(f"{self.key} is a flat range already; take the range from the whole block")
+        dtype = self.dtype if data is None else data.dtype
+        return dataclasses.replace(self, data=data, dtype=dtype, flattened_range=slice(start, stop))
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """A regular shard from `(axis, index, fragments)` triples; axes count the prepended ones.
+
+        Raises:
+            CheckpointingException: a triple is out of range, or an axis is given twice.
+            ValueError: `flattened_range` is given; make the block first and call `flat` on it.
+        """
+        if flattened_range is not None:
+            raise ValueError(f"from_rank_offsets describes whole blocks; call .flat(data, start, stop) on it ({key})")
+        block = (1,) * prepend_axis_num + tuple(data.shape)
+        fragments, offset = _grid_from_triples(key, block, rank_offsets)
+        return cls(
+            key=key,
+            data=data,
+            dtype=data.dtype,
+            local_shape=tuple(data.shape),
+            global_shape=tuple(f * n for f, n in zip(fragments, block)),
+            global_offset=offset,
+            axis_fragmentations=fragments,
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **init_kwargs,
+        )
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """The shard of the global tensor in which every rank keeps `[start, start+length)` of local axis `dim`.
+
+        Args:
+            dim: axis of the local block (prepended axes not counted).
+            start: first row kept, of every rank's block.
+            length: number of rows kept.
+
+        Raises:
+            CheckpointingException: there is no such axis, it is not cut into equal blocks, or this is a flat range.
+        """
+        if not 0 <= dim < len(self.local_shape):
+            raise CheckpointingException(
+                f"narrow({dim}, {start}, {length}): dim must be an axis of the local block {self.local_shape}, "
+                f"counted from 0 ({self.key})"
+            )
+        axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
+        if self.flattened_range is not None or size == 0 or not 0 <= start <= start + length <= size:
+            raise CheckpointingException(
+                f"narrow({dim}, {start}, {length}) needs a whole block of at least {start + length} rows ({self.key})"
+            )
+        if self.global_shape[axis] % size or self.global_offset[axis] % size:
+            raise CheckpointingException(f"axis {axis} of {self.key} is not cut into equal blocks of {size}")
+
+        def scaled(values: Shape) -> Shape:
+            return tuple(v // size * length if a == axis else v for a, v in enumerate(values))
+
+        data = None if self.data is None else self.data.narrow(dim, start, length)
+        shape = tuple(length if d == dim else n for d, n in enumerate(self.local_shape))
+        return [
+            dataclasses.replace(
+                self,
+                data=data,
+                local_shape=shape,
+                global_shape=scaled(self.global_shape),
+                global_offset=scaled(self.global_offset),
+            )
+        ]
+
+
+class _Grid(NamedTuple):
+    fragments: Shape
+    offset: Shape
+
+
+def _grid_from_triples(key: str, block: Shape, triples: Iterable[Sequence[int]]) -> _Grid:
+    fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
+    for axis, index, count in triples:
+        if not 0 <= axis < len(block) or index < 0 or count < 1 or index >= count:
+            raise CheckpointingException(
+                f"Invalid rank offsets: (axis {axis}, index {index}, fragments {count}) of {key}; "
+                f"axis must be below {len(block)} and index below fragments"
+            )
+        if axis in seen:
+            raise CheckpointingException(f"Invalid rank offsets: axis {axis} of {key} is given twice")
+        seen.add(axis)
+        fragments[axis], offset[axis] = count, index * block[axis]
+    return _Grid(tuple(fragments), tuple(offset))
+
+
+def flat_bounds(flat: slice) -> tuple[int, int]:
+    """Start and stop of a flat range; a missing start is 0."""
+    return (flat.start or 0), flat.stop
+
+
+@dataclass(slots=True, eq=False)
+class ShardedObject(ShardedBase):
+    """A value that is no tensor, one shard of a grid of such values; it cannot be resharded.
+
+    Args:
+        key: unique name of the grid.
+        data: the value. It must survive `torch.save` and `torch.load(weights_only=True)`.
+        global_shape: shape of the grid, counted in shards.
+        global_offset: position of this shard in the grid.
+        replica_id: see `ShardedTensor`.
+
+    Raises:
+        CheckpointingException: shape and offset differ in length, or the offset lies outside the grid.
+    """
+
+    key: str
+    data: object
+    global_shape: Shape
+    global_offset: Shape
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.global_shape, self.global_offset = tuple(self.global_shape), tuple(self.global_offset)
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise `CheckpointingException` when shape and offset do not fit each other; a size of -1 is not known."""
+        if len(self.global_shape) != len(self.global_offset):
+            raise CheckpointingException(
+                f"Global shape {self.global_shape} and offset {self.global_offset} differ in length ({self.key})"
+            )
+        if any(o < 0 or o >= n != -1 for o, n in zip(self.global_offset, self.global_shape)):
+            raise CheckpointingException(
+                f"Offset {self.global_offset} lies outside the grid of shape {self.global_shape} ({self.key})"
+            )
+
+    def without_data(self) -> ShardedObject:
+        """The same description with `data=None`."""
+        return dataclasses.replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """Name of this shard on disk: `key/shard_OFFSET_SHAPE`, as `rng/shard_3.0_4.2`."""
+        offset, shape = (".".join(map(str, x)) for x in (self.global_offset, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The description, without data, that has this `unique_key`; the key itself may contain slashes.
+
+        Raises:
+            CheckpointingException: the text is no `key/shard_OFFSET_SHAPE`.
+        """
+        key, _, shard = unique_key.rpartition("/")
+        parts = shard.split("_")
+        try:
+            if not key or len(parts) != 3 or parts[0] != "shard":
+                raise ValueError
+            offset, shape = (tuple(int(x) for x in p.split(".") if x) for p in parts[1:])
+        except ValueError:
+            raise CheckpointingException(f"{unique_key!r} is no key/shard_OFFSET_SHAPE") from None
+        if len(shape) + 1 == len(offset):  # an early form of the name left the last size out
+            shape = (*shape, -1)
+        return cls(key, None, shape, offset, replica_id)
+
+
+class LocalNonpersistentObject(Generic[T]):
+    """A value that is not stored; loading puts this rank's own value back in its place."""
+
+    __slots__ = ("obj",)
+
+    def __init__(self, obj: T) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> T:
+        """The value."""
+        return self.obj

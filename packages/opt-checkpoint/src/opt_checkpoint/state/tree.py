@@ -1,0 +1,194 @@
+"""Nested state dicts as paths: walk, map, prefix, expand and merge; lists are never aligned by position.
+
+A state is nested dicts and lists. A list is a container only where something sharded is inside it; every other list
+is one value. Tuples are always values. So two lists of different length meet nowhere, and nothing is ever merged by
+its place in a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+class Leaf(NamedTuple):
+    """A value of a state and the keys that lead to it."""
+
+    path: Path
+    value: Any
+
+
+def path_text(path: Path) -> str:
+    """A path as people write it: `optimizer.param_groups.0`."""
+    return ".".join(map(str, path))
+
+
+def is_ours(value: object) -> bool:
+    """Whether a value is one of the sharded types."""
+    return isinstance(value, ShardedBase | LocalNonpersistentObject)
+
+
+def holds_ours(value: object) -> bool:
+    """Whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return any(holds_ours(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return any(holds_ours(v) for v in value)
+    return is_ours(value)
+
+
+def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
+    """The values of a state in order, each with its path; an empty dict is a value.
+
+    Raises:
+        CheckpointingException: something sharded is inside a tuple, where nothing would find it, or a key is neither
+            text nor integer.
+    """
+    if isinstance(state, dict) and state:
+        for key, value in state.items():
+            if not isinstance(key, str | int):
+                raise CheckpointingException(f"key {key!r} under {path_text(path)!r} must be a str or an int")
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, list) and holds_ours(state):
+        for index, value in enumerate(state):
+            yield from leaves(value, (*path, index))
+    elif isinstance(state, tuple) and holds_ours(state):
+        raise CheckpointingException(f"{path_text(path)!r} is a tuple with something sharded in it; make it a list")
+    else:
+        yield Leaf(path, state)
+
+
+def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A state of the same shape whose every value is `change(path, value)`."""
+    if isinstance(state, dict) and state:
+        return {k: map_leaves(v, change, (*path, k)) for k, v in state.items()}
+    if isinstance(state, list) and holds_ours(state):
+        return [map_leaves(v, change, (*path, i)) for i, v in enumerate(state)]
+    return change(path, state)
+
+
+def nest(values: Mapping[Path, Any]) -> Any:
+    """Nested dicts from values by path; list positions become integer keys."""
+    root: dict[str | int, Any] = {}
+    for path, value in values.items():
+        if not path:
+            return value
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return root
+
+
+class _Absent:
+    """The type of `ABSENT`."""
+
+    __slots__ = ()
+
+
+ABSENT = _Absent()
+
+
+def lookup(state: Any, path: Path) -> Any:
+    """The value at a path, or `ABSENT`; an integer key also finds the element of a list."""
+    for key in path:
+        in_list = isinstance(state, list) and isinstance(key, int) and 0 <= key < len(state)
+        if in_list or (isinstance(state, dict) and key in state):
+            state = state[key]
+        else:
+            return ABSENT
+    return state
+
+
+def sharded_values(state: Any) -> Iterator[ShardedBase]:
+    """Everything sharded in a state, wherever it is."""
+    return (leaf.value for leaf in leaves(state) if isinstance(leaf.value, ShardedBase))
+
+
+def apply_factories(state: ShardedStateDict) -> None:
+    """Replace each factory in `state` by what it builds; writes only to `state`'s containers."""
+    for key, value in list(_children(state)):
+        if isinstance(value, ShardedTensorFactory):
+            state[key] = value.build()
+        elif isinstance(value, dict | list):
+            apply_factories(value)  # type: ignore[arg-type]
+
+
+def _children(container: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def apply_factory_merges(loaded: Any, factories: Any) -> Any:
+    """Undo `apply_factories`: where `factories` holds a factory, merge the loaded pieces back into one tensor.
+
+    Args:
+        loaded: a state as loaded, pieces where the factories were; its containers are written to.
+        factories: a nest that holds factories only, by the same paths; for a list, a dict by position is allowed too.
+
+    Returns:
+        `loaded`, merged.
+
+    Raises:
+        ValueError: the two nests do not fit each other.
+    """
+    if isinstance(factories, ShardedTensorFactory):
+        return factories.merge(loaded)
+    if isinstance(factories, dict | list) and isinstance(loaded, dict | list):
+        for key, factory in _children(factories):
+            _check_key(loaded, factories, key)
+            loaded[key] = apply_factory_merges(loaded[key], factory)
+        return loaded
+    raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} beside {type(factories)}")
+
+
+def _check_key(loaded: Any, factories: Any, key: Any) -> None:
+    if isinstance(loaded, dict):
+        if key not in loaded:
+            raise ValueError(f"Different dict keys: {key!r} of the factories is not among the loaded {list(loaded)}")
+    elif isinstance(factories, list):
+        if len(loaded) != len(factories):
+            raise ValueError(f"Cannot merge two lists with different lengths ({len(loaded)} and {len(factories)})")
+    elif not isinstance(key, int) or not 0 <= key < len(loaded):
+        raise ValueError(f"Cannot merge dict key {key!r} into a list of {len(loaded)}; keys must be positions in it")
+
+
+def add_prefix_for_sharding(state: ShardedStateDict, prefix: str) -> None:
+    """Put `prefix` before every sharded key; writes the keys of the sharded values in `state`."""
+    for value in sharded_values(state):
+        value.key = prefix + value.key
+
+
+def replace_prefix_for_sharding(state: ShardedStateDict, old_prefix: str, new_prefix: str) -> None:
+    """Swap `old_prefix` for `new_prefix` on every sharded key; nothing is written unless all of them have it.
+
+    Raises:
+        ValueError: a key does not begin with `old_prefix`.
+    """
+    values = list(sharded_values(state))
+    for value in values:
+        if not value.key.startswith(old_prefix):
+            raise ValueError(f"Expected {value.key!r} to begin with prefix {old_prefix!r}")
+    for value in values:
+        value.key = new_prefix + value.key.removeprefix(old_prefix)
+
+
+def apply_prefix_mapping(state: ShardedStateDict, prefixes: Mapping[str, str]) -> None:
+    """Swap the first prefix of `prefixes` that a sharded key begins with; other keys stay."""
+    for value in sharded_values(state):
+        for old, new in prefixes.items():
+            if value.key.startswith(old):
+                value.key = new + value.key.removeprefix(old)
+                break
+
+
+def merged_factory(factory: ShardedTensorFactory, built: Any) -> Tensor:
+    """The tensor of a factory whose pieces, `built`, have just been loaded in place."""
+    return factory.merge(map_leaves(built, lambda _, piece: piece.data))
