@@ -246,3 +246,34 @@ def test_what_cannot_be_is_refused_with_a_reason(build: Callable[[], object], me
     with pytest.raises(ScheduleError) as caught:
         build()
     assert str(caught.value).startswith(message)
+
+
+RECIPES_REFUSED: dict[str, tuple[Callable[[], Schedule], str]] = {
+    "wsd warmup": (lambda: wsd(1.0, warmup_steps=-1, stable_steps=1, decay_steps=1), "wsd: warmup_steps=-1 must"),
+    "wsd stable": (lambda: wsd(1.0, warmup_steps=0, stable_steps=-1, decay_steps=1), "wsd: stable_steps=-1 must"),
+    "wsd decay": (lambda: wsd(1.0, warmup_steps=0, stable_steps=1, decay_steps=0), "wsd: decay_steps=0 must"),
+    "one_cycle": (lambda: one_cycle(1.0, up_steps=0, down_steps=1), "one_cycle: up_steps=0 must"),
+    "cyclic": (lambda: cyclic(0.0, 1.0, up_steps=1, down_steps=0), "cyclic: down_steps=0 must"),
+    "step_decay": (lambda: step_decay(1.0, factor=0.5, every=0, times=2), "step_decay: every=0 must"),
+    "cooldown": (lambda: cooldown(constant(1.0), at=5, steps=0), "cooldown: steps=0 must"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), RECIPES_REFUSED.values(), ids=RECIPES_REFUSED)
+def test_a_recipe_s_refusal_names_the_argument_that_was_given(build: Callable[[], Schedule], message: str) -> None:
+    # wsd(decay_steps=0) complained of "ramp: steps=0", an argument nobody had given.
+    with pytest.raises(ScheduleError, match=f"^{message}"):
+        build()
+
+
+def test_wsd_may_have_no_stable_phase() -> None:
+    assert wsd(1.0, warmup_steps=2, stable_steps=0, decay_steps=4, shape="linear").values([0, 2, 4, 6]) == [
+        0.0, 1.0, 0.5, 0.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", ["a", None, [1, 2], math.nan])
+def test_a_step_that_is_no_number_is_refused(step: object) -> None:
+    # NaN gave the end value; the others a TypeError about '>'.
+    with pytest.raises(ScheduleError, match=r"^ramp: step="):
+        linear(1.0, 0.0, steps=10)(step)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opt_scheduler import OptimizerParamScheduler
@@ -170,9 +170,27 @@ def test_it_stays_within_its_bounds(a: dict[str, Any], where: float, mult: float
     scheduler.param_groups[0]["wd_mult"] = mult
     scheduler.step(round(where * a["lr_decay_steps"]))
     group = scheduler.param_groups[0]
-    ulp = 1 + 1e-15  # low + 1.0 · (high - low) may round above high
-    assert min(a["init_lr"], a["min_lr"]) / ulp <= group["lr"] <= a["max_lr"] * ulp
-    assert a["start_wd"] * mult / ulp <= group["weight_decay"] <= a["end_wd"] * mult * ulp
+    assert min(a["init_lr"], a["min_lr"]) <= group["lr"] <= a["max_lr"]
+    assert a["start_wd"] * mult <= group["weight_decay"] <= a["end_wd"] * mult
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "exponential", "minus_sqrt"])
+@given(
+    decay=st.floats(0.1, 1e6), anneal=st.floats(1e-6, 1.0), warm=st.floats(0.0, 1.0), where=st.floats(0.0, 1.0),
+    low=st.floats(0.0, 1.0), high=st.floats(0.0, 1.0),
+)  # fmt: skip
+@example(decay=2.0, anneal=0.01, warm=0.0, where=1.0, low=0.0, high=1.0)  # gave -8.88e-16
+@settings(max_examples=100, deadline=None)
+def test_fractional_steps_stay_within_the_bounds(
+    style: str, decay: float, anneal: float, warm: float, where: float, low: float, high: float
+) -> None:
+    low, high = sorted((low, high))
+    scheduler = build(
+        min_lr=low, max_lr=high, init_lr=low, lr_decay_style="WSD", lr_wsd_decay_style=style,
+        lr_decay_steps=decay, wsd_decay_steps=decay * anneal, lr_warmup_steps=decay * (1 - anneal) * warm * 0.999,
+    )  # fmt: skip
+    for step in (where * decay, decay, math.nextafter(decay, 0), decay * (1 - anneal) + where * decay * anneal):
+        assert low <= scheduler.lr_at(step) <= high, step
 
 
 @pytest.mark.parametrize(

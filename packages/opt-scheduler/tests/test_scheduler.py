@@ -55,6 +55,10 @@ def test_the_canonical_lr_is_that_of_the_first_default_group() -> None:
     assert get_canonical_lr_for_logging([]) is None
 
 
+def test_a_default_group_without_a_rate_has_none_to_log() -> None:
+    assert get_canonical_lr_for_logging([{"default_config": True}]) is None
+
+
 def test_a_group_s_own_bounds_replace_the_scheduler_s() -> None:
     own = {"max_lr": 0.5, "min_lr": 0.3, "start_wd": 0.4, "end_wd": 0.6, "wd_mult": 0.5}
     scheduler = build({}, own)

@@ -287,3 +287,28 @@ class TestFieldScheduler:
     def test_no_schedules_are_refused(self) -> None:
         with pytest.raises(ScheduleError, match="schedules is empty; give at least"):
             FieldScheduler(SimpleNamespace(param_groups=[{}]), {})
+
+
+def test_a_horizon_that_the_checkpoint_changes_is_logged_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    # A run meant to be lengthened to 220 steps ended its decay at 110, and nothing said so.
+    scheduler = build(lr_decay_steps=220)
+    scheduler.load_state_dict(saved(50))
+    assert scheduler.lr_decay_steps == 110
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("lr_decay_steps=110 of the checkpoint replaces 220")
+
+
+def test_a_checkpoint_that_agrees_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    build().load_state_dict(saved(50))
+    assert not caplog.records
+
+
+def test_an_override_on_purpose_is_logged_as_information(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = build(lr_decay_steps=220, **KEEP)
+    with caplog.at_level("INFO", logger="opt_scheduler"):
+        scheduler.load_state_dict(saved(50))
+    assert scheduler.lr_decay_steps == 220
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "lr_decay_steps=220, given when the scheduler was built, replaces the checkpoint's 110")
+    ]

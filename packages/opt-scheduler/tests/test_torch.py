@@ -215,3 +215,10 @@ AGAINST_TORCH: dict[str, tuple[Any, Any]] = {
 def test_it_equals_torch_s_scheduler_of_that_shape(ours: Any, theirs: Any) -> None:
     # torch's chained forms multiply step by step, so its rounding errors add up: 50 steps of 2⁻⁵³ each, and some room.
     assert ours.values(range(49)) == pytest.approx(_torch_values(theirs, 49), rel=1e-12, abs=1e-13)
+
+
+@pytest.mark.parametrize("given", [cosine(1.0, 0.0, steps=10), None])
+def test_the_adapter_refuses_what_is_not_a_scheduler(given: Any) -> None:
+    # A plain schedule was answered with AttributeError: 'Join' object has no attribute 'optimizer'.
+    with pytest.raises(ScheduleError, match=r"must be a FieldScheduler or an OptimizerParamScheduler"):
+        as_lr_scheduler(given)

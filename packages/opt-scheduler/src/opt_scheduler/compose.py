@@ -316,6 +316,7 @@ def cooldown(schedule: Schedule, *, at: float, steps: float, end: float = 0.0, s
     [1.0, 1.0, 0.5, 0.0]
     """
     check_number("cooldown", low=0, at=at)
+    check_number("cooldown", above=0, steps=steps)
     tail = ramp(schedule(at), end, steps=steps, shape=shape)
     return join(cut(schedule, at), tail) if at > 0 else tail
 

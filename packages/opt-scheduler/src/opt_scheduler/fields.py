@@ -21,17 +21,32 @@ Optimizers: TypeAlias = HasParamGroups | Sequence[HasParamGroups]
 
 
 def groups_of(optimizer: Optimizers) -> list[Group]:
-    """The groups of one optimizer, or of several, as they are now."""
-    if isinstance(optimizer, list | tuple):
-        return [group for one in optimizer for group in one.param_groups]
-    return list(optimizer.param_groups)  # type: ignore[union-attr]
+    """The groups of one optimizer, or of several, as they are now.
+
+    Raises:
+        ScheduleError: something without `param_groups` was given, such as parameters.
+    """
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return [group for one in optimizers for group in _param_groups(one)]
+
+
+def _param_groups(optimizer: object) -> Iterable[Group]:
+    groups: Iterable[Group] | None = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise ScheduleError(
+            f"optimizer={optimizer!r} ({type(optimizer).__name__}) has no param_groups; pass an optimizer such as "
+            "torch.optim.AdamW, or a list of optimizers"
+        )
+    return groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSchedule:
     """`schedule` for the field named `field` of the groups whose entries equal those of `where`; {} means all groups.
 
-    `field` is a key of the group, such as "lr", "momentum" or "eps", or one place of a tuple, such as "betas[0]".
+    `field` is a key of the group, such as "lr", "momentum" or "eps", or one place of a tuple, such as "betas[0]". With
+    `relative`, the schedule multiplies the group's own initial value, which is kept in the group as `initial_lr` (or
+    `initial_` and the field), as torch's schedulers do.
 
     >>> from opt_scheduler import constant, linear
     >>> FieldSchedule(field="betas[0]", schedule=linear(0.95, 0.85, steps=100)).name
@@ -46,6 +61,7 @@ class FieldSchedule:
     field: str
     schedule: Schedule
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    relative: bool = False
 
     def __post_init__(self) -> None:
         name, bracket, index = self.field.partition("[")
@@ -67,13 +83,24 @@ class FieldSchedule:
         _, bracket, index = self.field.partition("[")
         return int(index[:-1]) if bracket else None
 
+    @property
+    def initial(self) -> str:
+        """The key under which a group keeps the value that a relative schedule multiplies."""
+        return f"initial_{self.field}"
+
+    def current(self, group: Mapping[str, Any]) -> Any:
+        """The present value of the field in `group`; None if it has none."""
+        entry = group.get(self.name)
+        return entry if self.index is None or entry is None else entry[self.index]
+
     def matches(self, group: Mapping[str, Any]) -> bool:
         """Whether this schedule is for `group`."""
         return all(key in group and group[key] == value for key, value in self.where.items())
 
     def to_dict(self) -> dict[str, Any]:
         """In plain types, for the state dict of a scheduler."""
-        return {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
+        plain = {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
+        return plain | ({"relative": True} if self.relative else {})
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> "FieldSchedule":
@@ -82,10 +109,13 @@ class FieldSchedule:
         Raises:
             ScheduleError: fields that are missing or unknown, or a schedule that cannot be.
         """
-        if set(plain) != {"field", "schedule", "where"}:
+        if set(plain) - {"relative"} != {"field", "schedule", "where"}:
             raise ScheduleError(f"FieldSchedule: its dict needs field, schedule and where, not {sorted(plain)}")
         return FieldSchedule(
-            field=plain["field"], schedule=Schedule.from_dict(plain["schedule"]), where=dict(plain["where"])
+            field=plain["field"],
+            schedule=Schedule.from_dict(plain["schedule"]),
+            where=dict(plain["where"]),
+            relative=plain.get("relative", False),
         )
 
 
@@ -114,7 +144,14 @@ def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], s
         value = schedule.schedule(step)
         for group in groups:
             if schedule.matches(group):
-                _set_field_(group, schedule, value, filled)
+                _set_field_(group, schedule, value * _initial_(group, schedule) if schedule.relative else value, filled)
+
+
+def _initial_(group: Group, schedule: FieldSchedule) -> float:
+    """The value that a relative schedule multiplies: the group's first one. Writes it to `group` when it is new."""
+    if schedule.initial not in group:
+        group[schedule.initial] = float(schedule.current(group))
+    return float(group[schedule.initial])
 
 
 def set_(group: Group, key: str, value: float, filled: set[int]) -> None:
@@ -147,6 +184,8 @@ def _new_entry(old: Any, value: float, filled: set[int]) -> Any:
 
 
 def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
+    if schedule.relative and group.get(schedule.initial, group.get(schedule.name)) is None:
+        raise ScheduleError(f"{where}: relative=True needs a {schedule.field!r} to multiply, but the group has none")
     if schedule.name not in group and schedule.name not in ("lr", "weight_decay"):
         raise ScheduleError(f"{where} has no {schedule.name!r} to schedule; it has {sorted(set(group) - {'params'})}")
     if schedule.index is None:

@@ -91,8 +91,14 @@ def as_lr_scheduler(scheduler: GroupScheduler, *, increment: float = 1) -> LRSch
     [0.9]
 
     Raises:
-        ScheduleError: the scheduler's optimizer is not a torch optimizer, or `increment` is not positive.
+        ScheduleError: `scheduler` is a plain schedule or something else, its optimizer is not a torch optimizer, or
+            `increment` is not positive.
     """
+    if not isinstance(scheduler, GroupScheduler):
+        raise ScheduleError(
+            f"as_lr_scheduler: scheduler={scheduler!r} must be a FieldScheduler or an OptimizerParamScheduler; for a "
+            "schedule, use as_lr_scheduler(FieldScheduler(optimizer, {'lr': schedule}))"
+        )
     optimizer = scheduler.optimizer
     if not isinstance(optimizer, Optimizer):
         raise ScheduleError(

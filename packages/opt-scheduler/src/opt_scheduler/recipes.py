@@ -23,9 +23,15 @@ def wsd(
 
     >>> wsd(1.0, warmup_steps=10, stable_steps=70, decay_steps=20, shape="linear").values([5, 10, 80, 90, 100])
     [0.5, 1.0, 1.0, 0.5, 0.0]
+
+    Raises:
+        ScheduleError: `decay_steps` is not above 0, or `warmup_steps` or `stable_steps` is below 0.
     """
+    check_number("wsd", low=0, warmup_steps=warmup_steps, stable_steps=stable_steps)
+    check_number("wsd", above=0, decay_steps=decay_steps)
+    stable = [constant(peak, steps=stable_steps)] if stable_steps > 0 else []
     return warmup(
-        join(constant(peak, steps=stable_steps), ramp(peak, end, steps=decay_steps, shape=shape)),
+        join(*stable, ramp(peak, end, steps=decay_steps, shape=shape)),
         steps=warmup_steps,
         start=start,
     )
@@ -47,6 +53,7 @@ def one_cycle(
     >>> [round(v, 6) for v in one_cycle(1.0, up_steps=30, down_steps=70).values([0, 30, 65, 100])]
     [0.04, 1.0, 0.5, 0.0]
     """
+    check_number("one_cycle", above=0, up_steps=up_steps, down_steps=down_steps)
     first = peak / 25 if start is None else start
     return join(ramp(first, peak, steps=up_steps, shape=shape), ramp(peak, end, steps=down_steps, shape=shape))
 
@@ -57,6 +64,7 @@ def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times
     >>> cyclic(0.0, 1.0, up_steps=2, down_steps=4).values([0, 1, 2, 4, 6, 7])
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
     """
+    check_number("cyclic", above=0, up_steps=up_steps, down_steps=down_steps)
     return repeat(join(linear(low, high, steps=up_steps), linear(high, low, steps=down_steps)), times=times)
 
 
@@ -83,4 +91,5 @@ def step_decay(start: float, *, factor: float, every: float, times: int) -> Sche
     [1.0, 1.0, 0.5, 0.25, 0.25]
     """
     check_number("step_decay", low=1, times=times)
+    check_number("step_decay", above=0, every=every)
     return piecewise_constant([start * factor**i for i in range(times + 1)], at=[every * (i + 1) for i in range(times)])

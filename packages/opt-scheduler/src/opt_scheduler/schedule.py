@@ -50,8 +50,21 @@ class Schedule(ABC):
         return ()
 
     def __call__(self, step: float) -> float:
-        """The value at `step`; a step below 0 counts as 0."""
-        return self.at(step if step > 0 else 0)
+        """The value at `step`; a step below 0 counts as 0.
+
+        Raises:
+            ScheduleError: `step` is not a number, or is NaN.
+        """
+        try:
+            if step > 0:
+                clamped = step
+            elif step <= 0:
+                clamped = 0
+            else:
+                raise ScheduleError(f"{self.kind}: step={step!r} must not be NaN")
+        except TypeError as error:
+            raise ScheduleError(f"{self.kind}: step={step!r} must be a number") from error
+        return self.at(clamped)
 
     def values(self, steps: Iterable[float]) -> list[float]:
         """The value at each of `steps`, for example at a range of them."""

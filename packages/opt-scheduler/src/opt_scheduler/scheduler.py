@@ -1,5 +1,6 @@
-"""`OptimizerParamScheduler`: learning rate and weight decay of every parameter group, by the reference's rules."""
+"""`OptimizerParamScheduler`: learning rate and weight decay of every parameter group, by Megatron-Core's rules."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar, overload
@@ -12,6 +13,8 @@ from .group_values import GroupValues, bounds_of, group_values, refuse_one_cycle
 from .schedule import Schedule
 from .settings import Settings, WarmupFirst
 from .state import VERSION, read_state
+
+logger = logging.getLogger("opt_scheduler")
 
 T = TypeVar("T")
 
@@ -132,6 +135,7 @@ class OptimizerParamScheduler(GroupScheduler):
             override_opt_param_scheduler, use_checkpoint=self.use_checkpoint_opt_param_scheduler
         )
         self.schedules = tuple(schedules)
+        _check_not_relative(self.schedules)
         check_fields(self.schedules, self.param_groups)
         self.step(0)
 
@@ -235,11 +239,38 @@ class OptimizerParamScheduler(GroupScheduler):
         check_fields(schedules, groups)
         changed = [{**group, **change} for group, change in zip(groups, changes, strict=True)]
         values = group_values(settings, changed, saved.num_steps)
+        self._log_differences(mine, saved.fields, chosen | {"schedules": [each.to_dict() for each in schedules]})
 
         self.settings, self.schedules, self.num_steps = settings, schedules, saved.num_steps
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
         self._write_values(groups, values, self.num_steps)
+
+    def _log_differences(self, given: Mapping[str, Any], saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+        """Log every setting that differs between this scheduler and the checkpoint, with both values."""
+        for name in saved:
+            if name in self._not_given or given[name] == saved[name]:
+                continue
+            if chosen[name] == given[name]:
+                logger.info(
+                    "%s=%r, given when the scheduler was built, replaces the checkpoint's %r",
+                    name, given[name], saved[name],
+                )  # fmt: skip
+            else:
+                logger.warning(
+                    "%s=%r of the checkpoint replaces %r, given when the scheduler was built; to keep the latter, set "
+                    "use_checkpoint_opt_param_scheduler=False and override_opt_param_scheduler=True",
+                    name, saved[name], given[name],
+                )  # fmt: skip
+
+
+def _check_not_relative(schedules: Sequence[FieldSchedule]) -> None:
+    for schedule in schedules:
+        if schedule.relative and schedule.field in ("lr", "weight_decay"):
+            raise ScheduleError(
+                f"OptimizerParamScheduler: schedules: {schedule.field!r} has relative=True, but this scheduler writes "
+                "that field itself; set max_lr or wd_mult in the groups, or use a FieldScheduler"
+            )
 
 
 def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Settings) -> dict[str, float]:
@@ -274,4 +305,4 @@ def get_canonical_lr_for_logging(param_groups: Iterable[Mapping[str, Any]]) -> f
     >>> get_canonical_lr_for_logging([{"lr": 1e-5, "default_config": False}, {"lr": 1e-3, "default_config": True}])
     0.001
     """
-    return next((group["lr"] for group in param_groups if group.get("default_config", False)), None)
+    return next((group.get("lr") for group in param_groups if group.get("default_config", False)), None)

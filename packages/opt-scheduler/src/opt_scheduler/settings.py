@@ -56,7 +56,7 @@ class Settings:
         warmup, init = self.lr_warmup_steps, self.init_lr
         if warmup > 0 and step <= warmup:
             done = float(min(step + self.warmup_lead, warmup))
-            return lambda high, low: init + (high - init) * done / warmup
+            return lambda high, low: min(init + (high - init) * done / warmup, high)
         if self.lr_decay_style == "constant":
             return lambda high, low: high
         if self.lr_decay_style == "inverse-square-root":
@@ -64,19 +64,21 @@ class Settings:
         if step > self.lr_decay_steps:
             return lambda high, low: low
         left = self.lr_left(step)
-        return lambda high, low: low + left * (high - low)
+        # `low + 1.0 * (high - low)` may round above high.
+        return lambda high, low: min(low + left * (high - low), high)
 
     def lr_left(self, step: float) -> float:
-        """How much of `max_lr - min_lr` is left at a step between warmup and end; linear, cosine and WSD."""
+        """Fraction in [0, 1] of `max_lr - min_lr` left at a step between warmup and end; linear, cosine and WSD."""
         if self.lr_decay_style != "WSD":
             r = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
-            return shapes.SHAPES[self.lr_decay_style](r)
+            return shapes.SHAPES[self.lr_decay_style](min(r, 1.0))
         assert self.wsd_decay_steps is not None  # as validated
         assert self.lr_wsd_decay_style is not None
         anneal_start = self.lr_decay_steps - self.wsd_decay_steps
         if step <= anneal_start:
             return 1.0
-        return shapes.SHAPES[self.lr_wsd_decay_style]((step - anneal_start) / self.wsd_decay_steps)
+        # Fractional steps: `anneal_start` is rounded, so the last step may lie beyond its length from there.
+        return shapes.SHAPES[self.lr_wsd_decay_style](min((step - anneal_start) / self.wsd_decay_steps, 1.0))
 
     def _inverse_sqrt(self, step: float) -> TwoToOne:
         # The reference drops to min_lr after its last step, a jump by any factor; here the last value is held.
@@ -90,7 +92,7 @@ class Settings:
             return lambda start, end: end
         r = step / self.wd_incr_steps
         done = r if self.wd_incr_style == "linear" else 0.5 * (math.cos(math.pi * (1 - r)) + 1.0)
-        return lambda start, end: start + done * (end - start)
+        return lambda start, end: min(start + done * (end - start), end)
 
 
 _NUMBERS = (

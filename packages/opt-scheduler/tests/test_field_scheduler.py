@@ -1,0 +1,111 @@
+"""`FieldScheduler`: absolute and relative schedules, and what it says about groups that it would make equal."""
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opt_scheduler import FieldSchedule, FieldScheduler, OptimizerParamScheduler, ScheduleError, cosine, linear
+
+HALVING = linear(1.0, 0.0, steps=4)
+
+
+def optimizer(*groups: dict[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(param_groups=list(groups))
+
+
+def test_a_relative_schedule_multiplies_each_group_s_own_value() -> None:
+    # An absolute schedule gave a layer-wise decay of 1e-3, 1e-2 one value for both.
+    target = optimizer({"lr": 1e-3, "betas": (0.8, 0.9)}, {"lr": 1e-2, "betas": (0.4, 0.9)})
+    scheduler = FieldScheduler(target, {"lr": HALVING, "betas[0]": HALVING}, relative=True)
+    scheduler.step(2)
+    assert [group["lr"] for group in target.param_groups] == [5e-4, 5e-3]
+    assert [group["betas"] for group in target.param_groups] == [(0.4, 0.9), (0.2, 0.9)]
+    assert scheduler.base_lrs == [1e-3, 1e-2]
+    scheduler.seek(0)
+    assert [group["lr"] for group in target.param_groups] == [1e-3, 1e-2]
+
+
+def test_only_the_schedules_marked_relative_are() -> None:
+    target = optimizer({"name": "head", "lr": 0.5}, {"name": "body", "lr": 0.25})
+    FieldScheduler(
+        target,
+        [
+            FieldSchedule(field="lr", schedule=HALVING, where={"name": "head"}, relative=True),
+            FieldSchedule(field="lr", schedule=HALVING, where={"name": "body"}),
+        ],
+    ).step(1)
+    assert [group["lr"] for group in target.param_groups] == [0.375, 0.75]
+
+
+def test_a_relative_schedule_goes_on_from_a_checkpoint_in_either_order_of_loading() -> None:
+    target = optimizer({"lr": 1e-3}, {"lr": 1e-2})
+    scheduler = FieldScheduler(target, {"lr": HALVING}, relative=True)
+    scheduler.step(1)
+    saved_groups, saved = json.loads(json.dumps([target.param_groups, scheduler.state_dict()]))
+    scheduler.step(1)
+    expected = [group["lr"] for group in target.param_groups]
+
+    groups_last = optimizer({"lr": 1e-3}, {"lr": 1e-2})
+    resumed = FieldScheduler(groups_last, {"lr": HALVING}, relative=True)
+    resumed.load_state_dict(saved)
+    groups_last.param_groups = [dict(group) for group in saved_groups]
+    resumed.step(1)
+    assert [group["lr"] for group in groups_last.param_groups] == expected
+
+    # The optimizer was saved without `initial_lr`, so its groups alone would make 7.5e-4 the base.
+    bare = optimizer({"lr": 7.5e-4}, {"lr": 7.5e-3})
+    resumed = FieldScheduler(bare, {"lr": HALVING}, relative=True)
+    resumed.load_state_dict(saved)
+    resumed.step(1)
+    assert [group["lr"] for group in bare.param_groups] == expected
+
+
+def test_a_state_of_another_number_of_groups_is_refused() -> None:
+    state = FieldScheduler(optimizer({"lr": 1.0}, {"lr": 1.0}), {"lr": HALVING}, relative=True).state_dict()
+    other = FieldScheduler(optimizer({"lr": 1.0}), {"lr": HALVING}, relative=True)
+    with pytest.raises(ScheduleError, match="state is of 2 groups, the optimizer has 1"):
+        other.load_state_dict(state)
+
+
+def test_a_relative_schedule_needs_something_to_multiply() -> None:
+    with pytest.raises(ScheduleError, match="group 0: relative=True needs a 'lr' to multiply"):
+        FieldScheduler(optimizer({"lr": None}), {"lr": HALVING}, relative=True)
+
+
+def test_relative_is_kept_in_plain_types() -> None:
+    schedule = FieldSchedule(field="lr", schedule=HALVING, relative=True)
+    assert FieldSchedule.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
+
+
+def test_flattening_values_that_differ_is_logged_with_the_values(caplog: pytest.LogCaptureFixture) -> None:
+    FieldScheduler(optimizer({"lr": 1e-3}, {"lr": 1e-2}), {"lr": cosine(1e-3, 0.0, steps=10)})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in ("lr", "0.001, 0.01", "relative=True"):
+        assert part in record.getMessage()
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_nothing_is_logged_where_nothing_is_flattened(relative: bool, caplog: pytest.LogCaptureFixture) -> None:
+    rates = (1e-3, 1e-2) if relative else (1e-3, 1e-3)
+    FieldScheduler(optimizer(*({"lr": lr} for lr in rates)), {"lr": HALVING}, relative=relative)
+    assert not caplog.records
+
+
+def test_the_reference_s_scheduler_refuses_a_relative_lr() -> None:
+    with pytest.raises(ScheduleError, match=r"schedules: 'lr' has relative=True"):
+        OptimizerParamScheduler(
+            optimizer({"lr": 1.0}), init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
+            lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=10, wd_incr_style="constant",
+            schedules=[FieldSchedule(field="lr", schedule=HALVING, relative=True)],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [iter([]), None, {"lr": 1e-3}, [SimpleNamespace()]])
+def test_what_has_no_groups_is_refused_by_its_type(given: Any) -> None:
+    # model.parameters() was answered with AttributeError: 'generator' object has no attribute 'param_groups'.
+    with pytest.raises(ScheduleError, match=r"has no param_groups; pass an optimizer such as torch\.optim\.AdamW"):
+        FieldScheduler(given, {"lr": HALVING})
