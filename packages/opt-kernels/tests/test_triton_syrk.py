@@ -95,13 +95,27 @@ def test_every_tile_up_to_the_diagonal_has_its_number(kernel_device: torch.devic
     assert rows.tolist()[: len(expected)] == expected
 
 
-@pytest.mark.parametrize(("rows", "dtype", "pays"), [
-    (syrk.SMALLEST_ROWS, torch.bfloat16, True),
-    (syrk.SMALLEST_ROWS - 1, torch.bfloat16, False),
-    (syrk.SMALLEST_ROWS, torch.float64, False),
+@pytest.mark.parametrize(("rows", "dtype", "precision", "pays"), [
+    (syrk.SMALLEST_ROWS, torch.bfloat16, "highest", True),
+    (syrk.SMALLEST_ROWS - 1, torch.bfloat16, "highest", False),
+    (syrk.SMALLEST_ROWS, torch.float64, "highest", False),
+    (syrk.SMALLEST_ROWS, torch.float32, "high", True),
+    # Without TF32 the kernel has no matrix instruction to use, and kept 11 kB of its accumulator in memory.
+    (syrk.SMALLEST_ROWS, torch.float32, "highest", False),
 ])  # fmt: skip
-def test_small_and_double_products_are_left_to_torch(rows: int, dtype: torch.dtype, pays: bool) -> None:
+def test_small_double_and_exact_float32_products_are_left_to_torch(
+    rows: int, dtype: torch.dtype, precision: str, pays: bool
+) -> None:
+    torch.set_float32_matmul_precision(precision)
     assert syrk.halving_pays(torch.empty(1, rows, 8, dtype=dtype, device="meta")) is pays
+
+
+@pytest.mark.parametrize(("dtype", "precision", "expected"), [
+    (torch.float32, "high", "tf32"), (torch.float32, "highest", "ieee"), (torch.float16, "high", "ieee"),
+])  # fmt: skip
+def test_float32_tiles_are_multiplied_as_torch_is_set_to(dtype: torch.dtype, precision: str, expected: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    assert syrk.input_precision(dtype) == expected
 
 
 def test_a_small_product_is_the_same_without_the_kernel(kernel_device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Orthogonalisation as Muon does it: which precision, which products, which ranks, and what scale."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,10 @@ from opt_kernels.ops.newton_schulz import reference, torch_native
 from opt_kernels.ops.newton_schulz.coefficients import Schedule
 from opt_kernels.ops.newton_schulz.segments import cut
 from opt_kernels.ops.syrk.torch_native import dense_product
+from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import TensorParallel
+
+__all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale_factor"]
 
 
 class ScaleMode(Choice):
@@ -22,14 +26,6 @@ class ScaleMode(Choice):
     SPECTRAL = "spectral"  # sqrt(max(rows, cols)): with an extra factor of 0.2, AdamW's root mean square
     UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
     SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): Keller Jordan's
-
-
-class MatmulPrecision(Choice):
-    """In what the matrix products are done; the names are torch's."""
-
-    MEDIUM = "medium"  # 16 bits: fp16 on GPUs (three more bits, and normalised numbers need no range), bf16 elsewhere
-    HIGH = "high"  # fp32 numbers, TF32 products where the device has them
-    HIGHEST = "highest"  # fp32
 
 
 class TpMode(Choice):
@@ -109,7 +105,8 @@ class Orthogonalization:
         if parse_backend(self.backend) is Backend.REFERENCE:
             return reference.newton_schulz(x, segments=(self.schedule,), all_reduce=all_reduce)
         segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
-        with _Fp32Products(self.precision):
+        # Products of 16 or 64 bits do not depend on the setting.
+        with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
             return torch_native.newton_schulz(
                 x,
                 segments=segments,
@@ -128,24 +125,3 @@ class Orthogonalization:
         if not self.use_syrk:
             return dense_product
         return version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
-
-
-class _Fp32Products:
-    """While entered, fp32 matrix products are what `precision` says.
-
-    torch keeps this in one place for the whole process, and by default a user's own choice would reach in here. It is
-    set only where it differs, and set back.
-    """
-
-    def __init__(self, precision: MatmulPrecision) -> None:
-        self._wanted = "high" if precision is MatmulPrecision.HIGH else "highest"
-        self._found = self._wanted
-
-    def __enter__(self) -> None:
-        self._found = torch.get_float32_matmul_precision()
-        if self._found != self._wanted:
-            torch.set_float32_matmul_precision(self._wanted)
-
-    def __exit__(self, *_: object) -> None:
-        if self._found != self._wanted:
-            torch.set_float32_matmul_precision(self._found)

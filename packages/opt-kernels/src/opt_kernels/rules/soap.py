@@ -13,6 +13,7 @@ from opt_kernels.dispatch import parse_backend, version
 from opt_kernels.ops.elements import skipped
 from opt_kernels.ops.orthogonal_basis import reference
 from opt_kernels.ops.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
 from opt_kernels.rules.matrices import MatrixError, matrix_dim, read_main, update_in_phases_, write_main_
 
@@ -127,8 +128,11 @@ class SOAP:
         updates = torch.zeros_like(inputs)
         if skipped(skip):
             return updates
-        hyper = tasks[0].hyper
-        stack = _Stack(tasks, inputs.dtype)
+        # In TF32 the bases lose four digits of their orthogonality, and every later step is taken in them.
+        with fp32_products(MatmulPrecision.HIGHEST):
+            return self._transformed(_Stack(tasks, inputs.dtype), inputs, updates, tasks[0].hyper)
+
+    def _transformed(self, stack: "_Stack", inputs: Tensor, updates: Tensor, hyper: Hyper) -> Tensor:
         step = int(hyper.step)
         if step > 1:
             left, right = stack.load("Q_L"), stack.load("Q_R")

@@ -15,6 +15,7 @@ from torch import Tensor
 from opt_kernels.jit import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
 from opt_kernels.ops.lanes import nearest
 from opt_kernels.ops.syrk.torch_native import dense_product
+from opt_kernels.precision import tf32_products
 
 TILE = 128  # rows and columns of a tile: square, so that its mirror image is a tile too
 TILE_BYTES_K = 128  # of a row of an operand's tile: one line of a swizzled TMA box
@@ -143,8 +144,13 @@ def symmetric_product(
 
 
 def halving_pays(left: Tensor) -> bool:
-    """Whether the kernel is the faster one for `left` (batch, m, k): by its rows; float64 has no such kernel."""
-    return left.shape[-2] >= SMALLEST_ROWS and left.dtype is not torch.float64
+    """Whether the kernel is the faster one for `left` (batch, m, k): by its rows, and where tensor cores multiply it.
+
+    float64 has no such kernel. Exact float32 products use no tensor cores, and their accumulator does not fit the
+    registers.
+    """
+    on_tensor_cores = left.itemsize == 2 or (left.dtype is torch.float32 and input_precision(left.dtype) == "tf32")
+    return left.shape[-2] >= SMALLEST_ROWS and on_tensor_cores
 
 
 def halved_product(
@@ -165,7 +171,8 @@ def halved_product(
     grid = (tiles * (tiles + 1) // 2, batch)
     addend = None if added is None else added.contiguous()
     common: dict[str, Any] = {
-        "TILE": TILE, "TILE_K": tile_k, "PRECISION": _precision(left), "num_warps": NUM_WARPS, "enable_fp_fusion": True,
+        "TILE": TILE, "TILE_K": tile_k, "PRECISION": input_precision(left.dtype), "num_warps": NUM_WARPS,
+        "enable_fp_fusion": True,
     }  # fmt: skip
     if through_descriptors(left, right):
         transposed = right.stride(-1) != 1
@@ -207,6 +214,6 @@ def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
     return make(matrix, [1, rows, cols])
 
 
-def _precision(left: Tensor) -> str:
-    """How float32 operands are multiplied: as torch.set_float32_matmul_precision says; others have but one way."""
-    return "tf32" if left.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+def input_precision(dtype: torch.dtype) -> str:
+    """How operands are multiplied: float32 ones as torch is set to multiply them, others in the one way they have."""
+    return "tf32" if dtype is torch.float32 and tf32_products() else "ieee"

@@ -1,0 +1,175 @@
+"""Float32 matrix products have the precision that a rule asks for, whatever the user has set, and the user's setting
+stays."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.base import Batch, Hyper, Rule, Work
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.soap import SOAP
+
+HAS_NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+needs_newer = pytest.mark.skipif(not HAS_NEWER, reason="torch 2.9 brought this API")
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+
+
+def settings() -> list[str]:
+    """All that a user can set, in both APIs."""
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        legacy = "mixed"
+    if not HAS_NEWER:
+        return [legacy]
+    switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends.cudnn, torch.backends)
+    return [legacy, *(switch.fp32_precision for switch in switches)]
+
+
+@pytest.fixture(autouse=True)
+def as_torch_begins() -> Iterator[None]:
+    yield
+    if HAS_NEWER:
+        for switch in (torch.backends, torch.backends.cudnn, torch.backends.mkldnn):
+            switch.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    if HAS_NEWER:
+        for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            switch.fp32_precision = "none"
+
+
+def set_legacy_high() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def set_newer_matmul() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def set_newer_everything() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+USERS = [
+    pytest.param(lambda: None, id="nothing"),
+    pytest.param(set_legacy_high, id="legacy"),
+    pytest.param(set_newer_matmul, id="newer-matmul", marks=needs_newer),
+    pytest.param(set_newer_everything, id="newer-everything", marks=needs_newer),
+]
+
+
+class AsOnAGpu(TorchDispatchMode):
+    """Rounds the operands of float32 products to TF32 where the setting says so, as a GPU does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_tf32: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.name in PRODUCTS and args[0].dtype is torch.float32:
+            in_tf32 = settings()[1] == "tf32" if HAS_NEWER else settings()[0] != "highest"
+            self.in_tf32.append(in_tf32)
+            if in_tf32:
+                *others, a, b = args
+                args = (*others, rounded(a), rounded(b))
+        return func(*args, **(kwargs or {}))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """float32 with ten bits of mantissa."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def stepped(rule: Rule, shape: tuple[int, int], steps: int) -> Work:
+    generator = torch.Generator().manual_seed(0)
+    main = torch.randn(shape, generator=generator)
+    work = Work(grad=torch.empty(shape), main=main, state=rule.init_state(main))
+    for step in range(1, steps + 1):
+        work.grad.copy_(torch.randn(shape, generator=generator))
+        rule.update_([Batch(Hyper(lr=1e-2, step=step), [work])])
+    return work
+
+
+RULES = {
+    "muon": (Muon(backend="torch"), []),
+    "muon-high": (Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
+    "muon-highest": (Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST), [False]),
+    "adaptive": (
+        AdaptiveMuon(muon=Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+        [False],
+    ),
+    "soap": (SOAP(), [False]),
+    "soap-householder": (SOAP(use_kl_shampoo=False, power_iterations=2), [False]),
+}
+
+
+@pytest.mark.parametrize(("rule", "in_tf32"), RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize("user", USERS)
+def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_setting(
+    user: Callable[[], None], rule: Rule, in_tf32: list[bool]
+) -> None:
+    # "mix of the legacy and new APIs": a user's fp32_precision = "tf32" made every step of Muon raise.
+    user()
+    before = settings()
+    with AsOnAGpu() as gpu:
+        stepped(rule, (24, 16), 2)
+    assert sorted(set(gpu.in_tf32)) == in_tf32
+    assert settings() == before
+
+
+@pytest.mark.parametrize("user", USERS)
+def test_the_bases_of_soap_stay_orthogonal_where_the_user_allows_tf32(user: Callable[[], None]) -> None:
+    user()
+    with AsOnAGpu():
+        state = stepped(SOAP(), (64, 48), 15).state
+    for name in ("Q_L", "Q_R"):
+        q = state[name].double()
+        # A few units of float32; with TF32 products it is 5e-4.
+        assert float((q.mT @ q - torch.eye(len(q))).abs().max()) < 5e-6
+
+
+@needs_newer
+def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> None:
+    with fp32_products(MatmulPrecision.HIGH):
+        assert tf32_products()
+    torch.backends.fp32_precision = "tf32"
+    assert tf32_products()
+    with fp32_products(MatmulPrecision.HIGHEST):
+        assert not tf32_products()
+    torch.backends.fp32_precision = "ieee"
+    assert not tf32_products()
+
+
+def test_threads_that_want_another_precision_wait_and_the_users_setting_survives_both() -> None:
+    torch.set_float32_matmul_precision("high")
+    inside, seen = threading.Event(), []
+
+    def want_highest() -> None:
+        inside.wait(10)
+        with fp32_products(MatmulPrecision.HIGHEST):
+            seen.append(tf32_products())
+
+    thread = threading.Thread(target=want_highest)
+    thread.start()
+    with fp32_products(MatmulPrecision.HIGH):
+        inside.set()
+        thread.join(0.2)
+        seen.append(tf32_products())
+    thread.join(10)
+    assert seen == [True, False]
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_an_error_within_leaves_the_users_setting() -> None:
+    with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == "highest"
