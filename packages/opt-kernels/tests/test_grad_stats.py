@@ -42,6 +42,15 @@ def test_sum_and_zeros_are_those_of_float64(backend: str, dtype: torch.dtype, nu
 
 
 @ON_BACKENDS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_elements_have_no_norm_and_no_zeros(backend: str, dtype: torch.dtype) -> None:
+    """What a rank without rows of an FSDP2 parameter asks for."""
+    for grads in ([], [torch.empty(0, dtype=dtype)], [torch.empty(0, 3, dtype=dtype), torch.empty(2, 0, dtype=dtype)]):
+        stats = grad_stats(grads, backend=backend)
+        assert (stats.sum_of_squares.item(), stats.nonfinite.item(), stats.zeros.item()) == (0, 0, 0)
+
+
+@ON_BACKENDS
 def test_dtypes_may_be_mixed_and_tiles_full(backend: str) -> None:
     grads = [gradient(numel, dtype) for dtype in DTYPES for numel in (7, TILE_NUMEL - 1, 3)]
     stats = grad_stats(grads, backend=backend)

@@ -54,9 +54,10 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
     pieces: list[Tensor] = []
     for grad in grads:
         numel = grad.numel()
+        if not numel:
+            continue
         if numel <= SMALL_NUMEL and grad.dtype is torch.float32:
-            if numel:
-                pieces.append(grad)
+            pieces.append(grad)
         elif numel <= TILE_NUMEL:
             pieces.append(in_memory_order(grad))
         else:
