@@ -53,6 +53,7 @@ def test_the_canonical_lr_is_that_of_the_first_default_group() -> None:
     assert get_canonical_lr_for_logging(groups) == 2.0
     assert get_canonical_lr_for_logging(groups[:1]) is None
     assert get_canonical_lr_for_logging([]) is None
+    assert get_canonical_lr_for_logging([{"default_config": True}]) is None  # no lr yet, as in Megatron-Core
 
 
 def test_a_default_group_without_a_rate_has_none_to_log() -> None:

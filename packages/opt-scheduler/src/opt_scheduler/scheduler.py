@@ -300,7 +300,9 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
 
 
 def get_canonical_lr_for_logging(param_groups: Iterable[Mapping[str, Any]]) -> float | None:
-    """The learning rate to log: that of the first group with `default_config=True`, or None if there is none.
+    """The learning rate to log: that of the first group with `default_config=True`.
+
+    None if there is no such group, or if it has no `lr` yet, as in Megatron-Core.
 
     >>> get_canonical_lr_for_logging([{"lr": 1e-5, "default_config": False}, {"lr": 1e-3, "default_config": True}])
     0.001
