@@ -82,6 +82,29 @@ def test_the_plan_says_it_in_words() -> None:
     ]
 
 
+MODES = {
+    "blockwise": (BLOCKWISE, "each rank computes its own block, each tensor-parallel block as a matrix of its own"),
+    "duplicated": (DUPLICATED, "all ranks gather them, compute all, keep their parts"),
+    "distributed": (DISTRIBUTED, "ranks compute their parts, products are summed"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_plan_names_the_tensor_parallel_mode_where_it_decides_the_update(mode: str) -> None:
+    rule, words = MODES[mode]
+    (line,) = compute_lines(plan(rule, meta((16, 8), TP)))
+    assert line == f"1 matrix cut over 2 ranks (tp): {words} (muon_tp_mode={mode!r})"
+
+
+def test_the_plan_says_blockwise_where_fsdp_cuts_the_blocks_further_and_no_mode_where_wholes_are_gathered() -> None:
+    owner = "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, dealt by cost"
+    both = meta((16, 8), LAST_FSDP, TP)
+    (line,) = compute_lines(plan(BLOCKWISE, both))
+    assert line == f"{owner}, each tensor-parallel block as a matrix of its own (muon_tp_mode='blockwise')"
+    for rule in (DUPLICATED, DISTRIBUTED):  # the whole matrix, once
+        assert list(compute_lines(plan(rule, both))) == [owner]
+
+
 class NoPhases:
     """A matrix rule of somebody else's, which only knows `update_`."""
 

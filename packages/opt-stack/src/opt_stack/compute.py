@@ -33,6 +33,7 @@ class ComputePlan:
 
     axes: tuple[CutAxis, ...]  # in the order in which they cut; first those over which nothing is gathered
     layout: ComputeLayout
+    tp_mode: TpMode | None = None  # muon_tp_mode, where it decides what is computed; None where it has no effect
 
     @property
     def tensor_parallel_axis(self) -> int | None:
@@ -55,6 +56,7 @@ class _Arranged(NamedTuple):
     kept: int
     computes: Computes
     team: int
+    tp_mode: TpMode | None
 
 
 def plan_compute(
@@ -91,6 +93,7 @@ def plan_compute(
                 computes=arranged.computes,
                 kept=arranged.kept,
             ),
+            tp_mode=arranged.tp_mode,
         )
         for arranged, matrices in found.items()
     )
@@ -137,7 +140,9 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     if not meta.is_dtensor:
         shape[cuts[0].dim] *= cuts[0].axis.size
     matrix = SplitMatrix(id=meta.id, shape=tuple(shape), dims=tuple(cut.dim for cut in ordered))
-    return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team), matrix
+    blocks = mode is TpMode.BLOCKWISE and any(cut in sides for cut in kept)
+    in_effect = mode if blocks or computes in (Computes.EVERY, Computes.JOINT) else None
+    return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
 
 
 def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
@@ -178,11 +183,18 @@ WORDS: Mapping[Computes, str] = {
 
 
 def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
-    """For people: matrices by axes and by who computes them."""
-    counts: dict[tuple[str, Computes], int] = {}
+    """For people: matrices by axes and by who computes them, with muon_tp_mode where it has an effect."""
+    counts: dict[str, int] = {}
     for plan in plans:
         ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
-        key = (f"{ranks} ranks ({names})", plan.layout.computes)
-        counts[key] = counts.get(key, 0) + len(plan.layout.slots)
-    for (axes, computes), count in counts.items():
-        yield f"{count} matri{'x' if count == 1 else 'ces'} cut over {axes}: {WORDS[computes]}"
+        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}{_mode_in_words(plan)}"
+        counts[line] = counts.get(line, 0) + len(plan.layout.slots)
+    for line, count in counts.items():
+        yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+
+
+def _mode_in_words(plan: ComputePlan) -> str:
+    if plan.tp_mode is None:
+        return ""
+    blocks = ", each tensor-parallel block as a matrix of its own" * (plan.tp_mode is TpMode.BLOCKWISE)
+    return f"{blocks} (muon_tp_mode={plan.tp_mode.value!r})"

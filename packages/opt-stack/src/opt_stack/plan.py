@@ -138,10 +138,12 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
     total = 0
     wholes = dict(_wholes(unit))
     for buffer in plan.buffers:
-        shapes = {param.id: param.shape for param in buffer.params}
+        shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
+        if not shapes:
+            continue  # the unit may know nothing of the buffer's dtype
         main = MAIN_BYTES[unit.numbers[buffer.dtype]]
         for run in buffer.runs(rank):
-            if run.id in unit.ids:
+            if run.id in shapes:
                 total += run.numel * main
                 whole = wholes.get(run.id)
                 for spec in unit.rule.state_specs:
