@@ -139,6 +139,7 @@ def _pieces(
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
+            inspected = _inspected(buffer, axes, number)
             yield OwnedPiece(
                 id=id,
                 param=param,
@@ -148,7 +149,8 @@ def _pieces(
                 main=main,
                 state=init_state(unit.rule, main.value(), id=id, stage=placed[id].stage),
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
-                counted=_counted(buffer, meta, axes, param, number, spans_instances=roles.instance is None),
+                counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
+                inspected=inspected,
                 matrix=placed[id].spec,
                 stage=placed[id].stage,
             )
@@ -164,17 +166,23 @@ def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
     return (meta.grad_norm_group or "") if group.clips else group.optimizer
 
 
-def _counted(
-    buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, number: int, *, spans_instances: bool
-) -> bool:
-    """Whether this rank is the one that counts the piece in norms and zeros. Replicas share that work out."""
+def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:
+    """Whether this rank looks at the piece's gradient for the step's statistics.
+
+    Data-parallel replicas hold the same reduced gradient and share that work. All other copies, over tensor-parallel
+    ranks or over axes of a DTensor's mesh, were computed separately and are inspected by each holder.
+    """
+    shared_out = buffer.spread is not Spread.LAID_OUT and buffer.layout.num_shards == 1
+    return not shared_out or number % axes.dp.size == axes.dp.rank
+
+
+def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, *, spans_instances: bool) -> bool:
+    """Whether norms and zeros count this rank's copy of what it inspects."""
     if meta.shared or (axes.inter.rank > 0 and spans_instances):
         return False
     if buffer.spread is Spread.LAID_OUT:
         return is_first_replica(param)
-    if axes.tp.rank > 0 and not meta.tensor_parallel:
-        return False
-    return buffer.layout.num_shards > 1 or number % axes.dp.size == axes.dp.rank
+    return axes.tp.rank == 0 or meta.tensor_parallel
 
 
 def _limits(plan: Plan) -> Limits:

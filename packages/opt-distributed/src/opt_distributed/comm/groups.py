@@ -1,5 +1,6 @@
 """Process groups by the role they play, given by the caller; and what the step makes of them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -57,6 +58,10 @@ class ProcessGroups:
         if role in ROLES:
             return self._groups.get(role)
         raise AttributeError(role)
+
+    def first_of(self, *roles: str) -> dist.ProcessGroup | None:
+        """The group of the first of `roles` that was set, to None included; None if none of them was."""
+        return next((self._groups[role] for role in roles if role in self._groups), None)
 
     def require(self, *roles: str, because: str) -> None:
         """Raises ProcessGroupError, naming every role of `roles` that was never set."""
@@ -117,22 +122,44 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         groups.require("intra_dist_opt", because="where optimizer state is sharded")
     if _size(groups.inter_dist_opt) > 1:
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
+    _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
     dense = Axes(
-        dp=comm_of(groups.intra_dp_cp or groups.dp_cp or groups.dp),
+        dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")),
         tp=comm_of(groups.tp),
         inter=inter,
     )
     return Roles(
         dense=dense,
         expert=Axes(
-            dp=comm_of(groups.intra_expt_dp or groups.expt_dp),
+            dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")),
             tp=comm_of(groups.expt_tp),
             inter=inter,
         ),
         everyone=world,
         instance=_instance(groups, dense, world),
     )
+
+
+def _check_sizes(groups: ProcessGroups) -> None:
+    """Raises ProcessGroupError for groups that contradict each other: replicas that no reduction would reach."""
+    instances = _size(groups.inter_dist_opt)
+    replicas = _size(groups.first_of("dp_cp", "dp"))
+    products = {
+        "dp_cp": ({"dp": _size(groups.dp), "cp": _size(groups.cp)}, replicas),
+        "dp_cp or dp": ({"intra_dp_cp": _size(groups.intra_dp_cp), "inter_dist_opt": instances}, replicas),
+        "expt_dp": (
+            {"intra_expt_dp": _size(groups.intra_expt_dp), "inter_dist_opt": instances},
+            _size(groups.expt_dp),
+        ),
+    }
+    for whole, (factors, size) in products.items():
+        if all(factor in groups._groups for factor in factors) and math.prod(factors.values()) != size:
+            sizes = " and ".join(f"{role} of {ranks}" for role, ranks in factors.items())
+            raise ProcessGroupError(
+                f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
+                "(None stands for one rank)"
+            )
 
 
 def _instance(groups: ProcessGroups, dense: Axes, world: Comm) -> Comm | None:

@@ -53,7 +53,10 @@ def reduce_stats(
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
     It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them
-    first. Zeros that stand for no gradient are not counted: beside its flags, a source tells how many it brought.
+    first. Zeros filled in for missing gradients are excluded: each source reports their count next to its flags.
+
+    Norms and zeros count one copy of each element. Finiteness is judged on every copy that may differ: a NaN on a rank
+    whose copy is not counted stops the step as well.
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
@@ -62,6 +65,8 @@ def reduce_stats(
     for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
             _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
+    if copies := _uncounted_copies(ready):
+        mine[-2] += grad_stats(copies, count_zeros=False).nonfinite.to(mine.device)
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
@@ -116,6 +121,16 @@ def _by_source(ready: Iterable[Ready]) -> Counted:
             if piece.counted:
                 found.setdefault(piece.source, {}).setdefault(piece.norm_slot, []).append(grad)
     return found
+
+
+def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
+    """Gradients of which another rank counts its own copy; the copy here may still differ and must be finite."""
+    return [
+        grad
+        for pieces, grads in ready
+        for piece, grad in zip(pieces, grads, strict=True)
+        if piece.inspected and not piece.counted
+    ]
 
 
 def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor) -> list[float]:

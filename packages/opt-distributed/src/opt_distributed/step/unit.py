@@ -29,6 +29,7 @@ class OwnedPiece:
     state: dict[str, Tensor]
     norm_slot: int = 0  # which of the step's gradient norms it belongs to
     counted: bool = True  # False where another rank counts these elements in norms and zeros
+    inspected: bool = True  # whether this rank looks for infinities and NaNs here; always where it counts
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
     stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
     step: int = 0  # updates made so far; the only state a step keeps on the host
