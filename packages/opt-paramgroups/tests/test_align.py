@@ -101,6 +101,26 @@ def test_a_pattern_that_no_rank_matches_is_an_error_on_all():
     assert [str(error).startswith("config_overrides[nowhere]: matches no parameter.") for error in errors] == [True] * 2
 
 
+def test_a_parameter_frozen_on_one_rank_gives_all_ranks_the_same_answer():
+    ranks = Ranks(2)
+    frozen = Experts().requires_grad_(False)
+    overrides = {ParamKey(name="router.weight"): {"max_lr": 1.0}}
+    models = [nn.Identity(), frozen]
+    groups = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, overrides, gather=ranks.gather_of(rank)))
+    assert groups == [[], []]
+
+
+def test_a_misspelt_entry_of_one_rank_is_every_ranks_error():
+    ranks = Ranks(2)
+    entries = ["wd_mult", "wd_mul"]
+    errors = ranks.run(
+        lambda rank: get_param_groups(
+            [Experts()], CONFIG, {ParamKey(name="*.bias"): {entries[rank]: 0.0}}, gather=ranks.gather_of(rank)
+        )
+    )
+    assert all("config_overrides[*.bias]: wd_mul=0.0: unknown entry" in str(error) for error in errors)
+
+
 def test_one_ranks_contradiction_is_every_ranks_error():
     ranks = Ranks(3)
     overrides = {ParamKey(name="*.bias"): {"wd_mult": 0.0}, ParamKey(name="experts.*"): {"wd_mult": 0.5}}

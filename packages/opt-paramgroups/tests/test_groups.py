@@ -250,6 +250,12 @@ REFUSED = {
         "config_overrides[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: parameters share "
         "a group when all their entries are equal",
     ),
+    "a misspelt entry": (
+        {BIAS: {"wd_mul": 0}},  # was put into the group, and every bias decayed
+        "config_overrides[*.bias]: wd_mul=0: unknown entry; nothing reads it. Allowed are betas, clip_grad, end_wd, "
+        "eps, is_decoupled_lr, lr_mult, max_lr, min_lr, momentum, optimizer, start_wd, wd_mult. Did you mean wd_mult "
+        "or lr_mult? For an entry that your own code reads, pass extra_group_keys=('wd_mul',)",
+    ),
     "an optimizer that is no name": (
         {BIAS: {"optimizer": torch.optim.SGD}},
         f"config_overrides[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule",
@@ -280,6 +286,42 @@ def test_a_bad_override_is_refused_with_its_message(overrides, message):
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Model()], CONFIG, overrides)
     assert str(caught.value) == message
+
+
+def test_a_misspelt_entry_is_refused_even_if_its_value_is_none():
+    with pytest.raises(ConfigError, match=r"config_overrides\[\*\.bias\]: wd_mul=None: unknown entry"):
+        get_param_groups([Model()], CONFIG, {BIAS: {"wd_mul": None}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "extra"),
+    [("role", ("role",)), ("role", None), ("amsgrad", ())],
+    ids=["declared", "any", "read by torch's Adam"],
+)
+def test_entries_that_something_else_reads_may_be_set(entry, extra):
+    groups = groups_of(Model(), {BIAS: {entry: True}}, extra_group_keys=extra)
+    assert [group.get(entry) for group in groups.values()] == [None, True]
+
+
+def test_a_key_of_frozen_parameters_says_that_they_are_frozen(caplog):
+    # The answer was "matches no parameter. Did you mean ...", with the very name among the parameters.
+    model = Model()
+    model.embedding.requires_grad_(False)
+    groups = groups_of(model, {ParamKey(name="embedding.weight"): {"max_lr": 1.0}})
+    assert list(groups) == ["default"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "config_overrides[embedding.weight]: matches frozen parameters only, such as 'embedding.weight' "
+        "(requires_grad=False), so it has no effect; unfreeze them before the optimizer is built, or drop the key"
+    )
+
+
+def test_a_key_that_matches_trainable_parameters_too_is_not_warned_of(caplog):
+    model = Model()
+    model.embedding.requires_grad_(False)
+    groups_of(model, {ParamKey(name="*.weight"): {"max_lr": 1.0}})
+    assert not caplog.records
 
 
 def test_an_unmatched_pattern_is_accepted_when_asked_for():

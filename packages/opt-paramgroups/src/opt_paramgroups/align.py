@@ -1,7 +1,7 @@
-"""The same groups on every rank: each tells which groups its parameters make, all take the union."""
+"""The same groups on every rank: each reports which groups its parameters make, all take the union."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from opt_config import ConfigError
@@ -30,15 +30,16 @@ class Report(NamedTuple):
 
     seen: frozenset[Seen]
     error: str  # why it cannot go on; empty: it can
+    frozen: tuple[tuple[str, str], ...] = ()  # label of a key, and the first frozen parameter that it matches
 
     @classmethod
-    def of(cls, seen: Iterable[Seen]) -> Self:
-        """What a rank says that has matched all its parameters."""
-        return cls(frozenset(seen), "")
+    def of(cls, seen: Iterable[Seen], *, frozen: Mapping[str, str]) -> Self:
+        """The report of a rank that has matched all its parameters."""
+        return cls(frozenset(seen), "", tuple(frozen.items()))
 
     @classmethod
     def failed(cls, error: Exception) -> Self:
-        """What a rank says that cannot go on."""
+        """The report of a rank that cannot go on."""
         return cls(frozenset(), str(error) or repr(error))
 
 
@@ -46,7 +47,8 @@ class Agreed(NamedTuple):
     """What all ranks build."""
 
     names: dict[GroupKey, str]  # in the order of the groups
-    labels: frozenset[str]  # of all keys that matched something somewhere
+    labels: frozenset[str]  # of all keys that matched a trainable parameter on some rank
+    frozen: Mapping[str, str]  # of all keys that matched frozen parameters, and the first of these
 
 
 def alone(value: Any) -> list[Any]:
@@ -61,11 +63,12 @@ def agree(report: Report, gather: Gather) -> Agreed:
     `ConfigError` if another rank failed, or if ranks were given different overrides.
     """
     reports: list[Report] = list(gather(report))
-    for rank, told in enumerate(reports):
-        if told.error:
-            raise ConfigError(f"rank {rank}: {told.error}")
-    seen = frozenset[Seen]().union(*(told.seen for told in reports))
-    return Agreed(_named(seen), frozenset[str]().union(*(labels for labels, _ in seen)))
+    for rank, report in enumerate(reports):
+        if report.error:
+            raise ConfigError(f"rank {rank}: {report.error}")
+    seen = frozenset[Seen]().union(*(report.seen for report in reports))
+    frozen = {label: name for report in reversed(reports) for label, name in report.frozen}
+    return Agreed(_named(seen), frozenset[str]().union(*(labels for labels, _ in seen)), frozen)
 
 
 def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:

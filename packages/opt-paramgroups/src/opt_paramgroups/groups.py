@@ -1,15 +1,15 @@
 """Parameter groups: every trainable parameter in exactly one, the same groups in the same order on every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_paramgroups.align import Gather, GroupKey, Report, Seen, agree, alone
-from opt_paramgroups.match import check_all_matched, match_all
+from opt_paramgroups.match import check_all_matched, frozen_matches, match_all, warn_of_frozen
 from opt_paramgroups.meta import ParamMeta, describe
-from opt_paramgroups.names import ParamId, parameters_by_id
+from opt_paramgroups.names import ParamId, frozen_by_id, parameters_by_id
 from opt_paramgroups.overrides import ConfigOverrides, Override, read_overrides
 from opt_paramgroups.presets import get_standard_config_overrides
 
@@ -33,6 +33,7 @@ def get_param_groups(
     metas: Mapping[ParamId, ParamMeta] | None = None,
     allow_unmatched: bool = False,
     model_chunk_offset: int = 0,
+    extra_group_keys: Collection[str] | None = (),
 ) -> list[ParamGroup]:
     """Parameter groups of a model, for any optimizer that takes torch's groups.
 
@@ -51,23 +52,27 @@ def get_param_groups(
         metas: what is known of the parameters; None: `describe(model_chunks)`.
         allow_unmatched: accept keys of names or attributes that match nothing on any rank.
         model_chunk_offset: number of the first chunk.
+        extra_group_keys: names of entries that overrides may set although nothing here knows them, for code of one's
+            own that reads the groups; None: any name.
 
     Raises:
-        ConfigError: keys contradict each other on a parameter, a key matches nothing, an override is not sound. Any
-            rank's error is raised on all.
+        ConfigError: keys contradict each other on a parameter, a key matches nothing, an override sets an unknown entry
+            or a value that is not allowed. Any rank's error is raised on all.
     """
     try:
         params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
         known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
         chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
-        overrides = read_overrides(config, chosen)
+        overrides = read_overrides(config, chosen, extra_group_keys=extra_group_keys)
         seen = {id: _seen(param, _known(known, id), overrides) for id, param in params.items()}
+        frozen = frozen_matches(overrides, frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset))
     except Exception as error:
         gather(Report.failed(error))  # the other ranks wait there
         raise
-    agreed = agree(Report.of(seen.values()), gather)
+    agreed = agree(Report.of(seen.values(), frozen=frozen), gather)
+    warn_of_frozen(overrides, agreed.labels, agreed.frozen)
     if not allow_unmatched:
-        check_all_matched(overrides, agreed.labels, params)
+        check_all_matched(overrides, agreed.labels | agreed.frozen.keys(), params)
     members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in agreed.names}
     for id, param in params.items():
         members[seen[id].key][id] = param

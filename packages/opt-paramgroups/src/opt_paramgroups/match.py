@@ -1,5 +1,6 @@
 """Which keys mean a parameter, and what they make of it together."""
 
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta
 from opt_paramgroups.names import ParamId
 from opt_paramgroups.overrides import Override
 from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
+
+logger = logging.getLogger("opt_paramgroups")
 
 Entries = tuple[tuple[str, Hashable], ...]
 """A merged override as pairs sorted by name: equal for equal overrides, in whatever order they were merged."""
@@ -87,6 +90,28 @@ def check_all_matched(
             )
             + "\nCorrect or drop the key, or pass allow_unmatched=True."
         )
+
+
+def frozen_matches(overrides: Mapping[ParamKey, Override], frozen: Mapping[ParamId, Parameter]) -> dict[str, str]:
+    """The first frozen parameter that each key matches, by the key's label; keys without one are left out."""
+    found: dict[str, str] = {}
+    for id, param in frozen.items():
+        for key in overrides:
+            if key.label not in found and key.matches(param, id.name):
+                found[key.label] = str(id)
+    return found
+
+
+def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[str], frozen: Mapping[str, str]) -> None:
+    """Log a warning for every key that is spelt out and matches frozen parameters only: its override has no effect."""
+    for key in overrides:
+        name = frozen.get(key.label)
+        if name and key.label not in matched and not (key.predicate or key.with_name_predicate):
+            logger.warning(
+                "config_overrides[%s]: matches frozen parameters only, such as %r (requires_grad=False), so it has no "
+                "effect; unfreeze them before the optimizer is built, or drop the key",
+                key.label, name,
+            )  # fmt: skip
 
 
 def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:

@@ -40,6 +40,11 @@ def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: i
     return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
 
 
+def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
+    """The parameters with `requires_grad=False`, in order of registration; tied ones once, under their first name."""
+    return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if not param.requires_grad}
+
+
 def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[ParamId, nn.Parameter]]:
     seen: set[int] = set()
     for chunk, module in enumerate(model_chunks, start=offset):

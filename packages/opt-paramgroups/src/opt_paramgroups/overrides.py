@@ -1,17 +1,31 @@
 """What a key changes for its parameters: overrides as dicts or as whole configurations, read and checked."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey
+from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey, did_you_mean
 from opt_scheduler import ParamGroupOverride
 
 Override = Mapping[str, Any]
-"""Entries of a group: those of `ParamGroupOverride`, `optimizer`, `lr_mult`, `betas`, `eps`, `momentum`, one's own."""
+"""Entries of a group, by name: those in `OVERRIDE_KEYS`, and those that the caller declares as `extra_group_keys`."""
 
 ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Override]
+
+OVERRIDE_KEYS = (
+    *ParamGroupOverride.__optional_keys__,
+    *("lr_mult", "is_decoupled_lr", "optimizer", "clip_grad"),
+    *("betas", "eps", "momentum"),
+)
+"""What a key may set for its parameters: read by schedulers, by the factory, or by a rule."""
+
+TORCH_KEYS = (
+    *("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
+    *("dampening", "nesterov", "alpha", "centered", "rho", "lambd", "t0", "lr_decay", "momentum_decay", "etas"),
+    *("step_sizes", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
+)
+"""What the groups of torch's own optimizers may set besides."""
 
 _RESERVED = MappingProxyType(
     {
@@ -28,6 +42,8 @@ _RESERVED = MappingProxyType(
 
 _INTERVALS = MappingProxyType(
     {
+        "lr": Interval(0),
+        "weight_decay": Interval(0),
         "max_lr": Interval(0),
         "min_lr": Interval(0),
         "lr_mult": Interval(0),
@@ -40,12 +56,16 @@ _INTERVALS = MappingProxyType(
 )
 
 
-def read_overrides(config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any]) -> dict[ParamKey, Override]:
+def read_overrides(
+    config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any], *, extra_group_keys: Collection[str] | None = ()
+) -> dict[ParamKey, Override]:
     """Every override as a dict of group entries, checked; the arguments are left as they are.
 
-    Of an `OptimizerConfig`, what differs from `config` is the override. Raises `ConfigError` for keys of another type,
-    for entries that a key may not set, and for values outside their range.
+    Of an `OptimizerConfig`, what differs from `config` is the override. `extra_group_keys` names entries that are
+    allowed besides `OVERRIDE_KEYS` and `TORCH_KEYS`; None allows every name. Raises `ConfigError` for keys of another
+    type, for entries that a key may not set, for unknown ones, and for values outside their range.
     """
+    known = None if extra_group_keys is None else {*OVERRIDE_KEYS, *TORCH_KEYS, *extra_group_keys}
     read: dict[ParamKey, Override] = {}
     if not isinstance(config_overrides, Mapping):
         raise ConfigError(f"config_overrides={config_overrides!r}: must map ParamKeys to overrides, or be None")
@@ -57,6 +77,7 @@ def read_overrides(config: OptimizerConfig, config_overrides: Mapping[ParamKey, 
         if isinstance(override, OptimizerConfig):
             read[key] = _difference(config, override, key)
         elif isinstance(override, Mapping):
+            _check_names(override, key, known)
             read[key] = {entry: value for entry, value in override.items() if value is not None}
         else:
             reason = "must be a ParamGroupOverride (a dict) or an OptimizerConfig"
@@ -109,17 +130,29 @@ def _entries_of_rule(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
             return {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
 
 
+def _check_names(override: Override, key: ParamKey, known: Collection[str] | None) -> None:
+    for entry, value in override.items():
+        if known is not None and entry not in known and entry not in _RESERVED and not isinstance(value, Mapping):
+            raise ConfigError(f"config_overrides[{key.label}]: {entry}={value!r}: {unknown_entry(entry)}")
+
+
+def unknown_entry(entry: str, known: Collection[str] = OVERRIDE_KEYS) -> str:
+    """Why an entry of a group is refused that nothing reads, with the closest of the `known` ones."""
+    return (
+        f"unknown entry; nothing reads it. Allowed are {', '.join(sorted(known))}.{did_you_mean(str(entry), known)} "
+        f"For an entry that your own code reads, pass extra_group_keys=({entry!r},)"
+    )
+
+
 def _check(override: Override, key: ParamKey) -> None:
     for entry, value in override.items():
-        reason = _objection(entry, value)
+        reason = f"may not be set: {_RESERVED[entry]}" if entry in _RESERVED else value_problem(entry, value)
         if reason:
             raise ConfigError(f"config_overrides[{key.label}]: {entry}={value!r}: {reason}")
 
 
-def _objection(entry: str, value: object) -> str:
-    """Why a group may not have this entry; empty when it may."""
-    if entry in _RESERVED:
-        return f"may not be set: {_RESERVED[entry]}"
+def value_problem(entry: str, value: object) -> str:
+    """Why a group's entry may not have this value; empty when it may."""
     if entry in _INTERVALS and value not in _INTERVALS[entry]:
         return _INTERVALS[entry].sentence
     if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):

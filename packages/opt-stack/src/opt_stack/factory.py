@@ -1,7 +1,7 @@
 """`get_optimizer`: from a configuration and a model to an optimizer, with the same verdict on every rank."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from opt_paramgroups import (
 )
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index
+from opt_stack.entries import check_entries, checked_hyper
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.peers import check_peers, check_same_config
@@ -48,6 +49,7 @@ def get_optimizer(
     *,
     rules: Registry | None = None,
     allow_unmatched: bool = False,
+    extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
     """The optimizer of a model: its parameters grouped, its step planned and built.
 
@@ -63,6 +65,8 @@ def get_optimizer(
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
         allow_unmatched: accept overrides by name or attribute that match no parameter on any rank.
+        extra_group_keys: names of entries that overrides may set although no rule or scheduler known here reads them,
+            for code of one's own that does.
 
     Raises:
         ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is
@@ -75,9 +79,14 @@ def get_optimizer(
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
     check_same_config(config, roles.everyone, asked=asked)
     groups = get_param_groups(
-        chunks, config, overrides, gather=roles.everyone.gather_objects, allow_unmatched=allow_unmatched
+        chunks,
+        config,
+        overrides,
+        gather=roles.everyone.gather_objects,
+        allow_unmatched=allow_unmatched,
+        extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
     )
-    optimizer = _build(config, chunks, groups, roles, known)
+    optimizer = _build(config, chunks, groups, roles, known, extra_group_keys=extra_group_keys)
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
     return optimizer
@@ -94,6 +103,7 @@ def get_optimizer_based_on_param_groups(
     pg_collection: ProcessGroups | Roles | None = None,
     rules: Registry | None = None,
     part: str = "",
+    extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
     """The optimizer of a model whose parameter groups the caller made; all ranks call it together.
 
@@ -103,6 +113,7 @@ def get_optimizer_based_on_param_groups(
         param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
             model that are in none are not trained.
         pg_collection, rules: as for `get_optimizer`.
+        extra_group_keys: as for `get_optimizer`, of entries that groups may have.
         part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
 
     Raises:
@@ -116,7 +127,7 @@ def get_optimizer_based_on_param_groups(
         lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
     )
     check_same_config(config, roles.everyone)
-    return _build(config, chunks, groups, roles, known, part=part)
+    return _build(config, chunks, groups, roles, known, part=part, extra_group_keys=extra_group_keys)
 
 
 def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
@@ -155,6 +166,7 @@ def _build(
     rules: Registry,
     *,
     part: str = "",
+    extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
     """The one way from groups to an optimizer."""
     sizes = WorldSizes(
@@ -164,7 +176,10 @@ def _build(
         expert_tp=roles.expert.tp.size,
     )
     _agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
-    plan = _agreed(roles.everyone, lambda: plan_of(config, chunks, groups, rules, sizes=sizes))
+    plan = _agreed(
+        roles.everyone,
+        lambda: plan_of(config, chunks, groups, rules, sizes=sizes, extra_group_keys=extra_group_keys),
+    )
     params, metas = parameters_by_id(chunks), describe(chunks)
     check_peers(plan, groups, metas, roles)
     if roles.everyone.rank == 0:
@@ -185,18 +200,26 @@ def _build(
 
 
 def plan_of(
-    config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Groups, rules: Registry, *, sizes: WorldSizes
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    rules: Registry,
+    *,
+    sizes: WorldSizes,
+    extra_group_keys: Collection[str] = (),
 ) -> Plan:
     """The plan of these groups on a world of these sizes; nothing is built, no process group is needed.
 
     Writes to `groups`: each gets what its rule reads and it does not say itself. Raises ConfigError for what cannot be.
     """
     config.validate()  # fields may have been assigned since it was built
-    for group in groups:
-        for key, value in rules[group["optimizer"]].hyper(config).items():
-            group.setdefault(key, value)
     names = {group["optimizer"] for group in groups}
     made = {name: rules[name].make(config) for name in names}
+    hyper = {name: checked_hyper(rules[name], rule, config) for name, rule in made.items()}
+    check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=extra_group_keys)
+    for group in groups:
+        for key, value in hyper[group["optimizer"]].items():
+            group.setdefault(key, value)
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made)
     trained = {id for group in groups for id in group["param_ids"]}

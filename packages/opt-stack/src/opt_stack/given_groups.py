@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_paramgroups import ParamId, ParamMeta
+from opt_paramgroups.overrides import value_problem
+from opt_stack.local_state import HELD
 
 
 def complete_groups(
@@ -37,6 +39,7 @@ def complete_groups(
                     f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; one is allowed"
                 )
             names[param_id] = name
+        _check_values(name, given)
         is_expert = _is_expert(name, [metas[param_id] for param_id in param_ids], given)
         groups.append(
             _completed({**given, "name": name, "params": held}, config) | {"param_ids": param_ids} | is_expert
@@ -64,22 +67,39 @@ def _is_expert(name: str, metas: Sequence[ParamMeta], given: Mapping[str, Any]) 
     return {"is_expert_parallel": kinds.pop() if kinds else bool(given.get("is_expert_parallel", False))}
 
 
+def _check_values(name: str, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        problem = "" if value is None or isinstance(value, Tensor) or key in HELD else value_problem(key, value)
+        if problem:
+            raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
+    if given.get("lr_mult", 1.0) != 1.0 and given.get("lr") is not None and given.get("max_lr") is None:
+        raise ConfigError(
+            f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, and it is not "
+            "clear whether lr is multiplied already; give lr alone, or lr_mult alone to multiply the configuration's"
+        )
+
+
 def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-    """`given` with the entries it lacks. Unset rates are the configuration's."""
-    wd_mult = given.get("wd_mult", 1.0)
-    max_lr = next((rate for rate in (given.get("max_lr"), given.get("lr"), config.lr) if rate is not None), None)
+    """`given` with the entries it lacks. Unset rates are the configuration's, times the group's `lr_mult`."""
+    wd_mult, lr_mult = given.get("wd_mult", 1.0), given.get("lr_mult", 1.0)
+    rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
+    max_lr = next((rate for rate in rates if rate is not None), None)
     return {
         "wd_mult": wd_mult,
-        "lr_mult": 1.0,
+        "lr_mult": lr_mult,
         "is_decoupled_lr": False,
         "default_config": False,
         "optimizer": config.optimizer,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay * wd_mult,
+        "min_lr": _times(config.min_lr, lr_mult),
+        "weight_decay": _times(given.get("start_wd", config.weight_decay), wd_mult),
         **given,
         "max_lr": max_lr,
         "lr": given["lr"] if given.get("lr") is not None else max_lr,
     }
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return value if value is None or factor == 1.0 else value * factor
 
 
 def _check_names(groups: Sequence[Mapping[str, Any]]) -> None:

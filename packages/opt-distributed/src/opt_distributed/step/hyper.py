@@ -1,19 +1,21 @@
 """The hyper-parameter table: one row per parameter group, read from `param_groups` at every step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from opt_kernels.rules.base import Hyper
 
-_FIELDS = tuple(field.name for field in fields(Hyper) if field.name != "step")
+_FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
 
 
-def read_hyper(group: Mapping[str, Any], *, step: int) -> Hyper:
-    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; a rule reads its own.
+def read_hyper(group: Mapping[str, Any], *, step: int, own: Sequence[str] = ()) -> Hyper:
+    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; `own` names further
+    entries that the rule reads.
 
     Raises ValueError where the group has no learning rate yet.
     """
     if group["lr"] is None:
         raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
-    return Hyper(step=step, **{name: group[name] for name in _FIELDS if name in group})
+    numbers = {name: group[name] for name in _FIELDS if name in group}
+    return Hyper(step=step, own={name: group[name] for name in own}, **numbers)

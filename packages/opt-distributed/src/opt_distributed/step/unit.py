@@ -82,7 +82,7 @@ class Unit:
         by_scale: dict[float, list[Batch]] = {}
         for run in self._runs_of(ready.pieces):
             works = run.works(ready.grads)
-            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1)
+            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1, own=getattr(self.rule, "hyper_names", ()))
             scale = scale_of_slot[run.key.norm_slot] * run.key.source.grad_scale
             # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
             batch = Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works)

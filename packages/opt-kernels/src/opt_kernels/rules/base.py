@@ -5,9 +5,9 @@ The caller owns all memory: a rule writes `main`, `out`, `remainder` and `state`
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,7 +48,10 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:
-    """One row of the hyper-parameter table: a group's numbers at this step. A rule reads the fields it knows."""
+    """One row of the hyper-parameter table: a group's numbers at this step. A rule reads the fields it knows.
+
+    A rule with an attribute `hyper_names` finds the numbers of these names in `own`.
+    """
 
     lr: float | Tensor
     weight_decay: float | Tensor = 0.0
@@ -56,6 +59,7 @@ class Hyper:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,100 @@
+"""Entries of parameter groups: which of them something reads. An entry that nothing reads is refused."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_kernels.rules.base import Rule
+from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
+from opt_stack.built_in import RuleEntry
+
+HYPER_KEYS = ("betas", "eps", "momentum")
+"""The numbers that any rule may read of a group, besides lr and weight_decay."""
+
+_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config")
+_SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
+"""Written or read by torch's, timm's and our schedulers."""
+COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True)),
+        **dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"), (False,)),
+        "dampening": (0,),
+    }
+)
+"""Entries of the groups of torch's optimizers, with the values under which they ask for nothing else than is done."""
+
+
+def hyper_names(rule: Rule) -> tuple[str, ...]:
+    """The names of the numbers that `rule` reads from `Hyper.own`: its attribute `hyper_names`, if it has one."""
+    names: tuple[str, ...] = getattr(rule, "hyper_names", ())
+    return names
+
+
+def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
+    """What `entry.hyper` puts into groups.
+
+    Raises:
+        ConfigError: a name that never reaches the rule, or one that the rule declares and `hyper` does not give.
+    """
+    hyper, own = entry.hyper(config), hyper_names(rule)
+    allowed = (*HYPER_KEYS, *own)
+    for name in hyper:
+        if name not in allowed:
+            raise ConfigError(
+                f"optimizer={entry.name!r}: RuleEntry.hyper gives {name!r}, which its rule never reads; allowed are "
+                f"{', '.join(allowed)}.{did_you_mean(name, allowed)} A rule reads further numbers from Hyper.own if "
+                f"it names them: hyper_names = ({name!r},)"
+            )
+    missing = [name for name in own if name not in hyper]
+    if missing:
+        raise ConfigError(
+            f"optimizer={entry.name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper gives no "
+            "value for it; return one that groups start from"
+        )
+    return hyper
+
+
+def check_entries(
+    groups: Sequence[Mapping[str, Any]],
+    read_by: Mapping[str, Collection[str]],  # for each optimizer, the numbers that its rule reads
+    *,
+    decoupled: bool,  # OptimizerConfig.decoupled_weight_decay
+    extra_group_keys: Collection[str] = (),
+) -> None:
+    """Raises ConfigError with every entry of `groups` that neither a scheduler, the factory nor a rule reads.
+
+    One override may cover parameters of several rules: what one of them reads, the others may carry.
+    """
+    used = {key for group in groups for key in group if key in read_by[group["optimizer"]]}
+    problems = [
+        f"group {group['name']!r}: {key}={value!r}: {_reason(key, group, read_by)}"
+        for group in groups
+        for key, value in group.items()
+        if not (key in COMMON_KEYS or key in used or key in extra_group_keys or key.startswith("initial_"))
+        and not _is_neutral(key, value, decoupled)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _is_neutral(key: str, value: object, decoupled: bool) -> bool:
+    return value is decoupled if key == "decoupled_weight_decay" else value in _NEUTRAL.get(key, ())
+
+
+def _reason(key: str, group: Mapping[str, Any], read_by: Mapping[str, Collection[str]]) -> str:
+    optimizer = group["optimizer"]
+    reads = read_by[optimizer]
+    if key in HYPER_KEYS:
+        return f"optimizer {optimizer!r} does not read it; it reads {', '.join(_listed(reads))}"
+    if key in _NEUTRAL:
+        allowed = " or ".join(map(repr, _NEUTRAL[key]))
+        return f"not supported by optimizer {optimizer!r}; {allowed} is allowed. Drop the entry, or use torch_rule"
+    return unknown_entry(key, {*OVERRIDE_KEYS} - {*HYPER_KEYS} | {*reads})
+
+
+def _listed(reads: Collection[str]) -> Iterator[str]:
+    yield from ("lr", "weight_decay")
+    yield from sorted(reads)
