@@ -415,6 +415,17 @@ def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     assert torch.equal(value(lazy), value(plain))
 
 
+@ON_BACKENDS
+@pytest.mark.parametrize("part", ["main", "state", "out"])
+def test_what_would_be_written_without_its_sign_flag_is_refused(part: str, backend: str) -> None:
+    flagged = torch._neg_view(torch.zeros(6))
+    main = flagged if part == "main" else torch.zeros(6)
+    state = Adam().init_state(torch.zeros(6)) | ({"exp_avg": flagged} if part == "state" else {})
+    work = Work(grad=torch.ones(6), main=main, state=state, out=flagged if part == "out" else None)
+    with pytest.raises(LayoutError, match="resolve_neg"):
+        Adam(backend=backend).update_([Batch(HYPER, [work])])
+
+
 @pytest.mark.parametrize("numel", [3, 4000])
 @pytest.mark.parametrize("of", ["state", "out"])
 @ON_BACKENDS

@@ -110,6 +110,11 @@ def test_no_gradients_have_norm_zero(backend: str) -> None:
     assert (stats.sum_of_squares.dtype, stats.zeros.dtype) == (torch.float64, torch.int64)
 
 
+def test_statistics_of_no_elements_are_on_the_device_of_the_gradients() -> None:
+    empty = torch.empty(0, dtype=torch.float16, device="meta")
+    assert {number.device.type for number in grad_stats([empty], backend="torch")} == {"meta"}
+
+
 def test_the_sum_has_the_same_bits_whatever_the_number_of_threads() -> None:
     grads = [gradient(300_000, torch.float32), gradient(70_000, torch.bfloat16)]
     before, sums = torch.get_num_threads(), []

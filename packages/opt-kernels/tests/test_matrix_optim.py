@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.optim import SOAP, Adam, AdaptiveMuon, Lion, Muon, RuleOptimizer
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
+from opt_kernels.rules.base import Batch, Hyper, Rule, Work
 from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.muon import Muon as MuonRule
+from opt_kernels.rules.soap import SOAP as SOAPRule
+
+NEEDS_TRITON = pytest.mark.skipif(
+    find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter"
+)
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -159,6 +168,27 @@ def test_bf16_parameters_with_mains_follow_fp32_ones(maker: Callable[..., RuleOp
     # Half a unit of bf16 at the largest weight, 4: what rounding the last main once may cost, not twenty updates.
     torch.testing.assert_close(narrow.float(), wide.detach(), rtol=0, atol=0.0157)
     assert torch.equal(narrow, wide.detach().bfloat16()) or mains == "remainder"
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("make", [MuonRule, lambda **o: AdaptiveMuonRule(muon=MuonRule(**o))], ids=["muon", "adaptive"])
+def test_an_infinite_weight_stays_infinite_without_decay_on_every_backend(
+    make: Callable[..., Rule], decoupled: bool, backend: str
+) -> None:
+    rule = make(backend=backend, decoupled=decoupled)
+    main = torch.full((6, 4), torch.inf)
+    work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
+    rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.0), [work])])
+    assert bool((main == torch.inf).all())
+
+
+def test_an_infinite_weight_stays_infinite_in_soap_without_decay() -> None:
+    rule, main = SOAPRule(), torch.full((6, 4), torch.inf)
+    work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
+    for step in (1, 2):
+        rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.0, step=step), [work])])
+    assert bool((main == torch.inf).all())
 
 
 WRONG = [

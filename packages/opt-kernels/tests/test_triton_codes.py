@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from opt_kernels.codecs import StateCodec, codec_for
+from opt_kernels.codecs import Scaled, StateCodec, codec_for
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.lanes import nearest
@@ -183,6 +183,15 @@ def test_a_narrow_state_is_written_and_read_as_its_codec_does(name: str, n: int,
     same = distance == 0
     torch.testing.assert_close(back[ordinary][same], expected[ordinary][same], rtol=2**-20, atol=1e-44)
     assert back[~ordinary].isnan().all()
+
+
+def test_codecs_are_told_apart_by_their_dtype(kernel_device: torch.device) -> None:
+    # e5m2 below 2^15 has float16's exponent, and was read as float16.
+    other = Scaled(dtype=torch.float8_e5m2, exponent=15, smallest=2.0**-16, signed=True)
+    with pytest.raises(LayoutError, match="backend='torch'"):
+        scheme(other)
+    for dtype, name in ((torch.float16, "half"), (torch.float8_e4m3fn, "e4m3")):
+        assert scheme(codec_for("exp_avg", dtype, signed=True)) == name
 
 
 def test_a_codec_without_a_sweep_is_refused() -> None:

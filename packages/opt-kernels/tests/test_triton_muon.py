@@ -252,6 +252,50 @@ def test_alignment_and_rounds_make_no_difference(
             assert all(map(same_bytes, tensors(a), tensors(b)))
 
 
+def test_a_gradient_whose_sign_is_a_flag_or_that_is_transposed_is_read_as_it_is(kernel_device: torch.device) -> None:
+    plain, flagged, turned = (make_works(Storage(), kernel_device, shapes=((25, 41), (7, 9))) for _ in range(3))
+    moved(fast, plain, torch.float32)
+    moved(fast, [replace(work, grad=torch._neg_view(-work.grad)) for work in flagged], torch.float32)
+    moved(fast, [replace(work, grad=work.grad.t().contiguous().t()) for work in turned], torch.float32)
+    for a, b, c in zip(plain, flagged, turned):
+        assert same_bytes(main_of(a), main_of(b))
+        assert same_bytes(main_of(a), main_of(c))
+
+
+@pytest.mark.parametrize("inputs", [FP32, FP16], ids=["fp32", "fp16"])
+def test_a_momentum_of_zeros_leaves_the_weight_as_it_is(inputs: Inputs, kernel_device: torch.device) -> None:
+    # Its norm is zero: without a smallest norm every weight became NaN.
+    works = make_works(Storage(), kernel_device, shapes=((25, 41),))
+    before = main_of(works[0]).clone()
+    works[0].grad.zero_()
+    works[0].state["momentum_buffer"].zero_()
+    moved(fast, works, torch.float32, inputs)
+    torch.testing.assert_close(main_of(works[0]), before * (1 - HYPER.lr * HYPER.weight_decay), rtol=2**-22, atol=0)
+
+
+def test_matrices_that_come_normalised_and_not_are_never_held_together(kernel_device: torch.device) -> None:
+    together, alone = (make_works(Storage(), kernel_device, shapes=((25, 41), (7, 9), (25, 9))) for _ in range(2))
+    seen: list[tuple[int, bool]] = []
+
+    def transform(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
+        seen.append((matrices.shape[-2], normalised))
+        return itself(tasks, matrices, normalised)
+
+    def move(works: list[Work]) -> None:
+        fast.muon_(
+            [Batch(HYPER, works)], transform=transform, adapt_=None,
+            inputs=lambda work: Inputs(torch.float32, work.grad.shape[0] == 25), factors=lambda work: FACTORS[:1],
+            nesterov=True, decoupled=True, momentum_codec=codec_for("momentum_buffer", torch.float32, signed=True),
+        )  # fmt: skip
+
+    move(together)
+    assert sorted(seen) == [(7, False), (25, True), (25, True)]
+    for work in alone:
+        move([work])
+    for a, b in zip(together, alone):
+        assert same_bytes(main_of(a), main_of(b))
+
+
 @pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
 def test_many_chunks_are_as_good_as_one(name: str, kernel_device: torch.device) -> None:
     storage = STORAGES[name]

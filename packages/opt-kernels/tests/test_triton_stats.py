@@ -79,6 +79,13 @@ def test_no_gradients_have_no_norm() -> None:
     assert (found.sum_of_squares.item(), found.nonfinite.item(), found.zeros.item()) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_gradients_without_elements_have_norm_zero(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    found = grad_stats([torch.empty(0, 3, dtype=dtype, device=kernel_device)])
+    assert [number.item() for number in found] == [0, 0, 0]
+    assert found.sum_of_squares.device.type == kernel_device.type
+
+
 def test_a_norm_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="norm_type"):
         grad_stats([torch.ones(1)], norm_type=0.0)

@@ -282,6 +282,18 @@ def test_a_skip_flag_leaves_every_byte_as_it_was(sweep: Sweep, name: str, kernel
         assert same_bytes(old, new), label
 
 
+@each(ONE_OF_EACH)
+def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(sweep: Sweep, kernel_device: torch.device) -> None:
+    # As the gradient of an imaginary part may be; the sweep read the memory without the sign.
+    plain, lazy = (make_works(sweep, Storage(), kernel_device) for _ in range(2))
+    flagged = [replace(work, grad=torch._neg_view(-work.grad)) for work in lazy]
+    assert all(work.grad.is_neg() for work in flagged)
+    for works in (plain, flagged):
+        sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32))
+    for work, other in zip(plain, lazy):
+        assert same_bytes(main_of(work), main_of(other))
+
+
 @each(SWEEPS)
 def test_gradients_are_never_written(sweep: Sweep, kernel_device: torch.device) -> None:
     works = make_works(sweep, Storage(), kernel_device)

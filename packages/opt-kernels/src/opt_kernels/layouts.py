@@ -42,4 +42,4 @@ class Layouts:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg())

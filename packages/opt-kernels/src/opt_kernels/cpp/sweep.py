@@ -74,11 +74,12 @@ class Columns(NamedTuple):
 
     def are_flat(self) -> bool:
         """Whether all tensors of a work have their elements in one order, without holes, as they lie in memory."""
-        if any(map(Tensor.is_neg, self.grads)):
-            return False
         shapes = list(map(_SHAPE, self.grads))
-        return all(all(map(Tensor.is_contiguous, column)) for column in self.all()) and all(
-            list(map(_SHAPE, column)) == shapes for column in self.all()
+        return all(
+            all(map(Tensor.is_contiguous, column))
+            and not any(map(Tensor.is_neg, column))
+            and list(map(_SHAPE, column)) == shapes
+            for column in self.all()
         )
 
 

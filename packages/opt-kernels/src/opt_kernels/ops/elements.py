@@ -96,7 +96,7 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
     if not grad.is_contiguous() or grad.is_neg():
         return run_of(replace(work, state=state), codes)
     for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
-        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape and not tensor.is_neg()):
             return run_of(replace(work, state=state), codes)
     return Run(grad, work.main, work.out, work.remainder, state, work.first)
 
@@ -149,7 +149,15 @@ def scaled_grad(run: Run, scale: float) -> Tensor:
 
 
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
-    """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory."""
+    """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory.
+
+    Raises LayoutError for another shape or order, for holes, and for a tensor whose memory has the opposite signs.
+    """
+    if tensor.is_neg():
+        raise LayoutError(
+            f"{name} of shape {tuple(tensor.shape)} is a view with its negative bit set, and what is written to its "
+            "memory would be read with the opposite sign; give tensor.resolve_neg()"
+        )
     if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     _same_shape(tensor, anchor, name)

@@ -281,11 +281,9 @@ def _items(call: _Call, codecs: Mapping[str, StateCodec]) -> list[_Item]:
 def _parts(
     call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
-    """The works by format, each with its records on the device; None where some are not in order."""
+    """The works by format, each with its records on the device; None where some cannot be swept as they lie."""
     items = _items(call, codecs)
-    if not all(
-        item.grad.is_contiguous() and all(t is None or t.is_contiguous() for t in item.columns) for item in items
-    ):
+    if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
         return None
     by_formats: dict[Formats, list[Cut]] = {}
     for index, item in enumerate(items):
@@ -296,6 +294,11 @@ def _parts(
             by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
     tagged = cutting is not None
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
+
+
+def lies_in_order(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` has its elements in C's order, with their signs."""
+    return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:

@@ -11,6 +11,7 @@ from opt_kernels.choice import Choice
 from opt_kernels.codecs import StateCodec
 from opt_kernels.dispatch import parse_backend, version
 from opt_kernels.ops.elements import skipped
+from opt_kernels.ops.muon.reference import decay_of
 from opt_kernels.ops.orthogonal_basis import reference
 from opt_kernels.ops.orthogonal_basis.reference import Eigenbasis
 from opt_kernels.precision import MatmulPrecision, fp32_products
@@ -148,7 +149,7 @@ class SOAP:
         if int(hyper.step) == 1 or skipped(skip):
             return
         main = read_main(work)
-        write_main_(work, main - hyper.lr * (hyper.weight_decay * main + update), None)
+        write_main_(work, main - hyper.lr * (decay_of(main, hyper.weight_decay) + update), None)
 
 
 class _Stack:

@@ -30,7 +30,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     check_norm_type(norm_type)
     pieces = _pieces(grads)
     if norm_type != 2.0 or not pieces:
-        return reference.grad_stats(pieces, count_zeros=count_zeros, norm_type=norm_type)
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     norms, zeros = [], []
     for tile in _tiles(pieces):
         norms += _norms(tile)

@@ -47,7 +47,7 @@ def muon_(
             task, main = Task(hyper, work), read_main(work)
             g = work.grad.to(compute_dtype(work)) * grad_scale
             if not decoupled:
-                g = g + hyper.weight_decay * main
+                g = g + decay_of(main, hyper.weight_decay)
             m = read_state(work, MOMENTUM, momentum_codec)
             m = m + (1.0 - hyper.momentum) * (g - m)
             write_state_(work, MOMENTUM, momentum_codec, m, None)
@@ -55,8 +55,15 @@ def muon_(
             direction = transform([task], u.unsqueeze(0), False)[0]
             if adapt_ is not None:
                 adapt_(task, direction)
-            decayed = main - hyper.lr * hyper.weight_decay * main if decoupled else main
+            decayed = main - hyper.lr * decay_of(main, hyper.weight_decay) if decoupled else main
             write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
+
+
+def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
+    """`weight_decay` times `main`, a new tensor: zeros without decay, where zero times an infinite weight is NaN."""
+    if isinstance(weight_decay, Tensor):
+        return torch.where(weight_decay == 0, 0.0, weight_decay * main)
+    return weight_decay * main if weight_decay else torch.zeros_like(main)
 
 
 def _of_rows(work: Work, factors: tuple[float, ...], direction: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ other in the chunk table, and every chunk carries the slot's number behind its a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from opt_kernels.multi_tensor import DeviceTables, to_device
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.muon import Factors, Inputs
 from opt_kernels.ops.muon.reference import MOMENTUM
-from opt_kernels.ops.sweep import Cut, Sweep, cut_sweeps, uniform
+from opt_kernels.ops.sweep import Cut, Sweep, cut_sweeps, lies_in_order, uniform
 from opt_kernels.rules.base import Batch, Hyper, Task, Work
 from opt_kernels.rules.matrices import compute_dtype, stacks
 
@@ -56,6 +57,17 @@ class Round(NamedTuple):
     inputs: Inputs
     stacks: list[Stack]
     numel: int  # of u
+
+
+def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """`batches`, with copies of those gradients whose memory does not have their elements in order."""
+    if all(lies_in_order(work.grad) for _, works in batches for work in works):
+        return batches
+    return [Batch(hyper, [_with_ordered_grad(work) for work in works]) for hyper, works in batches]
+
+
+def _with_ordered_grad(work: Work) -> Work:
+    return work if lies_in_order(work.grad) else replace(work, grad=work.grad.resolve_neg().contiguous())
 
 
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.ops.muon import Adapt, Factors, Inputs, Transform
-from opt_kernels.ops.muon.reference import MOMENTUM
+from opt_kernels.ops.muon.reference import MOMENTUM, decay_of
 from opt_kernels.rules.base import Batch, Task, Work
 from opt_kernels.rules.matrices import (
     read_main,
@@ -56,7 +56,7 @@ def accumulate_(
     """Updates the momentum, and makes u of `grad`."""
     hyper, work = task
     if not decoupled:
-        grad.add_(read_main(work) * hyper.weight_decay)
+        grad.add_(decay_of(read_main(work), hyper.weight_decay))
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
     momentum = stored if in_place else read_state(work, MOMENTUM, codec)

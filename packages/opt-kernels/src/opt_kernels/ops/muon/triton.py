@@ -14,9 +14,9 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
 from opt_kernels.ops.formats import ALIGNMENT, triton_dtype
-from opt_kernels.ops.lanes import load, nearest, pointer, store
+from opt_kernels.ops.lanes import decayed, load, nearest, pointer, store
 from opt_kernels.ops.muon import Adapt, Factors, Inputs, Transform
-from opt_kernels.ops.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept
+from opt_kernels.ops.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
 from opt_kernels.ops.newton_schulz.reference import EPS
 from opt_kernels.ops.quantize.triton import GROUP, read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
@@ -47,7 +47,7 @@ def momentum_tile(
     at = start + tl.arange(0, BLOCK)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
     if not DECOUPLED:
-        g += tl.load(row + scalars.WEIGHT_DECAY) * read_main(main, out, at, n, REMAINDER, FULL)
+        g = decayed(g, tl.load(row + scalars.WEIGHT_DECAY), read_main(main, out, at, n, REMAINDER, FULL))
     mu = tl.load(row + scalars.MOMENTUM)
     m = read_state(momentum, momentum_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
     m += (1.0 - mu) * (g - m)
@@ -166,7 +166,7 @@ def descent_tile(
     at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
     if DECOUPLED:
-        p -= tl.load(row + scalars.LR_DECAY) * p
+        p = decayed(p, -tl.load(row + scalars.LR_DECAY), p)
     p -= tl.load(row + scalars.LR) * (factor * load(direction, at, n, FULL).to(tl.float32))
     write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
 
@@ -220,6 +220,7 @@ def muon_(
     transformed. Matrices come to `transform` as `inputs` would have them. Raises LayoutError for a dtype that Triton
     cannot sweep or a matrix that is not contiguous, FrozenHyperError for host numbers in a capture.
     """
+    batches = with_ordered_grads(batches)  # tables hold addresses: the copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     for one in rounds(batches, inputs, factors):
         device = one.stacks[0].tasks[0].work.grad.device

@@ -5,6 +5,8 @@ bytes put together from the float32's bits: Triton's own cast exists on some arc
 means another format of the same width.
 """
 
+import torch
+
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops.elements import LayoutError
@@ -19,9 +21,9 @@ def scheme(codec: StateCodec) -> str:
     match codec:
         case Plain():
             return "plain"
-        case Scaled(block=GROUP.value, exponent=15):
+        case Scaled(dtype=torch.float16, block=GROUP.value, exponent=15):
             return "half"
-        case Scaled(block=GROUP.value, exponent=8):
+        case Scaled(dtype=torch.float8_e4m3fn, block=GROUP.value, exponent=8):
             return "e4m3"
         case Companded(block=GROUP.value):
             return "companded"
