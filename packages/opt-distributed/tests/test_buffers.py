@@ -291,7 +291,7 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     param.grad = torch.ones(1)
     take_grad_(param)
     assert main_grad(param).item() == expected
-    begin_accumulation(param)
+    begin_accumulation(param, main_grad(param))
     assert not param.grad_added_to_main_grad
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.bucket import GradientError
+from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.storage import StorageError
 from opt_distributed.comm.collectives import Alone, Comm, Pending

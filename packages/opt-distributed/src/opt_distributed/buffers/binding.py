@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from opt_paramgroups import ParamId
 
 
+class GradientError(RuntimeError):
+    """Gradients that arrived at the wrong time, in the wrong tensor, or that a check rejected."""
+
+
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
     """Sets ``param.main_grad``: a view of a gradient buffer in its shape, where its gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]
@@ -40,14 +44,45 @@ def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
         )
 
 
-def begin_accumulation(param: nn.Parameter) -> None:
-    """Forgets what a fused kernel said in the last iteration, and what a backward that raised left behind."""
+def begin_accumulation(param: nn.Parameter, view: Tensor) -> None:
+    """Binds `view` again, and resets the fused kernels' flag and what a failed backward left in ``param.grad``."""
     param.grad = None
-    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    bind_main_grad(param, view)
 
 
+def is_rebound(param: nn.Parameter, view: Tensor) -> bool:
+    """Whether ``param.main_grad`` is another tensor than the view of the buffer."""
+    return getattr(param, "main_grad", None) is not view
+
+
+@torch.no_grad()
+def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """Writes `view`: the tensor that the caller bound to ``param.main_grad`` in its place, if any; binds `view` again.
+
+    Megatron-Core's callers rescale with ``param.main_grad = param.main_grad * factor``. The buffer is what is reduced,
+    so the value moves there.
+
+    Raises:
+        GradientError: ``param.main_grad`` is no tensor of the parameter's shape.
+    """
+    current = getattr(param, "main_grad", None)
+    if current is view:
+        return
+    if not isinstance(current, Tensor) or current.shape != view.shape:
+        found = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
+        raise GradientError(
+            f"main_grad of {name} was replaced by {found}; it must be a tensor of shape {tuple(view.shape)}: write "
+            "into it (param.main_grad.mul_(2)), or assign a tensor of that shape"
+        )
+    view.copy_(current.detach().clone())  # a clone: `current` may be another view of the same memory
+    param.main_grad = view  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
 def take_grad_(param: nn.Parameter) -> None:
-    """Adds ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and lets go of it.
+    """Adds ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drops ``param.grad``.
+
+    The sum is outside of autograd, also where ``backward(create_graph=True)`` made a graph of the gradient.
 
     Raises:
         ValueError: the gradient is sparse.

@@ -7,15 +7,12 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.binding import GradientError, adopt_main_grad_, is_rebound
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
-
-
-class GradientError(RuntimeError):
-    """Gradients that came out of turn, or that a check found unusable."""
 
 
 class BucketState(Enum):
@@ -45,6 +42,7 @@ class GradBucket:
     def __init__(self, memory: ParamAndGradBuffer, index: int, travel: Travel):
         self.memory, self.index, self.travel = memory, index, travel
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
+        self.views = {id: memory.grad_view(id) for id in self.ids}  # what `main_grad` is bound to
         self.state = BucketState.ACCUMULATING
         self.arrivals: dict[ParamId, int] = {}  # backward passes that brought a gradient, in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
@@ -80,15 +78,26 @@ class GradBucket:
                 f"{self.expected[id]} came in the first iteration; run all but the last backward pass inside no_sync()"
             )
 
+    def adopt(self) -> None:
+        """Takes over tensors that the caller bound to ``param.main_grad`` in place of the buffer's views.
+
+        Raises:
+            GradientError: such a tensor is no gradient of its parameter.
+        """
+        self._check_here()
+        for id, view in self.views.items():
+            adopt_main_grad_(self.memory.params[id], view, str(id))
+
     @torch.no_grad()
     def launch(self, iteration: int) -> None:
         """Starts the reduction.
 
         Raises:
-            GradientError: on every rank, if any rank's gradients are not finite and that is checked.
+            GradientError: on every rank, if any rank's gradients are not finite and that is checked; on this one, if a
+                ``param.main_grad`` was replaced by something else than a gradient.
             CollectiveError: it could not be started.
         """
-        self._check_here()
+        self.adopt()
         full = self.memory.grad_bucket(self.index)
         if self.travel.check_for_nan:
             self._check_finite(full)
@@ -105,22 +114,25 @@ class GradBucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the reduction; nothing where there is none under way.
+        """Waits for the reduction, if one is under way; takes over a ``param.main_grad`` that was rebound after it.
 
         Raises:
             CollectiveError: it failed, or ran into the group's timeout.
+            GradientError: a ``param.main_grad`` was rebound while the reduction was under way.
         """
         if self._flight is None:
+            if self.state is BucketState.REDUCED:
+                self.adopt()
             return
-        flight, self._flight = self._flight, None
-        flight.finish()
+        self._land()
         if self.travel.scale_after != 1.0:
             self.result.mul_(self.travel.scale_after)
         self.state = BucketState.REDUCED
+        self._check_bound()
 
     def begin(self) -> None:
         """A new iteration."""
-        self.finish()
+        self._land()
         self.state = BucketState.ACCUMULATING
         self.arrivals = {}
         self._missing = len(self.ids)
@@ -133,6 +145,7 @@ class GradBucket:
         """
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError("gradients cannot be scaled while they are on the wire; call finish_grad_sync() first")
+        self.adopt()
         whole = self.memory.grad_bucket(self.index)
         (self.result if self.state is BucketState.REDUCED else whole).mul_(factor)
 
@@ -148,14 +161,28 @@ class GradBucket:
         """Expects from now on what came this time; of a parameter that had no gradient, one."""
         self.expected = {id: max(self.arrivals.get(id, 0), 1) for id in self.ids}
 
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.finish()
+
+    def _check_bound(self) -> None:
+        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
+        if rebound:
+            raise GradientError(
+                f"main_grad of {rebound[0]} was replaced while its bucket was on the wire, where it has no value yet; "
+                "call finish_grad_sync() first"
+            )
+
     def _check_finite(self, full: Tensor) -> None:
-        bad = [id for id in self.ids if not bool(self.memory.grad_view(id).isfinite().all())]
-        found = torch.tensor([float(len(bad))], device=full.device)
+        """One reduction over the bucket, one verdict of all replicas; parameters are looked at only to name them."""
+        largest = torch.stack(full.aminmax()) if full.numel() else full
+        found = 1.0 - largest.isfinite().all().to(torch.float32).view(1)
         for comm in (self.travel.axes.dp, self.travel.axes.inter):
             comm.all_reduce_(found, op=Op.MAX)
+        if not found.item():
+            return
+        bad = [str(id) for id, view in self.views.items() if not bool(view.isfinite().all())]
         if bad:
-            raise GradientError(f"gradients of {', '.join(map(str, bad))} are not finite on this rank")
-        if found.item():
-            raise GradientError(
-                f"gradients in bucket {self.index} of {self.travel.name} are not finite on another rank"
-            )
+            raise GradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
+        raise GradientError(f"gradients in bucket {self.index} of {self.travel.name} are not finite on another rank")

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.agreement import agree_on, check_config
-from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, check_unbound, take_grad_
+from opt_distributed.buffers.agreement import Facts, agree_on, check_config
+from opt_distributed.buffers.binding import (
+    adopt_main_grad_,
+    begin_accumulation,
+    bind_main_grad,
+    check_unbound,
+    take_grad_,
+)
 from opt_distributed.buffers.bucket import GradBucket, Travel
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import (
@@ -166,7 +172,7 @@ class DistributedDataParallel(nn.Module):
         self._use_hooks: UseHooks | None = None
         if config.overlap_param_gather:
             self.enable_forward_pre_hook()
-        self._bind(memories)
+        self._bind()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; each of its submodules waits for its parameters, where they are still on their way."""
@@ -192,7 +198,8 @@ class DistributedDataParallel(nn.Module):
         """
         self.start_grad_sync()
         self._grad_sync.finish()
-        self._param_sync.order = self._grad_sync.order[::-1]
+        if self._param_sync.buckets:
+            self._param_sync.order = self._grad_sync.order[::-1]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -209,8 +216,9 @@ class DistributedDataParallel(nn.Module):
         self._grad_sync.begin()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()
-        for param in self._params.values():
-            begin_accumulation(param)
+        for bucket in self._grad_sync.buckets:
+            for id, view in bucket.views.items():
+                begin_accumulation(self._params[id], view)
 
     def offload_grad_buffers(self) -> None:
         """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
@@ -312,15 +320,20 @@ class DistributedDataParallel(nn.Module):
             check_config(self.config, self.roles, per_token=self.calculate_per_token_loss)
             check_unbound(self._params)
             buffers = self._make_buffers(is_whole, shard_multiple)
-        except ValueError as caught:
+        except Exception as caught:  # of any kind, running out of memory too: the other ranks wait for the verdict
             error = caught
-        for axes, is_expert in ((self.roles.dense, False), (self.roles.expert, True)):
-            said = {field.name: repr(getattr(self.config, field.name)) for field in fields(self.config)}
-            said["calculate_per_token_loss"] = repr(self.calculate_per_token_loss)
-            layouts = {str(p.key): p.layout.fingerprint()[:16] for p in buffers.plans if p.key.is_expert == is_expert}
-            said["order of buffers"] = ", ".join(layouts)
-            agree_on(axes, said | {f"layout of {key}": print_ for key, print_ in layouts.items()}, error)
+        families = ((self.roles.dense, False), (self.roles.expert, True))
+        facts = [Facts(axes, self._facts(buffers.plans, is_expert=is_expert)) for axes, is_expert in families]
+        agree_on(facts, error, peers=(self.roles.dense.tp, self.roles.expert.tp))
         return buffers
+
+    def _facts(self, plans: Sequence[BufferPlan], *, is_expert: bool) -> dict[str, str]:
+        """What all replicas of a family must have equal: configuration, kind of loss, order and layout of buffers."""
+        facts = {field.name: repr(getattr(self.config, field.name)) for field in fields(self.config)}
+        facts["calculate_per_token_loss"] = repr(self.calculate_per_token_loss)
+        layouts = {str(p.key): p.layout.fingerprint()[:16] for p in plans if p.key.is_expert == is_expert}
+        facts["order of buffers"] = ", ".join(layouts)
+        return facts | {f"layout of {key}": fingerprint for key, fingerprint in layouts.items()}
 
     def _make_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
         shards = NumShards(dense=self.roles.dense.dp.size, expert=self.roles.expert.dp.size)
@@ -362,15 +375,17 @@ class DistributedDataParallel(nn.Module):
             return SumInFp32(axes.dp)
         return sum_over(axes, num_shards=plan.layout.num_shards)
 
-    def _bind(self, memories: Sequence[ParamAndGradBuffer]) -> None:
-        for memory in memories:
-            for id, param in memory.params.items():
-                bind_main_grad(param, memory.grad_view(id))
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, id))  # type: ignore[no-untyped-call]
+    def _bind(self) -> None:
+        for bucket in self._grad_sync.buckets:
+            for id, view in bucket.views.items():
+                param = self._params[id]
+                bind_main_grad(param, view)
+                param.register_post_accumulate_grad_hook(partial(self._on_grad, id, view))  # type: ignore[no-untyped-call]
 
-    def _on_grad(self, id: ParamId, param: Tensor) -> None:
+    def _on_grad(self, id: ParamId, view: Tensor, param: Tensor) -> None:
         """Runs in backward, once a parameter's gradient of this backward pass is complete."""
         assert isinstance(param, nn.Parameter)
         self._grad_sync.check_accumulating(id)
+        adopt_main_grad_(param, view, str(id))
         take_grad_(param)
         self._grad_sync.note(id)
