@@ -1,4 +1,4 @@
-"""Gradients that reach `main_grad` in unusual ways: rebinding, graphs of gradients, recomputation, several backwards."""
+"""Gradients that reach `main_grad` in unusual ways: rebinding, graphs of gradients, recomputation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_a_main_grad_that_is_rebound_on_the_wire_is_refused() -> None:
 @pytest.mark.parametrize("in_backward", [True, False], ids=["next backward", "reduction"])
 def test_a_main_grad_that_cannot_be_a_gradient_is_refused(value: object, in_backward: bool) -> None:
     ddp = DistributedDataParallel(SHARDED, make_model(), groups=over(Alone()))
-    weight = ddp.module[0].weight  # type: ignore[index, union-attr]
+    weight = ddp.module[0].weight  # type: ignore[index]
     if value == "absent":
         del weight.main_grad
     else:
