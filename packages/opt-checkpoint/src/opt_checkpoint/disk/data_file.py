@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,34 @@ FILE_MARK = b"opt-checkpoint data 1 "
 def file_header(save_id: str) -> bytes:
     """The first 64 bytes of every data file: what it is, and which save it belongs to."""
     return (FILE_MARK + save_id.encode()).ljust(63) + b"\n"
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading.
+
+    A checkpoint may come from a stranger: a symbolic link would lead out of its directory, and a FIFO would wait for a
+    writer.
+
+    Raises:
+        CheckpointCorruptError: something other than a regular file is there.
+        OSError: it cannot be opened; FileNotFoundError where nothing is there.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket
+            raise CheckpointCorruptError(f"{path} is not a regular file; it is not read") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointCorruptError(f"{path} is not a regular file; it is not read")
+    return fd
+
+
+def read_small_file(path: Path) -> bytes:
+    """All bytes of a regular file; raises as `open_regular`."""
+    with open(open_regular(path), "rb") as stream:
+        return stream.read()
 
 
 class DataFile:
@@ -34,7 +64,7 @@ class DataFile:
     def __init__(self, path: Path, header: bytes | None) -> None:
         self.path, self.bytes_read = path, 0
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = open_regular(path)
         except FileNotFoundError:
             raise CheckpointCorruptError(f"data file {path} is missing") from None
         if header is not None and os.pread(self._fd, len(header), 0) != header:
@@ -60,7 +90,9 @@ class DataFile:
             start, view = start + count, view[count:]
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """The bytes `[start, start + nbytes)`."""
+        """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
+        if start + nbytes > os.fstat(self._fd).st_size:
+            raise CheckpointCorruptError(f"data file {self.path} ends before {start + nbytes}, where more was stored")
         buffer = bytearray(nbytes)
         self.read_into(start, memoryview(buffer))
         return bytes(buffer)

@@ -1,25 +1,27 @@
 """The `.metadata` pickle of torch.distributed.checkpoint, written for stock readers and read without running it.
 
-Reading uses an unpickler that knows a short list of names and refuses every other, so a stranger's file cannot run
-code. The one private name of torch's here, `_StorageInfo`, is pickled inside every `.metadata` and so cannot change.
+Reading takes the pickle as a description (`inert_pickle`), so nothing in a foreign file is imported or called. The one
+private name of torch here, `_StorageInfo`, is pickled inside every `.metadata` and so cannot change.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.boxes.reshard import first_overlap
+from opt_checkpoint.disk.data_file import read_small_file
+from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
+    MAX_DIMS,
     ByteRange,
     CheckpointIndex,
     Kind,
@@ -29,7 +31,8 @@ from opt_checkpoint.disk.index import (
     check_file_name,
     check_index,
 )
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.disk.inert_pickle import Made, Name, read_pickle
+from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
 
 METADATA = ".metadata"
@@ -37,56 +40,32 @@ MEGATRON_MARK = "metadata.json"
 MEGATRON_COMMON = "common.pt"
 
 
-class _Placeholder:
-    """Stands for a class of the reference's whose content we do not need; takes any state and does nothing."""
-
-    def __init__(self, *args: object) -> None:
-        """Accept what the pickle gives."""
-
-    def __setstate__(self, state: object) -> None:
-        """Forget it."""
-
-
 _DCP = "torch.distributed.checkpoint.metadata"
-_ALLOWED: Mapping[tuple[str, str], Any] = MappingProxyType(
+# What `.metadata` files name besides the classes of DCP and Megatron-Core and dtypes; of these, only `Size` and layouts
+# are looked at.
+_NAMES = frozenset(
     {
-        (_DCP, "Metadata"): dcp.Metadata,
-        (_DCP, "MetadataIndex"): dcp.MetadataIndex,
-        (_DCP, "TensorStorageMetadata"): dcp.TensorStorageMetadata,
-        (_DCP, "BytesStorageMetadata"): dcp.BytesStorageMetadata,
-        (_DCP, "ChunkStorageMetadata"): dcp.ChunkStorageMetadata,
-        (_DCP, "TensorProperties"): dcp.TensorProperties,
-        (_DCP, "StorageMeta"): dcp.StorageMeta,
-        (_DCP, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): lambda name: getattr(torch, name.removeprefix("torch.")),
-        ("collections", "OrderedDict"): dict,
-        ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),  # where it was saved; only a text to us
-        ("pathlib._local", "PosixPath"): lambda *parts: "/".join(parts),
-        ("builtins", "set"): set,
-        ("builtins", "list"): list,
-        ("builtins", "dict"): dict,
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+        ("builtins", "list"),
+        ("builtins", "dict"),
+        *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
     }
 )
-_PLACEHOLDERS = frozenset({"MCoreMetadata", "MCoreSavePlan"})
+_PACKAGES = ("torch.distributed.checkpoint.", "megatron.core.")
+_LIMIT = 1 << 63
 
 
-class _SafeUnpickler(pickle.Unpickler):
-    """Knows the classes that a `.metadata` is made of, and refuses all others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if name in _PLACEHOLDERS and module.startswith("megatron.core."):
-            return dcp.Metadata if name == "MCoreMetadata" else _Placeholder
-        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
-            return value
-        raise CheckpointCorruptError(f"{METADATA} names {module}.{name}, which no checkpoint needs; nothing was run")
+def _known(name: Name) -> bool:
+    is_dtype = name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
+    return is_dtype or name in _NAMES or name.module.startswith(_PACKAGES)
 
 
 def read_dcp_index(path: Path) -> CheckpointIndex:
-    """The index of a stock or reference directory.
+    """The index of a stock or Megatron-Core directory.
 
     Args:
         path: the checkpoint's directory; it holds `.metadata`.
@@ -95,14 +74,20 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
         CheckpointCorruptError: `.metadata` names classes it should not, or contradicts itself or the files.
         OSError: it cannot be read.
     """
-    metadata = _unpickle((path / METADATA).read_bytes())
-    places = _places(metadata)
+    metadata = read_pickle(read_small_file(path / METADATA), METADATA, _known)
+    if type(metadata) is not Made or metadata.of not in (Name(_DCP, "Metadata"), *_megatron_metadata(metadata)):
+        raise CheckpointCorruptError(f"{METADATA} holds something other than the metadata of a checkpoint")
+    places = _places(_entries(metadata.attributes.get("storage_data") or {}, "storage_data"))
     tensors, objects = {}, {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, dcp.TensorStorageMetadata):
+    for key, stored in _entries(metadata.attributes.get("state_dict_metadata"), "state_dict_metadata").items():
+        if type(key) is not str:
+            raise _damaged(f"a key is a {type(key).__name__}")
+        if type(stored) is Made and stored.is_a(_DCP, "TensorStorageMetadata"):
             tensors[key] = _tensor_of(key, stored, places)
-        else:
+        elif type(stored) is Made and stored.is_a(_DCP, "BytesStorageMetadata"):
             objects[key] = _only_place(key, places)
+        else:
+            raise _damaged(f"{key} is neither a tensor nor an object")
     files = {place.file for place in places.values()}
     index = CheckpointIndex(
         path=path,
@@ -116,47 +101,110 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
     return index
 
 
-def _unpickle(raw: bytes) -> dcp.Metadata:
-    try:
-        metadata = _SafeUnpickler(io.BytesIO(raw)).load()
-    except CheckpointingException:
-        raise
-    except Exception as error:
-        raise CheckpointCorruptError(f"{METADATA} is damaged: {error!r}") from error
-    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise CheckpointCorruptError(f"{METADATA} holds a {type(metadata).__name__}, not the metadata of a checkpoint")
-    return metadata
+def _megatron_metadata(metadata: Made) -> list[Name]:
+    """The class of Megatron-Core's metadata, which has moved between modules, if that is what it is."""
+    of = metadata.of
+    if type(of) is Name and of.name == "MCoreMetadata" and of.module.startswith("megatron.core."):
+        return [of]
+    return []
 
 
-def _places(metadata: dcp.Metadata) -> dict[dcp.MetadataIndex, ByteRange]:
+def _damaged(problem: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"{METADATA} is damaged: {problem}")
+
+
+def _entries(value: Any, what: str) -> dict[Any, Any]:
+    """The entries of a dict or OrderedDict."""
+    if type(value) is dict:
+        return value
+    if type(value) is Made and value.is_a("collections", "OrderedDict"):
+        return value.entries
+    raise _damaged(f"{what} is not a dict")
+
+
+def _integer(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise _damaged(f"{what} is not a number of elements or bytes")
+    return value
+
+
+def _integers(value: Any, what: str) -> Shape:
+    """The integers of a `torch.Size`, tuple or list."""
+    if type(value) is Made and value.is_a("torch", "Size") and type(value.args) is tuple:
+        value = value.args[0] if value.args else ()
+    if type(value) not in (tuple, list) or len(value) > MAX_DIMS:
+        raise _damaged(f"{what} is not a shape of at most {MAX_DIMS} axes")
+    return tuple(_integer(n, what) for n in value)
+
+
+def _attributes(value: Any, name: str) -> Mapping[str, Any]:
+    """The attributes of an object of the class `name`; its module may have moved."""
+    if type(value) is not Made or type(value.of) is not Name or value.of.name != name:
+        raise _damaged(f"something stands where a {name} should")
+    return value.attributes
+
+
+_Key: TypeAlias = "tuple[str, Shape | None]"
+
+
+def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
     places = {}
-    for where, info in (metadata.storage_data or {}).items():
-        check_file_name(info.relative_path)
-        if info.__dict__.get("transform_descriptors"):
-            raise CheckpointCorruptError(f"{where.fqn} was stored through transforms, which this version cannot undo")
-        places[where] = ByteRange(file=info.relative_path, start=info.offset, nbytes=info.length, archive=True)
+    for index, stored in storage.items():
+        where, info = _attributes(index, "MetadataIndex"), _attributes(stored, "_StorageInfo")
+        key, offset, file = where.get("fqn"), where.get("offset"), info.get("relative_path")
+        if type(key) is not str or type(file) is not str:
+            raise _damaged("a key or file name is not text")
+        check_file_name(file)
+        if info.get("transform_descriptors"):
+            raise CheckpointCorruptError(
+                f"{key} was stored through transforms (compression or the like), which this version cannot undo; "
+                f"load it with torch.distributed.checkpoint and save it again without them"
+            )
+        places[key, None if offset is None else _integers(offset, key)] = ByteRange(
+            file=file,
+            start=_integer(info.get("offset"), key),
+            nbytes=_integer(info.get("length"), key),
+            archive=True,
+        )
     return places
 
 
-def _only_place(key: str, places: Mapping[dcp.MetadataIndex, ByteRange]) -> ByteRange:
-    place = places.get(dcp.MetadataIndex(key))
+def _only_place(key: str, places: Mapping[_Key, ByteRange]) -> ByteRange:
+    place = places.get((key, None))
     if place is None:
         raise CheckpointCorruptError(f"{METADATA} lists the object {key} and no place for it")
     return place
 
 
-def _tensor_of(
-    key: str, stored: dcp.TensorStorageMetadata, places: Mapping[dcp.MetadataIndex, ByteRange]
-) -> StoredTensor:
+def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> StoredTensor:
+    listed = stored.attributes.get("chunks")
+    if type(listed) is not list:
+        raise _damaged(f"{key} has no list of chunks")
     chunks = []
-    for chunk in stored.chunks:
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        place = places.get(dcp.MetadataIndex(key, chunk.offsets))
+    for one in listed:
+        of_chunk = _attributes(one, "ChunkStorageMetadata")
+        offsets, sizes = _integers(of_chunk.get("offsets"), key), _integers(of_chunk.get("sizes"), key)
+        box = Box(offsets, sizes)
+        place = places.get((key, offsets))
         if place is None and box.numel:
             raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} and no place for it")
         if place is not None and box.numel:
             chunks.append(StoredChunk(box=box, place=place))
-    return StoredTensor(shape=tuple(stored.size), dtype=stored.properties.dtype, chunks=tuple(chunks))
+    if first_overlap([chunk.box for chunk in chunks]) is not None:
+        raise _damaged(f"chunks of {key} overlap")
+    dtype = _dtype_of(key, stored.attributes.get("properties"))
+    return StoredTensor(shape=_integers(stored.attributes.get("size"), key), dtype=dtype, chunks=tuple(chunks))
+
+
+def _dtype_of(key: str, properties: Any) -> torch.dtype:
+    """The dtype in a `TensorProperties`, whose state is a tuple that begins with dtype and layout."""
+    state = properties.state if type(properties) is Made else None
+    if type(state) is not tuple or len(state) < 2 or type(state[0]) is not Name:
+        raise _damaged(f"{key} has no dtype")
+    layout = state[1].args if type(state[1]) is Made else None
+    if layout != ("torch.strided",):
+        raise CheckpointCorruptError(f"{key} is stored in a sparse layout, which this version does not read")
+    return dtype_from_name(state[0].name)
 
 
 def _size(path: Path, name: str) -> int:

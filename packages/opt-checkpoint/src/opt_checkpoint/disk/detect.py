@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import FILE_MARK, open_files
+from opt_checkpoint.disk.data_file import FILE_MARK, open_files, open_regular, read_small_file
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
@@ -49,7 +49,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
 
 
 def _is_our_data(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         return file.read(len(FILE_MARK)) == FILE_MARK
 
 
@@ -62,7 +62,7 @@ def read_common(index: CheckpointIndex) -> Any:
     if COMMON_KEY in index.objects:
         return read_object(index, COMMON_KEY)
     if index.kind is Kind.MEGATRON and (index.path / MEGATRON_COMMON).exists():
-        return load_archive((index.path / MEGATRON_COMMON).read_bytes())
+        return load_archive(read_small_file(index.path / MEGATRON_COMMON))
     return {}
 
 

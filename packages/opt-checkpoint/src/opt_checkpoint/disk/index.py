@@ -18,6 +18,7 @@ from opt_checkpoint.state.sharded import Shape
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
 COMMON_KEY = "common_state/shard_0_1"
+MAX_DIMS = 64  # as in torch
 
 
 class Kind(Enum):
@@ -118,8 +119,10 @@ def check_index(index: CheckpointIndex) -> None:
         CheckpointCorruptError: a file name that leaves the directory, a place outside its file, a chunk outside its
             tensor, sizes that do not agree, or chunks that do not add up to the tensor.
     """
-    for name in index.files:
+    for name, file in index.files.items():
         check_file_name(name)
+        if not 0 <= file.size < 1 << 63:
+            raise CheckpointCorruptError(f"file {name} is listed with a size of {file.size} bytes")
     for key, place in index.objects.items():
         _check_place(index, key, place)
     for key, tensor in index.tensors.items():

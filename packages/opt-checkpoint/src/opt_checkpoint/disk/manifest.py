@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.disk.index import (
+    MAX_DIMS,
     ByteRange,
     CheckpointIndex,
     Kind,
@@ -25,6 +27,7 @@ from opt_checkpoint.disk.index import (
     check_index,
 )
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.state.sharded import Shape
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -64,7 +67,7 @@ def read_manifest(path: Path) -> CheckpointIndex:
         CheckpointCorruptError: the manifest is damaged, contradicts itself, or has a format this version cannot read.
         OSError: it cannot be read.
     """
-    return decode_manifest(path, (path / MANIFEST).read_bytes())
+    return decode_manifest(path, read_small_file(path / MANIFEST))
 
 
 def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
@@ -77,7 +80,7 @@ def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
         )
     try:
         index = _index_of(path, content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointCorruptError(f"{path / MANIFEST} is no manifest: {error!r}") from error
     check_index(index)
     return index
@@ -114,9 +117,14 @@ def _place_of(row: list[Any]) -> ByteRange:
     return ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), crc=int(crc))
 
 
+def _shape_of(row: list[Any]) -> Shape:
+    if len(row) > MAX_DIMS:
+        raise ValueError(f"a shape has {len(row)} axes")
+    return tuple(map(int, row))
+
+
 def _tensor_of(row: dict[str, Any]) -> StoredTensor:
     chunks = tuple(
-        StoredChunk(box=Box(tuple(map(int, c[0])), tuple(map(int, c[1]))), place=_place_of(c[2:]))
-        for c in row["chunks"]
+        StoredChunk(box=Box(_shape_of(c[0]), _shape_of(c[1])), place=_place_of(c[2:])) for c in row["chunks"]
     )
-    return StoredTensor(shape=tuple(map(int, row["shape"])), dtype=dtype_from_name(row["dtype"]), chunks=chunks)
+    return StoredTensor(shape=_shape_of(row["shape"]), dtype=dtype_from_name(row["dtype"]), chunks=chunks)

@@ -8,17 +8,17 @@ not, the archive is loaded whole.
 from __future__ import annotations
 
 import io
-import pickle
+import math
 import zipfile
-from collections import OrderedDict
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes.box import row_major_strides
-from opt_checkpoint.disk.dtype_names import dtype_of_storage_class
-from opt_checkpoint.disk.index import ByteRange
+from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_of_storage_class
+from opt_checkpoint.disk.index import MAX_DIMS, ByteRange
+from opt_checkpoint.disk.inert_pickle import PERSISTENT, Made, Name, read_pickle
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.state.sharded import Shape
 
@@ -29,43 +29,50 @@ class ReadAt(Protocol):
     def __call__(self, start: int, nbytes: int) -> bytes: ...
 
 
-class _Storage(NamedTuple):
-    dtype: torch.dtype | None
-    name: str
-
-
 class _View(NamedTuple):
-    """A tensor as its pickle tells it."""
+    """A tensor as its pickle describes it: part of the storage of this name."""
 
-    storage: _Storage
+    storage: str
     offset: int
     shape: Shape
     strides: Shape
     dtype: torch.dtype | None
 
 
-def _rebuilt(storage: _Storage, offset: int, shape: Shape, strides: Shape, *rest: Any) -> _View:
-    """Takes the arguments of torch's own rebuild functions; the third form names the dtype last."""
-    named = next((x for x in rest if isinstance(x, torch.dtype)), None)
-    return _View(storage, offset, tuple(shape), tuple(strides), named or storage.dtype)
+_NAMES = frozenset(
+    {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict")}
+)
+_DESCRIPTION_BYTES = 1 << 20  # of a pickle that describes one tensor; a few hundred are needed
 
 
-class _Describe(pickle.Unpickler):
-    """Reads the pickle of one tensor as a description, and knows nothing else."""
+def _known(name: Name) -> bool:
+    is_storage = name.module in ("torch", "torch.storage") and name.name.endswith("Storage")
+    is_dtype = name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
+    return name in _NAMES or is_storage or is_dtype
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
-            return _rebuilt
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return name
-        if module == "torch" and isinstance(value := vars(torch).get(name), torch.dtype):
-            return value
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise CheckpointCorruptError(f"a stored tensor names {module}.{name}; nothing was run")
 
-    def persistent_load(self, pid: Any) -> _Storage:
-        return _Storage(dtype_of_storage_class(pid[1]), str(pid[2]))
+def _described(raw: bytes) -> _View | None:
+    """The tensor that a pickle describes by a call of `_rebuild_tensor_v2` or `_v3`; None for anything else.
+
+    Arguments: (storage, offset, shape, strides, ...); the storage is the id ("storage", class, name, device, numel);
+    `_v3` passes the dtype last.
+    """
+    made = read_pickle(raw, "a stored tensor", _known)
+    if type(made) is not Made or type(made.of) is not Name or not made.of.name.startswith("_rebuild_tensor_v"):
+        return None
+    storage, offset, shape, strides, *rest = made.args
+    kind, name = storage.args[0][1:3]
+    if storage.of is not PERSISTENT or type(kind) is not Name or type(name) is not str or type(offset) is not int:
+        return None
+    named = next((dtype_from_name(x.name) for x in rest if type(x) is Name and x.module == "torch"), None)
+    dtype = named or dtype_of_storage_class(kind.name)
+    return _View(name, offset, _integers(shape), _integers(strides), dtype)
+
+
+def _integers(value: Any) -> Shape:
+    if type(value) is not tuple or len(value) > MAX_DIMS or any(type(n) is not int for n in value):
+        raise ValueError("a shape is not a tuple of integers")
+    return value
 
 
 class _Slice(io.RawIOBase):
@@ -108,32 +115,34 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
     Raises:
         CheckpointCorruptError: the archive is damaged, or holds another tensor than the index tells.
     """
+    where = f"the archive at {place.start} of {place.file}"
     try:
         with zipfile.ZipFile(_Slice(read, place)) as archive:
             root = archive.namelist()[0].split("/")[0]
-            view = _Describe(io.BytesIO(archive.read(f"{root}/data.pkl"))).load()
-            return _values_place(archive, root, view, place, dtype, shape)
-    except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, IndexError, EOFError, TypeError) as error:
-        raise CheckpointCorruptError(f"the archive at {place.start} of {place.file} is damaged: {error!r}") from error
+            pickled = archive.getinfo(f"{root}/data.pkl")
+            if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > _DESCRIPTION_BYTES:
+                raise CheckpointCorruptError(f"{where} describes its tensor in {pickled.file_size} bytes or compressed")
+            view = _described(archive.read(pickled))
+            if view is None or view.dtype != dtype or view.shape != shape:
+                raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")
+            return _values_place(archive, root, view, place)
+    except (CheckpointingException, OSError):
+        raise
+    except Exception as error:  # zipfile raises many kinds on damaged archives
+        raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _values_place(
-    archive: zipfile.ZipFile, root: str, view: Any, place: ByteRange, dtype: torch.dtype, shape: Shape
-) -> ByteRange | None:
-    if not isinstance(view, _View) or view.dtype != dtype or view.shape != shape:
-        raise CheckpointCorruptError(
-            f"the archive at {place.start} of {place.file} holds {view}, the index says {dtype} {shape}"
-        )
-    if view.offset or (view.strides != row_major_strides(shape) and 0 not in shape):
+def _values_place(archive: zipfile.ZipFile, root: str, view: _View, place: ByteRange) -> ByteRange | None:
+    if view.dtype is None or view.offset or (view.strides != row_major_strides(view.shape) and 0 not in view.shape):
         return None
-    entry = archive.getinfo(f"{root}/data/{view.storage.name}")
-    nbytes = dtype.itemsize
-    for n in shape:
-        nbytes *= n
+    entry = archive.getinfo(f"{root}/data/{view.storage}")
+    nbytes = math.prod(view.shape) * view.dtype.itemsize
     with archive.open(entry):  # reads the local header, and checks its name against the directory's
         start = place.start + entry.header_offset + _local_header_bytes(archive, entry)
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < nbytes:
         return None
+    if start + nbytes > place.start + place.nbytes:
+        raise CheckpointCorruptError(f"the values of the archive at {place.start} of {place.file} lie outside it")
     return ByteRange(file=place.file, start=start, nbytes=nbytes)
 
 
@@ -149,12 +158,28 @@ def load_archive(raw: bytes) -> Any:
     """An archived tensor or object; only what `torch.load(weights_only=True)` accepts.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or wants code that is not torch's to run.
+        CheckpointCorruptError: it is damaged, or it contains something that `weights_only` refuses.
     """
+    check_archive_size(raw)
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds here; all mean that the bytes cannot be trusted
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
+
+
+def check_archive_size(raw: bytes) -> None:
+    """Refuse an archive that is larger in memory than as a file: `torch.save` compresses nothing.
+
+    Raises:
+        CheckpointCorruptError: it is no zip archive, or its entries are compressed or overlap.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # zipfile raises many kinds on damaged archives
+        raise CheckpointCorruptError(f"a stored object is not an archive of torch.save: {error}") from error
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(raw):
+        raise CheckpointCorruptError("a stored object is compressed, which torch.save never does; it is not read")
 
 
 def dump_object(value: object, name: str) -> bytes:

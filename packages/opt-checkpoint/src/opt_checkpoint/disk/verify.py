@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -12,14 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import open_files
+from opt_checkpoint.disk.data_file import open_files, open_regular
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex
 from opt_checkpoint.disk.manifest import MANIFEST
-from opt_checkpoint.disk.torch_zip_reader import ReadAt, load_archive
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.disk.torch_zip_reader import ReadAt, check_archive_size, load_archive
+from opt_checkpoint.errors import CheckpointCorruptError
 
 _PIECE_BYTES = 16 << 20
 _BUFFERS, _BUFFER_BYTES = 4, 2 << 20
@@ -105,27 +106,38 @@ def _crc_of(read: ReadAt, place: ByteRange) -> int:
 
 def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
     for name, file in index.files.items():
-        path = index.path / name
-        if not path.is_file():
-            yield Finding(name, "is missing")
-        elif path.stat().st_size != file.size:
-            yield Finding(name, f"has {path.stat().st_size} bytes, {file.size} were saved")
+        problem = _size_problem(index.path / name, file.size)
+        if problem:
+            yield Finding(name, problem)
+
+
+def _size_problem(path: Path, size: int) -> str | None:
+    """What is wrong with a file, without opening it.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return "is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    return None if found.st_size == size else f"has {found.st_size} bytes, {size} were saved"
 
 
 def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
     """A whole file is hashed once; only where it is damaged, its items are, to name them."""
     for name, file in index.files.items():
         path = index.path / name
-        if not path.is_file() or path.stat().st_size != file.size:
-            continue
-        if _file_crc(path) != file.crc:
+        if _size_problem(path, file.size) is None and _file_crc(path) != file.crc:
             yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
 
 
 def _file_crc(path: Path) -> int:
     """The sum of a file: one thread reads into a ring of buffers while another hashes what was read before."""
     buffers, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[int]]()
-    with Hasher() as hasher, path.open("rb", buffering=0) as stream:
+    with Hasher() as hasher, open(open_regular(path), "rb", buffering=0) as stream:
         for number in count():
             if number >= _BUFFERS:
                 sums[number - _BUFFERS].result()  # its buffer is free again
@@ -140,7 +152,7 @@ def _file_crc(path: Path) -> int:
 def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
     damaged = []
-    with (index.path / name).open("rb") as stream:
+    with open(open_regular(index.path / name), "rb") as stream:
 
         def read(start: int, nbytes: int) -> bytes:
             stream.seek(start)
@@ -172,9 +184,10 @@ def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
 
 def _archive_problem(raw: bytes) -> str | None:
     try:
+        check_archive_size(raw)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             bad = archive.testzip()
         load_archive(raw)
-    except (zipfile.BadZipFile, CheckpointingException, OSError) as error:
+    except Exception as error:  # zipfile raises many kinds on damaged archives
         return f"holds a damaged archive: {error}"
     return None if bad is None else f"holds a damaged archive: {bad} has changed"
