@@ -186,7 +186,7 @@ def _build(
         logger.info("%s", plan)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
     model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks))
-    sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks)}
+    sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = _agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     layout_id = f"{part}, {plan.layout_id(roles.dense.dp.rank)}" if part else plan.layout_id(roles.dense.dp.rank)
     return Optimizer(
@@ -223,9 +223,7 @@ def plan_of(
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made)
     trained = {id for group in groups for id in group["param_ids"]}
-    ready = [
-        buffer.plan for buffer in wrapped_buffers(chunks) if any(param.id in trained for param in buffer.plan.params)
-    ]
+    ready = [buffer.plan for buffer in wrapped_buffers(chunks, trained=trained)]
     return make_plan(
         config,
         describe(chunks),

@@ -64,7 +64,6 @@ from opt_stack.factory import (
 )
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.registry import Registry
-from opt_stack.wrapped import wrapped_buffers
 
 __all__ = [
     "KEEP_VARS_HINT",
@@ -203,7 +202,8 @@ def _get_megatron_optimizer_based_on_param_groups(
 
 
 def _check_buffers(chunks: Sequence[nn.Module], given: Mapping[int, Sequence[Any]] | None) -> None:
-    ours = {id(ready.source) for ready in wrapped_buffers(chunks)}
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    ours = {id(buffer) for chunk in wrapped for buffer in chunk.synced_buffers}
     for number, buffers in (given or {}).items():
         if any(id(buffer) not in ours for buffer in buffers):
             raise ConfigError(

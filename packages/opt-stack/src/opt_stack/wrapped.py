@@ -1,6 +1,6 @@
 """Chunks that come in `DistributedDataParallel`: their buffers as the plan and the step know them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel, Synce
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.rules.base import Rule
+from opt_paramgroups import ParamId
 from opt_stack.plan import BufferPlan, Spread
 
 
@@ -24,11 +25,11 @@ class WrappedBuffer(NamedTuple):
     source: SyncedBuffer
 
 
-def wrapped_buffers(chunks: Sequence[nn.Module]) -> Iterator[WrappedBuffer]:
-    """The buffers of those chunks that are wrapped, chunk by chunk."""
+def wrapped_buffers(chunks: Sequence[nn.Module], *, trained: Collection[ParamId]) -> Iterator[WrappedBuffer]:
+    """The buffers of the wrapped chunks that hold any parameter of `trained`, chunk by chunk."""
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, DistributedDataParallel):
-            for buffer in chunk.synced_buffers:
+            for buffer in chunk.buffers_of(trained):
                 yield WrappedBuffer(_plan(index, chunk, buffer), buffer)
 
 

@@ -48,9 +48,17 @@ class SyncedBuffer:
     grad_scale = 1.0
     doubtful: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
 
-    def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, axes: Axes, chunk: "DistributedDataParallel"):
+    def __init__(
+        self,
+        plan: BufferPlan,
+        memory: ParamAndGradBuffer,
+        axes: Axes,
+        chunk: "DistributedDataParallel",
+        together: Sequence[ParamAndGradBuffer],  # the buffers that are published in one step, this one among them
+    ):
         self.plan, self.memory, self.axes = plan, memory, axes
         self._chunk = chunk
+        self._together = together
 
     @property
     def params(self) -> Mapping[ParamId, nn.Parameter]:
@@ -82,15 +90,20 @@ class SyncedBuffer:
         return self.memory.grad_piece(id, of_param)
 
     def publish_(self) -> None:
-        """This rank's parameters have been written; the chunk gathers when that is said of its last buffer."""
+        """Reports that this rank's parameters have been written; gathers start with the last buffer of the step."""
         if self.memory.param_data is not None:
-            self._chunk.publish(self.memory)
+            self._chunk.publish(self.memory, together=self._together)
 
     def owned(self) -> Iterator[Piece]:
         """What this rank owns of the parameters; all of them where the buffer is replicated."""
         layout = self.plan.layout
         rank = self.axes.dp.rank if layout.num_shards > 1 else 0
         return (owned.piece for owned in layout.owned(rank))
+
+    def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
+        """The same buffer for a step that publishes `buffers` and no others of the chunk."""
+        together = [buffer.memory for buffer in buffers]
+        return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
 
     def results(self) -> Iterator[Tensor]:
         """What this rank holds of the reduced gradients: a view for each bucket."""
@@ -167,7 +180,8 @@ class DistributedDataParallel(nn.Module):
             gathers=Gathers.BEFORE_USE if config.overlap_param_gather else Gathers.IN_STEP,
         )
         self.synced_buffers = tuple(
-            SyncedBuffer(plan, memory, self._axes(plan), self) for plan, memory in zip(plans, memories, strict=True)
+            SyncedBuffer(plan, memory, self._axes(plan), self, memories)
+            for plan, memory in zip(plans, memories, strict=True)
         )
         self._use_hooks: UseHooks | None = None
         if config.overlap_param_gather:
@@ -240,9 +254,15 @@ class DistributedDataParallel(nn.Module):
         if force_sync or not self.config.overlap_param_gather:
             self._param_sync.wait()
 
-    def publish(self, memory: ParamAndGradBuffer) -> None:
-        """This rank's part of one of the chunk's buffers has been updated; with the last of them, gathers start."""
-        self._param_sync.publish(memory)
+    def buffers_of(self, ids: Collection[ParamId]) -> tuple[SyncedBuffer, ...]:
+        """The buffers that hold any of these parameters, for an optimizer that steps only these: a `publish_` of all of
+        them starts their gathers, whatever the chunk's other buffers do."""
+        found = [buffer for buffer in self.synced_buffers if not buffer.params.keys().isdisjoint(ids)]
+        return tuple(buffer.published_with(found) for buffer in found)
+
+    def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None:
+        """Reports that this rank has written its part of a buffer; with the last of `together`, their gathers start."""
+        self._param_sync.publish(memory, together=together)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters on their way. Nothing has to be called before a forward of this wrapper."""

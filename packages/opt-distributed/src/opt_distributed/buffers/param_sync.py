@@ -48,10 +48,10 @@ class ParamBucket:
 class ParamSync:
     """Gathers the buckets of one model chunk in the order of their use.
 
-    The step publishes buffers one by one; gathers start when it has published them all, so that their order does not
-    depend on buffers but on use. All start at once: they land in the buffer itself, so early ones cost no memory, the
-    next bucket is on its way while this one computes, and no rank can come to a collective late because its forward
-    took another path.
+    A step publishes the buffers it writes one by one; their gathers start with the last of them, inside the step, so
+    that their order follows their use rather than their buffers. All start at once: they land in the buffer itself, so
+    early ones cost no memory, the next bucket travels while this one computes, and no rank can start a gather late
+    because its forward took another path.
     """
 
     def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers):
@@ -65,31 +65,37 @@ class ParamSync:
         """Waits for nothing: a copy of the model, such as a moving average, has parameters in memory of their own."""
         return ParamSync((), gathers=Gathers.IN_STEP)
 
-    def publish(self, memory: ParamAndGradBuffer) -> None:
-        """This rank's shards of a buffer have been written; with the last buffer's, gathers start."""
+    def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
+        """Reports that this rank's shards of a buffer have been written; with the last of `together`, gathers start."""
         self._published.add(id(memory))
-        if self._published >= {id(bucket.memory) for bucket in self.buckets}:
-            self.start()
+        if self._published >= {id(one) for one in together}:
+            self._start_published()
             if self.gathers is Gathers.IN_STEP:
                 self.wait()
 
     def start(self) -> None:
         """Starts the gather of every bucket."""
-        self._published.clear()
-        for index in self.order:
-            self.buckets[index].start()
+        self._start({id(bucket.memory) for bucket in self.buckets})
 
     def wait(self) -> None:
-        """Returns once every parameter is complete; starts gathers first if only some buffers were published."""
-        if self._published:
-            self.start()
+        """Returns once every parameter is complete; starts the gathers of buffers that were published alone."""
+        self._start_published()
         for bucket in self.buckets:
             bucket.wait()
 
-    def wait_for(self, ids: Iterable[ParamId]) -> None:
-        """Returns once these parameters are complete; starts gathers first if only some buffers were published."""
+    def _start_published(self) -> None:
         if self._published:
-            self.start()
+            self._start(self._published)
+
+    def _start(self, memories: Collection[int]) -> None:
+        started = [self.buckets[index] for index in self.order if id(self.buckets[index].memory) in memories]
+        self._published = set()
+        for bucket in started:
+            bucket.start()
+
+    def wait_for(self, ids: Iterable[ParamId]) -> None:
+        """Returns once these parameters are complete; starts the gathers of buffers that were published alone."""
+        self._start_published()
         for id in ids:
             if id in self._bucket_of:
                 self._bucket_of[id].wait()

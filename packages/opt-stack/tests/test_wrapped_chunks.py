@@ -1,0 +1,162 @@
+"""Training wrapped chunks: parts that are not trained, the calls a trainer makes, several chunks in one optimizer."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_stack import DistributedDataParallel, get_optimizer_based_on_param_groups
+
+WIDTH = 6
+LR = 0.1
+
+
+class Net(nn.Module):
+    """Matrices, and a norm that is flagged as an expert, so that a wrapper has two buffers; equal on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        numbers = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=numbers) / 2
+        for param in self.norm.parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.norm(self.first(x)))
+        return y
+
+
+def over(comm: Comm) -> Roles:
+    axes = Axes(dp=comm, tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=comm)
+
+
+def inputs(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def trained_alone(names: tuple[str, ...], steps: int) -> dict[str, Tensor]:
+    """torch's SGD on the joined batch; parameters that are not in `names` stay."""
+    net = Net()
+    optimizer = torch.optim.SGD([param for name, param in net.named_parameters() if name in names], lr=LR)
+    for step in range(steps):
+        net.zero_grad()
+        backward(loss_of(net, inputs(step)))
+        optimizer.step()
+    return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+
+def groups_of(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Experts in a group of their own."""
+    by_family: dict[bool, list[nn.Parameter]] = {}
+    for param in params:
+        by_family.setdefault(getattr(param, "allreduce", True), []).append(param)
+    return [{"params": same} for same in by_family.values()]
+
+
+SUBSETS = {
+    "no parameter of a buffer": ("first.weight", "last.weight"),
+    "one parameter of a buffer": ("first.weight",),
+    "one of each buffer": ("last.weight", "norm.bias"),
+    "the small buffer only": ("norm.weight", "norm.bias"),
+}
+
+
+def sgd(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="sgd",
+        lr=LR,
+        weight_decay=0.0,
+        sgd_momentum=0.0,
+        clip_grad=0.0,
+        use_distributed_optimizer=True,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("names", SUBSETS.values(), ids=SUBSETS.keys())
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["left out of the groups", "frozen after wrapping"])
+def test_parameters_that_are_not_trained_keep_no_rank_from_seeing_the_others(
+    names: tuple[str, ...], overlap: bool, frozen: bool
+) -> None:
+    """Nothing was gathered when no parameter of some buffer was trained: ranks drifted apart, every step a success."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net = Net()
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=40
+        )
+        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        for name, param in net.named_parameters():
+            param.requires_grad_(name in names or not frozen)
+        groups = groups_of(param for name, param in net.named_parameters() if name in names)
+        optimizer = get_optimizer_based_on_param_groups(
+            sgd(overlap_param_gather=overlap), [ddp], groups, pg_collection=over(comm)
+        )
+        for step in range(3):
+            backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
+            assert optimizer.step().success
+            ddp.zero_grad_buffer()
+        ddp.finish_param_sync()
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    expected = trained_alone(names, 3)
+    for found in run_threads(2, rank_main):
+        # Two halves are summed where one process sums once: 2^-24 of gradients near 1, a tenth of it, three times.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
+    """Each publishes the buffers that it writes, also where the other one's step is skipped."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net = Net()
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=overlap)
+        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        optimizers = [
+            get_optimizer_based_on_param_groups(
+                sgd(overlap_param_gather=overlap), [ddp], groups_of(params), pg_collection=over(comm)
+            )
+            for params in ([net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias])
+        ]
+        for step in range(4):
+            backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
+            assert optimizers[0].step().success
+            if step % 2:
+                assert optimizers[1].step().success
+            ddp.zero_grad_buffer()
+        ddp.finish_param_sync()
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    net = Net()
+    for step in range(4):
+        names = ("first.weight", "norm.weight") if step % 2 == 0 else tuple(dict(net.named_parameters()))
+        net.zero_grad()
+        backward(loss_of(net, inputs(step)))
+        for name, param in net.named_parameters():
+            if name in names:
+                assert param.grad is not None
+                param.data.add_(param.grad, alpha=-LR)
+    for found in run_threads(2, rank_main):
+        torch.testing.assert_close(found, dict(net.named_parameters()), rtol=0, atol=1e-7)
