@@ -187,6 +187,14 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Random compositions against float64 on one process: `nox -s fuzz -- --fuzz-cases 5000`."""
+    install_torch(session)
+    install_packages(session, *PACKAGES)
+    session.run("pytest", "-n", "2", "integration_tests/fuzz", *session.posargs)
+
+
+@nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """The main job: trains a small GPT on two ranks, stops, resumes, and draws what happened."""
     install_torch(session)

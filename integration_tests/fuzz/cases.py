@@ -1,0 +1,286 @@
+"""Cases of the composition fuzz: frozen values and who holds what. Torch and the standard library only.
+
+A case says which model is trained by which rule in which numbers, on which grid of ranks, how gradients and state
+travel, and what goes wrong on the way. `drawing.draw(seed)` makes them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+MATRIX_RULES = ("muon", "adaptive_muon")
+RULES = ("adam", "adam_l2", "sgd", "lion", *MATRIX_RULES)
+ADAM_BETAS, ADAM_EPS, SGD_MOMENTUM, MUON_MOMENTUM = (0.9, 0.99), 1e-8, 0.9, 0.9
+LION_BETAS = (0.9123, 0.9717)  # no simple ratio, so that no sum of a few exact gradients cancels
+ADAPTIVE_BETA2, ADAPTIVE_EPS = 0.95, 1e-8
+LR, WEIGHT_DECAY = 0.02, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Ranks by what they hold, in the order of Megatron-Core: rank = (stage * dp + replica) * tp + index within tp.
+
+    Experts divide the `dp * tp` ranks of a stage again: expert tensor parallelism innermost, then expert parallelism,
+    then replicas of the experts. Optimizer instances are consecutive replicas.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    instances: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1  # replicas that are context-parallel peers; only process groups tell them from others
+
+    @property
+    def size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of an expert."""
+        return self.dp * self.tp // (self.ep * self.etp)
+
+    @property
+    def is_possible(self) -> bool:
+        per_stage = self.dp * self.tp
+        return per_stage % (self.ep * self.etp) == 0 and not (
+            self.dp % self.instances or self.expert_dp % self.instances
+        )
+
+    def place(self, rank: int) -> "Place":
+        """Where a rank stands on every axis."""
+        outer, tp = divmod(rank, self.tp)
+        stage, replica = divmod(outer, self.dp)
+        slot = replica * self.tp + tp
+        return Place(
+            tp=tp,
+            replica=replica,
+            stage=stage,
+            instance=replica // (self.dp // self.instances),
+            etp=slot % self.etp,
+            ep=slot // self.etp % self.ep,
+            expert_replica=slot // (self.etp * self.ep),
+        )
+
+    def places(self) -> list["Place"]:
+        return [self.place(rank) for rank in range(self.size)]
+
+    def __str__(self) -> str:
+        axes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "instances", "ep", "etp")}
+        return "x".join(f"{name}{size}" for name, size in axes.items() if size > 1 or name == "dp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank's index on every axis."""
+
+    tp: int
+    replica: int
+    stage: int
+    instance: int
+    etp: int
+    ep: int
+    expert_replica: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    number: int  # position in the model; decides on the stage and the chunk
+    wide: bool = False  # fp32 in a 16-bit model
+    cut: int | None = None  # the dim that (expert) tensor parallelism cuts
+    expert: int | None = None  # number of the expert that it belongs to
+    embedding: bool = False  # marked as embedding or output
+    norm_group: str | None = None  # "mtp": a gradient norm of its own
+    over_tp: str | None = None  # attribute of a gradient that differs between tensor-parallel ranks
+    frozen: bool = False
+    left_out: bool = False  # trainable, but in no parameter group
+    uses: int = 1  # modules that use it in one forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a model is laid out over ranks, and how gradients and parameters travel."""
+
+    grid: Grid = field(default_factory=Grid)
+    sharding: str = "replicated"  # "flat", "whole"
+    wrapped: bool = False  # in DistributedDataParallel
+    overlap_grads: bool = False
+    overlap_gather: bool = False
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    reduce_in_fp32: bool = True
+    average_in_collective: bool = False
+    sum_in_fp32: bool = False  # reduce_scatter_with_fp32_accumulation
+    pads_for_busbw: bool = False
+    chunks: int = 1
+    microbatches: int = 1
+    per_token: bool = False
+    processes: bool = False  # ranks are gloo processes; else threads
+    late: bool = False  # threads: an asynchronous collective delivers when it is waited for, and not before
+    groups_none: bool = False  # pg_collection=None: the world is data parallel
+    layout: str = "plain"  # of processes: DTensors by "fsdp2", "hsdp", "tp_plan", "fsdp2_x_tp"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sharding != "replicated"
+
+    def __str__(self) -> str:
+        told = [str(self.grid), self.sharding]
+        told += [name if value is True else f"{name}={value}" for name, value in _unusual(self, ("grid", "sharding"))]
+        return " ".join(told)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A forward that does not use a parameter."""
+
+    step: int
+    param: str
+    replica: int | None  # of the parameter's replicas; None: all
+    microbatch: int | None  # None: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bad:
+    """One element of one rank's gradient that is not finite."""
+
+    step: int
+    param: str
+    rank: int
+    value: float
+    microbatch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One composition."""
+
+    seed: int
+    rule: str = "adam"
+    numbers: str = "fp32"
+    params: tuple[Param, ...] = ()
+    setup: Setup = field(default_factory=Setup)
+    resume: Setup | None = None  # the run is saved before step `resume_at` and goes on in this setup
+    resume_at: int = 0
+    steps: int = 3
+    clip: float = 0.0
+    counts_zeros: bool = False
+    overrides: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] | None = ()  # by parameter; None: the standard ones
+    zero_share: float = 0.0  # of gradient elements that are zero on every rank
+    skips: tuple[Skip, ...] = ()
+    bad: tuple[Bad, ...] = ()
+    scale: float = 1024.0  # initial or constant loss scale
+    window: int = 1000
+    hysteresis: int = 2
+    looks_each_step: bool = True  # weights are compared after every step; else after the last one
+    nesterov: bool = False
+    tp_mode: str = "blockwise"
+    moment2: str = "adamuon"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters that are not wide."""
+        if self.numbers == "fp32":
+            return torch.float32
+        return torch.float16 if self.numbers.startswith("fp16") else torch.bfloat16
+
+    def dtype_of(self, param: Param) -> torch.dtype:
+        return torch.float32 if param.wide else self.dtype
+
+    def setup_at(self, step: int) -> Setup:
+        return self.resume if self.resume is not None and step >= self.resume_at else self.setup
+
+    def overrides_of(self, param: Param) -> Mapping[str, Any]:
+        """The entries of the parameter's own override."""
+        return MappingProxyType(dict(dict(self.overrides or ()).get(param.name, ())))
+
+    def rule_of(self, param: Param) -> str:
+        """The rule that moves the parameter."""
+        named = self.overrides_of(param).get("optimizer")
+        if named:
+            return str(named)
+        if self.rule in MATRIX_RULES and (len(param.shape) != 2 or param.embedding):
+            return "adam"
+        return self.rule
+
+    def param(self, name: str) -> Param:
+        return next(param for param in self.params if param.name == name)
+
+    def __str__(self) -> str:
+        """The case in a sentence: what differs from the simplest one."""
+        told = [f"{self.rule} in {self.numbers}", f"{len(self.params)} parameters", str(self.setup)]
+        if self.resume is not None:
+            told.append(f"saved before step {self.resume_at} and resumed on [{self.resume}]")
+        told += [f"{name}={value!r}" for name, value in _unusual(self, _IN_SENTENCE)]
+        return f"case {self.seed}: " + ", ".join(told)
+
+
+# --- which rank has which part of a parameter -------------------------------------------------------------------------
+
+
+def is_held(param: Param, place: Place, grid: Grid) -> bool:
+    """Whether the rank has a part of the parameter."""
+    if param.number % grid.pp != place.stage:
+        return False
+    return param.expert is None or param.expert % grid.ep == place.ep
+
+
+def chunk_of(param: Param, setup: Setup) -> int:
+    return param.number // setup.grid.pp % setup.chunks
+
+
+def cut_of(param: Param, place: Place, grid: Grid) -> tuple[int, int]:
+    """The index of the rank's part and the number of parts; (0, 1) for a parameter that is not cut."""
+    if param.cut is None:
+        return 0, 1
+    return (place.tp, grid.tp) if param.expert is None else (place.etp, grid.etp)
+
+
+def kept_as(param: Param, place: Place, setup: Setup) -> int:
+    """Which part of the parameter the rank shows: ranks with the same number must show the same bits."""
+    return 0 if setup.layout != "plain" else cut_of(param, place, setup.grid)[0]
+
+
+def replica_of(param: Param, place: Place) -> int:
+    return place.replica if param.expert is None else place.expert_replica
+
+
+def num_replicas(param: Param, grid: Grid) -> int:
+    return grid.dp if param.expert is None else grid.expert_dp
+
+
+def is_used(case: Case, param: Param, *, step: int, microbatch: int, replica: int) -> bool:
+    """Whether that replica's forward uses the parameter."""
+    return not any(
+        skip.param == param.name
+        and skip.step == step
+        and skip.replica in (None, replica)
+        and skip.microbatch in (None, microbatch)
+        for skip in case.skips
+    )
+
+
+def is_trained(param: Param) -> bool:
+    return not (param.frozen or param.left_out)
+
+
+_IN_SENTENCE = ("seed", "rule", "numbers", "params", "setup", "resume", "resume_at")
+
+
+def _unusual(value: Any, but: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """The fields that are not at their defaults, without those in `but`."""
+    found = []
+    for each in dataclasses.fields(value):
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if each.name not in but and getattr(value, each.name) != default:
+            found.append((each.name, getattr(value, each.name)))
+    return found

@@ -1,0 +1,277 @@
+"""Draws cases from seeds, without those that have to be refused. Torch and the standard library only."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from fuzz.cases import (
+    MATRIX_RULES,
+    RULES,
+    Bad,
+    Case,
+    Grid,
+    Param,
+    Setup,
+    Skip,
+    is_held,
+    is_trained,
+    is_used,
+    num_replicas,
+    replica_of,
+)
+
+VECTORS = ((1,), (7,), (63,), (64,), (65,), (127,), (), (3, 1, 5), (2, 1))
+MATRICES = ((12, 16), (16, 12), (8, 8), (24, 4), (4, 36), (12, 20))
+ODD_MATRICES = ((13, 7), (5, 31), (1, 17), (11, 11), (3, 4))
+GRIDS = (
+    *([Grid()] * 2),
+    *([Grid(dp=2)] * 5),
+    *([Grid(dp=3)] * 3),
+    *([Grid(dp=4)] * 3),
+    *([Grid(tp=2)] * 2),
+    *([Grid(tp=2, dp=2)] * 4),
+    *([Grid(pp=2, dp=2)] * 3),
+    Grid(pp=2),
+    Grid(pp=3),
+    Grid(tp=2, pp=2),
+    *([Grid(dp=4, instances=2)] * 3),
+    Grid(dp=2, instances=2),
+    Grid(dp=6, instances=3),
+    Grid(dp=8, instances=2),
+    Grid(tp=2, dp=3),
+    Grid(tp=4),
+    Grid(tp=2, dp=4, instances=2),
+    Grid(tp=2, pp=2, dp=2),
+    Grid(dp=5),
+)
+NUMBERS = ("fp32", "fp32", "bf16", "bf16", "bf16_remainder", "fp16", "fp16_constant", "bf16_narrow", "bf16_grads")
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed, the same in every process."""
+    rng = random.Random(seed)
+    rule = rng.choice((*RULES[:4], *RULES))
+    numbers = _numbers(rng, rule)
+    setup = _setup(rng, rule, numbers)
+    case = Case(
+        seed=seed,
+        rule=rule,
+        numbers=numbers,
+        params=_params(rng, rule, numbers, setup),
+        setup=setup,
+        steps=rng.choice((1, 2, 3, 3, 4, 5)),
+        clip=rng.choice((0.0, 0.0, 0.5, 3.0, 1e3)),
+        counts_zeros=rng.random() < 0.4,
+        zero_share=rng.choice((0.0, 0.0, 0.1, 0.5)),
+        scale=rng.choice((1.0, 256.0, 1024.0)),
+        window=rng.choice((1, 2, 1000)),
+        hysteresis=rng.choice((1, 2)),
+        looks_each_step=rng.random() < (0.4 if setup.overlap_gather else 0.9),
+        nesterov=rng.random() < 0.3,
+        tp_mode=rng.choice(("blockwise", "duplicated", "distributed")),
+        moment2=rng.choice(("adamuon", "normuon")),
+    )
+    case = dataclasses.replace(case, overrides=_overrides(rng, case))
+    if setup.layout != "plain":
+        case = _laid_out(case)
+    if case.steps > 1 and rng.random() < 0.4:
+        case = _resumed(rng, case)
+    case = dataclasses.replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
+    return dataclasses.replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
+
+
+def _numbers(rng: random.Random, rule: str) -> str:
+    numbers = rng.choice(NUMBERS)
+    return "bf16" if numbers == "bf16_narrow" and rule not in ("adam", "adam_l2") else numbers
+
+
+def _setup(rng: random.Random, rule: str, numbers: str, *, processes: bool | None = None) -> Setup:
+    grid = _grid(rng)
+    if rule in MATRIX_RULES and grid.instances > 1:
+        grid = dataclasses.replace(grid, instances=1)
+    sharding = rng.choice(("replicated", "whole") if rule in MATRIX_RULES else ("replicated", "flat", "flat", "whole"))
+    setup = Setup(
+        grid=grid,
+        sharding="flat" if grid.instances > 1 else sharding,
+        wrapped=rng.random() < 0.55,
+        chunks=rng.choice((1, 1, 1, 2)),
+        microbatches=rng.choice((1, 1, 2, 3)),
+        late=rng.random() < 0.6,
+    )
+    if grid.size <= 4 and (rng.random() < 0.2 if processes is None else processes):
+        setup = _in_processes(rng, setup)
+    return _wrapped(rng, numbers, setup) if setup.wrapped else setup
+
+
+def _in_processes(rng: random.Random, setup: Setup) -> Setup:
+    grid = setup.grid
+    if grid.dp % 2 == 0 and grid.instances == 1 and rng.random() < 0.4:
+        grid = dataclasses.replace(grid, cp=2)
+    setup = dataclasses.replace(setup, grid=grid, processes=True, late=False)
+    if grid.pp == grid.instances == grid.ep == grid.etp == grid.cp == 1 and rng.random() < 0.5:
+        layouts = ("tp_plan", "fsdp2_x_tp") if grid.tp > 1 else ("fsdp2", "fsdp2", "hsdp")
+        layout = rng.choice(layouts if grid.dp == 4 else layouts[:2])
+        return dataclasses.replace(setup, layout=layout, wrapped=False, groups_none=True)
+    is_world = grid.dp == grid.size and grid.instances == 1 and grid.ep == 1 and grid.cp == 1
+    return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
+
+
+def _laid_out(case: Case) -> Case:
+    """The case, with a model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
+    params = tuple(
+        dataclasses.replace(param, uses=1, over_tp=None, shape=param.shape or (4,), cut=param.cut)
+        for param in case.params
+        if param.expert is None
+    )
+    if not any(is_trained(param) for param in params):
+        params = (dataclasses.replace(params[0], frozen=False, left_out=False), *params[1:])
+    names = {param.name for param in params}
+    overrides = case.overrides and tuple(own for own in case.overrides if own[0] in names)
+    return dataclasses.replace(case, params=params, overrides=overrides)
+
+
+def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
+    """With the choices that only a wrapped model has."""
+    in_fp32 = numbers != "bf16_grads" and rng.random() < 0.6
+    per_token = rng.random() < 0.25
+    sums_in_fp32 = setup.is_sharded and not in_fp32 and setup.grid.instances == 1 and rng.random() < 0.3
+    buckets = rng.choice(("size", "size", "number", "default"))
+    return dataclasses.replace(
+        setup,
+        overlap_grads=rng.random() < 0.6,
+        overlap_gather=setup.is_sharded and rng.random() < 0.5,
+        bucket_size=rng.choice((1, 60, 200, 700)) if buckets == "size" else None,
+        num_buckets=rng.choice((1, 3)) if buckets == "number" else None,
+        reduce_in_fp32=in_fp32,
+        average_in_collective=not (per_token or sums_in_fp32) and rng.random() < 0.25,
+        sum_in_fp32=sums_in_fp32,
+        pads_for_busbw=rng.random() < 0.05,
+        per_token=per_token,
+    )
+
+
+def _grid(rng: random.Random) -> Grid:
+    grid = rng.choice(GRIDS)
+    found = dataclasses.replace(grid, ep=rng.choice((1, 1, 2)), etp=rng.choice((1, grid.tp)))
+    return found if found.is_possible else dataclasses.replace(grid, etp=1)
+
+
+def _resumed(rng: random.Random, case: Case) -> Case:
+    """The case, going on in another setup from a later step; as it is where no setup fits its parameters."""
+    for _ in range(5):
+        setup = _setup(rng, case.rule, case.numbers, processes=case.setup.processes)
+        if all(_fits(param, setup) for param in case.params) and (setup.layout == "plain" or case == _laid_out(case)):
+            return dataclasses.replace(case, resume=setup, resume_at=rng.randrange(1, case.steps))
+    return case
+
+
+def _fits(param: Param, setup: Setup) -> bool:
+    pieces = setup.grid.tp if param.expert is None else setup.grid.etp
+    summed = param.over_tp is None or setup.wrapped or setup.grid.tp == 1
+    return summed and (param.cut is None or param.shape[param.cut] % pieces == 0)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def _params(rng: random.Random, rule: str, numbers: str, setup: Setup) -> tuple[Param, ...]:
+    count = rng.choice((1, 2, 3, 4, 6, 8))
+    found = [_param(rng, number, numbers, setup, is_expert=False) for number in range(count)]
+    if rng.random() < 0.45:
+        found += _experts(rng, count, numbers, setup)
+    if rng.random() < 0.15:
+        index = rng.randrange(len(found))
+        found[index] = dataclasses.replace(found[index], left_out=True)
+    if not any(is_trained(param) for param in found):
+        found[0] = dataclasses.replace(found[0], left_out=False, frozen=False)
+    return tuple(found)
+
+
+def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iterator[Param]:
+    """Layers of experts. In most models all experts of a layer are alike; in some, expert-parallel ranks have other
+    parameters."""
+    count = rng.choice((2, 4))
+    if rng.random() < 0.1:
+        for number in range(count):
+            yield _param(rng, first + number, numbers, setup, is_expert=True)
+        return
+    for layer in range(first, first + rng.choice((1, 2))):
+        alike = _param(rng, layer, numbers, setup, is_expert=True)
+        for expert in range(count):
+            yield dataclasses.replace(alike, name=f"e{layer}_{expert}", expert=expert)
+
+
+def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_expert: bool) -> Param:
+    shape = rng.choice(rng.choice((VECTORS, MATRICES, MATRICES, ODD_MATRICES)))
+    pieces = setup.grid.etp if is_expert else setup.grid.tp
+    cuttable = [dim for dim, size in enumerate(shape) if size % max(pieces, 2) == 0]
+    cut = rng.choice(cuttable) if cuttable and rng.random() < 0.7 else None
+    finalizes = setup.wrapped and setup.grid.tp > 1 and cut is None and not is_expert
+    over_tp = rng.choice((None, None, "sequence_parallel", "average_gradients_across_tp_domain"))
+    return Param(
+        name=f"e{number}" if is_expert else f"p{number}",
+        shape=shape,
+        number=number,
+        wide=numbers != "fp32" and rng.random() < 0.2,
+        cut=cut,
+        expert=number if is_expert else None,
+        embedding=len(shape) == 2 and rng.random() < 0.15,
+        norm_group="mtp" if rng.random() < 0.05 else None,
+        over_tp=over_tp if finalizes else None,
+        frozen=rng.random() < 0.1,
+        uses=2 if rng.random() < 0.1 else 1,
+    )
+
+
+def _overrides(rng: random.Random, case: Case) -> Any:
+    if rng.random() < 0.2 and not any(param.left_out for param in case.params):
+        return None
+    found = []
+    for param in case.params:
+        if is_trained(param) and rng.random() < 0.25:
+            found.append((param.name, (_override(rng, case, param),)))
+    return tuple(found)
+
+
+def _override(rng: random.Random, case: Case, param: Param) -> tuple[str, Any]:
+    choices: list[tuple[str, Any]] = [("max_lr", 0.005), ("wd_mult", 0.0), ("wd_mult", 0.5), ("clip_grad", False)]
+    # Every matrix rule names the rule of what it leaves out, and narrow moments are Adam's.
+    if case.rule not in (*MATRIX_RULES, "adam_l2") and case.numbers != "bf16_narrow":
+        choices += [("optimizer", "lion"), ("optimizer", "sgd"), ("optimizer", "adam")]
+    return rng.choice(choices)
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
+    """Parameters that some forwards do not use: most often in the first iteration, which decides on the order of
+    reductions."""
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        param, step = rng.choice(case.params), rng.choice((0, 0, case.resume_at, rng.randrange(case.steps)))
+        setup = case.setup_at(step)
+        replicas, microbatches = num_replicas(param, setup.grid), setup.microbatches
+        yield Skip(
+            step=step,
+            param=param.name,
+            # FSDP2 reduces what its modules use, so that all ranks have to use the same ones.
+            replica=rng.choice((None, rng.randrange(replicas))) if setup.layout == "plain" else None,
+            microbatch=rng.choice((None, rng.randrange(microbatches))),
+        )
+
+
+def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
+    for _ in range(rng.choice((1, 1, 2))):
+        param = rng.choice([param for param in case.params if is_trained(param)])
+        step = rng.randrange(case.steps)
+        grid, microbatch = case.setup_at(step).grid, rng.randrange(case.setup_at(step).microbatches)
+        ranks = [
+            rank
+            for rank, place in enumerate(grid.places())
+            if is_held(param, place, grid)
+            and is_used(case, param, step=step, microbatch=microbatch, replica=replica_of(param, place))
+        ]
+        if ranks:
+            value = rng.choice((float("inf"), float("-inf"), float("nan")))
+            yield Bad(step=step, param=param.name, rank=rng.choice(ranks), value=value, microbatch=microbatch)

@@ -1,0 +1,291 @@
+"""What a case must come to: one process, float64, plain torch, written from the papers. Imports nothing of the project.
+
+The whole model is updated by formulas of Adam (Kingma & Ba 2015), AdamW (Loshchilov & Hutter 2019), SGD with momentum
+(torch.optim.SGD's form), Lion (Chen et al. 2023), Muon (Jordan 2024) with the scale of Moonlight (arXiv 2502.16982),
+AdaMuon (arXiv 2507.11005) and NorMuon (arXiv 2510.05491). Gradients are exact (see `gradients`), so that a result may
+differ from these by what fp32 mains and state round, and by the rounding of a stored 16-bit parameter.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzz.cases import (
+    ADAM_BETAS,
+    ADAM_EPS,
+    ADAPTIVE_BETA2,
+    ADAPTIVE_EPS,
+    LION_BETAS,
+    LR,
+    MUON_MOMENTUM,
+    SGD_MOMENTUM,
+    WEIGHT_DECAY,
+    Case,
+    Param,
+    Setup,
+    is_held,
+    is_trained,
+    is_used,
+    num_replicas,
+    replica_of,
+)
+from fuzz.gradients import first_weight, gradient, is_meant, tokens
+
+NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+NEWTON_SCHULZ_SLACK = 5e-4  # the five maps together raise a small singular value, and its fp32 rounding, 500 times
+
+
+@dataclass(slots=True)
+class Expected:
+    """A parameter: its main value, and by how much a correct result may miss it, element by element."""
+
+    main: Tensor
+    slack: Tensor
+    step: int = 0
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedStep:
+    """What a step must say, and the weights after it."""
+
+    success: bool
+    norm: float  # of the model's own slot; not finite on an overflow
+    zeros: int | None
+    scale: float  # after the step
+    weights: dict[str, tuple[Tensor, Tensor]]  # by parameter: main value, slack
+    steps: dict[str, int]  # updates that each trained parameter has had
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Dynamic loss scaling as Megatron-Core does it: a backoff does not refill the hysteresis."""
+
+    scale: float
+    window: int
+    hysteresis: int
+    is_dynamic: bool
+    forgiven: int = 0
+    clean: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if not self.is_dynamic:
+            return
+        if overflow:
+            self.clean, self.forgiven = 0, self.forgiven + 1
+            if self.forgiven >= self.hysteresis:
+                self.scale = max(self.scale * 0.5, 1.0)
+            return
+        self.clean += 1
+        if self.clean == self.window:
+            self.clean, self.forgiven, self.scale = 0, 0, self.scale * 2
+
+
+def expect(case: Case) -> list[ExpectedStep]:
+    """Every step of the case."""
+    held = {
+        param.name: Expected(first_weight(case, param), torch.zeros(param.shape, dtype=torch.float64))
+        for param in case.params
+    }
+    scaled = case.numbers.startswith("fp16")
+    scale = LossScale(case.scale if scaled else 1.0, case.window, case.hysteresis, case.numbers == "fp16")
+    return [_step(case, held, scale, step) for step in range(case.steps)]
+
+
+def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:
+    setup = case.setup_at(step)
+    grads = {param.name: mean_gradient(case, param, step) for param in case.params if is_trained(param)}
+    overflow = any(_hits(case, bad, step) for bad in case.bad)
+    norms = _norms(case, grads)
+    zeros = sum(int((grad == 0).sum()) for grad in grads.values() if grad is not None)
+    if not overflow:
+        for param in case.params:
+            grad = grads.get(param.name)
+            if grad is None:
+                continue
+            _update_(case, setup, param, held[param.name], grad * _coefficient(case, norms[slot_of(case, param)]))
+    scale.update(overflow)
+    return ExpectedStep(
+        success=not overflow,
+        norm=math.nan if overflow else norms[""],
+        zeros=zeros if case.counts_zeros else None,
+        scale=scale.scale,
+        weights={name: (one.main.clone(), one.slack.clone()) for name, one in held.items()},
+        steps={param.name: held[param.name].step for param in case.params if is_trained(param)},
+    )
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+def mean_gradient(case: Case, param: Param, step: int) -> Tensor | None:
+    """Of the whole parameter, over the dense replicas; None where no rank has one and none is made up.
+
+    A wrapped model has zeros for a gradient that no rank has.
+    """
+    setup = case.setup_at(step)
+    found = [
+        gradient(case, param, step=step, microbatch=microbatch, replica=replica, tp=tp)
+        for replica in range(num_replicas(param, setup.grid))
+        for microbatch in range(setup.microbatches)
+        for tp in range(setup.grid.tp if param.over_tp else 1)
+        if is_used(case, param, step=step, microbatch=microbatch, replica=replica)
+    ]
+    if not found:
+        return torch.zeros(param.shape, dtype=torch.float64) if setup.wrapped else None
+    total = torch.stack(found).sum(0)
+    if param.over_tp == "average_gradients_across_tp_domain":
+        total = total / setup.grid.tp
+    if setup.per_token:
+        return total / sum(tokens(case, step, replica) for replica in range(setup.grid.dp))
+    return total / setup.grid.dp
+
+
+def _hits(case: Case, bad: Any, step: int) -> bool:
+    """Whether the element that is not finite arrives in a gradient of this step."""
+    param, grid = case.param(bad.param), case.setup_at(step).grid
+    if bad.step != step or not is_trained(param) or 0 in param.shape:
+        return False
+    place = grid.place(bad.rank)
+    used = is_used(case, param, step=step, microbatch=bad.microbatch, replica=replica_of(param, place))
+    return used and is_held(param, place, grid) and is_meant(bad, param, bad.rank, step=step, microbatch=bad.microbatch)
+
+
+def slot_of(case: Case, param: Param) -> str:
+    """Which gradient norm a parameter belongs to: the model's own, that of its norm group, or that of a rule which is
+    not clipped."""
+    if case.overrides_of(param).get("clip_grad", True) is False:
+        return f"not clipped {case.rule_of(param)}"
+    return param.norm_group or ""
+
+
+def _norms(case: Case, grads: dict[str, Tensor | None]) -> dict[str, float]:
+    squares = {"": 0.0}
+    for param in case.params:
+        grad = grads.get(param.name)
+        slot = slot_of(case, param)
+        squares[slot] = squares.get(slot, 0.0) + (0.0 if grad is None else float(grad.square().sum()))
+    return {slot: math.sqrt(square) for slot, square in squares.items()} | {
+        slot: math.inf for slot in squares if slot.startswith("not clipped")
+    }
+
+
+def _coefficient(case: Case, norm: float) -> float:
+    if case.clip == 0 or math.isinf(norm):
+        return 1.0
+    return min(case.clip / (norm + 1e-6), 1.0)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _update_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor) -> None:
+    own = case.overrides_of(param)
+    lr = own.get("max_lr", LR) * own.get("lr_mult", 1.0)
+    undecayed = case.overrides is None and len(param.shape) == 1
+    decay = 0.0 if undecayed else WEIGHT_DECAY * own.get("wd_mult", 1.0)
+    held.step += 1
+    rule = case.rule_of(param)
+    before = held.main
+    match rule:
+        case "adam" | "adam_l2":
+            slack = _adam_(case, held, grad, lr, decay, decoupled=case.rule != "adam_l2")
+        case "sgd":
+            slack = _sgd_(held, grad, lr, decay)
+        case "lion":
+            slack = _lion_(held, grad, lr, decay)
+        case _:
+            slack = _muon_(case, setup, param, held, grad, lr, decay)
+    held.slack = held.slack + slack + 2.0**-22 * torch.maximum(before.abs(), held.main.abs())
+
+
+def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *, decoupled: bool) -> Tensor:
+    beta1, beta2 = ADAM_BETAS
+    terms = grad.abs()
+    if not decoupled:
+        terms = terms + decay * held.main.abs()
+        grad = grad + decay * held.main
+    m = _state(held, "m").mul_(beta1).add_((1 - beta1) * grad)
+    v = _state(held, "v").mul_(beta2).add_((1 - beta2) * grad**2)
+    largest = _state(held, "terms")
+    largest.copy_(torch.maximum(largest, terms))
+    root = (v / (1 - beta2**held.step)).sqrt() + ADAM_EPS
+    if decoupled:
+        held.main = held.main * (1 - lr * decay)
+    held.main = held.main - lr * (m / (1 - beta1**held.step)) / root
+    kept = 2.0**-7 if case.numbers == "bf16_narrow" else 2.0**-21
+    return lr * (kept + kept * largest / root) * (1 if kept < 1e-3 else 4)
+
+
+def _sgd_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+    grad = grad + decay * held.main
+    buffer = _state(held, "buffer")
+    buffer.copy_(grad if held.step == 1 else SGD_MOMENTUM * buffer + grad)
+    held.main = held.main - lr * buffer
+    return lr * 2.0**-20 * (buffer.abs() + grad.abs() + 1e-3)
+
+
+def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+    beta1, beta2 = LION_BETAS
+    m = _state(held, "m")
+    mixed = beta1 * m + (1 - beta1) * grad
+    terms = beta1 * m.abs() + (1 - beta1) * grad.abs()
+    held.main = held.main * (1 - lr * decay) - lr * mixed.sign()
+    m.mul_(beta2).add_((1 - beta2) * grad)
+    unsure = (mixed.abs() < 1e-5 * terms) & (terms > 0)  # rounding may decide on the sign
+    return lr * (2.0**-20 + 2.0 * unsure)
+
+
+def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+    m = _state(held, "m").mul_(MUON_MOMENTUM).add_((1 - MUON_MOMENTUM) * grad)
+    direction = grad + MUON_MOMENTUM * (m - grad) if case.nesterov else m
+    pieces = (setup.grid.tp if param.expert is None else setup.grid.etp) if param.cut is not None else 1
+    if case.tp_mode == "blockwise" and pieces > 1:
+        assert param.cut is not None
+        update = torch.cat([_orthogonal(block) for block in direction.chunk(pieces, param.cut)], param.cut)
+    else:
+        update = _orthogonal(direction)
+    slack = torch.full_like(update, NEWTON_SCHULZ_SLACK * float(update.abs().max()) if update.numel() else 0.0)
+    if case.rule_of(param) == "adaptive_muon":
+        update, slack = _adapted(case, held, update, slack)
+    scale = math.sqrt(max(param.shape))
+    held.main = held.main * (1 - lr * decay) - lr * scale * update
+    return lr * scale * slack
+
+
+def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
+    """The update divided by its own history, and what an error of `slack` in it becomes."""
+    if case.moment2 == "adamuon":
+        v = _state(held, "v").lerp_(update**2, 1 - ADAPTIVE_BETA2)
+        root = v.sqrt() + ADAPTIVE_EPS
+        largest = 2 / math.sqrt(1 - ADAPTIVE_BETA2)  # a small element may change its sign
+        return update / root, (2 * slack / root).clamp_max(largest)
+    v = held.state.setdefault("v", torch.zeros(update.shape[0], dtype=torch.float64))
+    v.lerp_((update**2).mean(-1), 1 - ADAPTIVE_BETA2)
+    divided = update * v.clamp_min(ADAPTIVE_EPS).rsqrt().unsqueeze(-1)
+    factor = update.norm() / divided.norm().clamp_min(ADAPTIVE_EPS)
+    return divided * factor, 4 * slack * float((divided * factor).abs().max() / update.abs().max().clamp_min(1e-30))
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """Newton-Schulz with the five quintic steps."""
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x = x / x.norm().clamp_min(1e-7)
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def _state(held: Expected, name: str) -> Tensor:
+    return held.state.setdefault(name, torch.zeros_like(held.main))

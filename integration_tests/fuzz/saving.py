@@ -1,0 +1,85 @@
+"""Saves and loads a run of the fuzz through opt_checkpoint: ranks as processes together, ranks as threads as one."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from fuzz.cases import Case, Param, cut_of
+from fuzz.rank import Run
+from opt_checkpoint import ShardedTensor, load, save, sharded_model
+from opt_distributed.comm.collectives import Comm
+
+_ONE_AT_A_TIME = threading.Lock()  # a load of one process, without torch.distributed, is not made for threads
+
+
+def save_run(run: Run, path: str, everyone: Comm | None) -> None:
+    """All ranks call it together. `everyone`: the ranks, where they are threads."""
+    mine = sharded(run)
+    if everyone is None:
+        save(mine, path)
+        return
+    by_rank = everyone.gather_objects(mine)
+    if everyone.rank == 0:
+        save(_joined(by_rank), path)
+    everyone.gather_objects("saved")
+
+
+def load_run(run: Run, path: str, everyone: Comm | None) -> None:
+    """Sets model and optimizer to what was saved, on whatever ranks it was."""
+    mine = sharded(run)
+    if everyone is None:
+        run.optimizer.load_state_dict(load(mine, path).state["optimizer"])
+        return
+    with _ONE_AT_A_TIME:
+        loaded = load(_joined([mine]), path).state
+    optimizer = {**loaded["optimizer"], "state": loaded["tensors"]["0"]["optimizer"]}
+    run.optimizer.load_state_dict(optimizer)
+
+
+def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one process would hold that has every rank's part: tensors of all, plain values of the first."""
+    plain = {key: value for key, value in by_rank[0]["optimizer"].items() if key != "state"}
+    tensors = {
+        str(rank): {"model": state["model"], "optimizer": state["optimizer"]["state"]}
+        for rank, state in enumerate(by_rank)
+    }
+    return {"tensors": tensors, "optimizer": plain}
+
+
+def sharded(run: Run) -> dict[str, Any]:
+    """Model and optimizer as a checkpoint takes them."""
+    if run.setup.layout != "plain":
+        model = {name: value for net in run.nets for name, value in sharded_model(net).items()}
+    else:
+        stacks = _stacked(run.case)
+        held = [param for param in run.case.params if run.holds(param)]
+        model = {param.name: _sharded(run, param, stacks.get(param.name)) for param in held}
+    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model)}
+
+
+def _stacked(case: Case) -> Mapping[str, tuple[str, int, int]]:
+    """Experts of a layer that are alike are saved as one stack: by parameter its key, its place and their number."""
+    found = {}
+    for param in case.params:
+        layer = [other for other in case.params if other.number == param.number]
+        if param.expert is not None and len(layer) > 1 and len({_kind(case, other) for other in layer}) == 1:
+            found[param.name] = (f"experts{param.number}", layer.index(param), len(layer))
+    return found
+
+
+def _kind(case: Case, param: Param) -> Any:
+    return (param.shape, param.wide, param.cut, param.frozen, param.left_out, case.rule_of(param))
+
+
+def _sharded(run: Run, param: Param, stacked: tuple[str, int, int] | None) -> ShardedTensor:
+    weight, place = run.weight(param), run.place
+    index, count = cut_of(param, place, run.setup.grid)
+    peer, copies = (place.tp, place.replica) if param.expert is None else (place.etp, place.expert_replica)
+    replica_id = (0, 0 if count > 1 else peer, copies)
+    prepended = 0 if stacked is None else 1
+    offsets = [] if param.cut is None else [(param.cut + prepended, index, count)]
+    key = f"{param.name}.weight"
+    if stacked is not None:
+        key, position, number = stacked
+        offsets = [(0, position, number), *offsets]
+    return ShardedTensor.from_rank_offsets(key, weight, *offsets, replica_id=replica_id, prepend_axis_num=prepended)

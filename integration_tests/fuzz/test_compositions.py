@@ -1,0 +1,35 @@
+"""Compositions of rule, numbers, sharding, groups and faults against float64 on one process; see the package."""
+
+import pytest
+
+from fuzz.cases import Case
+from fuzz.drawing import draw
+from fuzz.running import failures, report
+
+IN_CI = 300
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    only, count = (metafunc.config.getoption(name, default=None) for name in ("--fuzz-seed", "--fuzz-cases"))
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(count or IN_CI) if only is None else [only])
+
+
+def test_a_composition_has_the_weights_norms_and_verdicts_of_one_process(seed: int) -> None:
+    case = draw(seed)
+    found = failures(case)
+    if found and (reason := known_defect(case)):
+        pytest.xfail(reason)
+    if found:
+        pytest.fail(report(case, found), pytrace=False)
+
+
+def known_defect(case: Case) -> str | None:
+    """What is known to be wrong with such cases; a repair takes the line out."""
+    setups = [case.setup, *([case.resume] if case.resume else [])]
+    if case.resume and case.setup.grid.instances > 1:
+        return "several optimizer instances cannot be saved"
+    overlaps = any(setup.overlap_grads or setup.overlap_gather for setup in setups)
+    if overlaps and case.skips and any(setup.chunks > 1 or setup.grid.tp > 1 for setup in setups):
+        return "chunks and experts learn the order of their buckets apart from one another"
+    return None
