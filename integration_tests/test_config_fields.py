@@ -55,6 +55,7 @@ def pieces(optimizer: Optimizer) -> list[OwnedPiece]:
 # --- numbers of the rules: the factory's step is that of the optimizer with the same argument -------------------------
 
 SHAPE = (6, 3)
+MEGATRON = {"scale_mode": "spectral", "coefficient_type": "quintic", "nesterov": False, "eps": 1e-15}
 Peer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -85,7 +86,7 @@ def lion(**changes: Any) -> Peer:
 
 
 def muon(**changes: Any) -> Peer:
-    return lambda params: optim.Muon(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
+    return lambda params: optim.Muon(params, **{**MEGATRON, "lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
 
 
 def adaptive(**changes: Any) -> Peer:
@@ -121,7 +122,7 @@ CHANGES: Mapping[str, Change] = {
     "muon_scale_mode": Change("muon", "unit_rms_norm", muon(scale_mode="unit_rms_norm")),
     "muon_fp32_matmul_prec": Change("muon", "highest", muon(fp32_matmul_prec="highest")),
     "muon_coefficient_type": Change("muon", "polar_express", muon(coefficient_type="polar_express")),
-    "muon_num_ns_steps": Change("muon", 2, muon(num_ns_steps=2)),
+    "muon_num_ns_steps": Change("muon", 2, muon(ns_steps=2)),
     "muon_extra_scale_factor": Change("muon", 0.2, muon(extra_scale_factor=0.2)),
     "adaptive_muon_moment2_method": Change("adaptive_muon", "normuon", adaptive(moment2_method="normuon")),
     "adaptive_muon_beta2": Change("adaptive_muon", 0.5, adaptive(betas=(0.9, 0.5))),
@@ -169,7 +170,7 @@ def test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to() -> None:
     def alone(part: Tensor) -> Tensor:
         param = nn.Parameter(torch.zeros_like(part))
         param.grad = part.clone()
-        optim.Muon([param], lr=LR, fp32_matmul_prec="highest").step()
+        optim.Muon([param], **MEGATRON, lr=LR, weight_decay=0.0, fp32_matmul_prec="highest").step()
         return param.detach()
 
     apart, together = torch.cat([alone(part) for part in grad.split(rows)]), alone(grad)

@@ -211,7 +211,7 @@ def muon_normalise(name: str, u: torch.dtype, x: torch.dtype, vector: int) -> Va
         kernel=normalise_sweep,
         signature={
             "records": "*i64", "u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "x": f"*{triton_dtype(x)}",
-            "totals": "*fp64",
+            "totals": "*fp64", "smallest": "fp32",
         },
         constants={
             "X": triton_dtype(x), "SCHEME_U": "half" if narrow else "plain", "TAG": 3, "WIDTH": 8, "CHUNK": CHUNK,

@@ -80,9 +80,7 @@ def whole_step(shape: tuple[int, int, int]) -> Comparison:
             param.grad = torch.randn(param.shape, generator=generator)
         return list(params)
 
-    ours = Muon(parameters(), lr=1e-3, nesterov=True, scale_mode="shape_scaling", coefficient_type="simple")
-    # By default it has the options given above.
-    peer = torch.optim.Muon(parameters(), lr=1e-3, weight_decay=0.01)
+    ours, peer = Muon(parameters(), lr=1e-3), torch.optim.Muon(parameters(), lr=1e-3)
     return Comparison(ours=lambda: _nothing(ours.step), peer=lambda: _nothing(peer.step))
 
 

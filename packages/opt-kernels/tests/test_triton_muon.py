@@ -335,6 +335,7 @@ def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.devi
 RULES = {
     "muon": Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST),
     "muon-16-bit": Muon(nesterov=True),
+    "muon-large-eps": Muon(eps=1e2, fp32_matmul_prec=MatmulPrecision.HIGHEST),
     "adamuon": AdaptiveMuon(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
     "normuon": AdaptiveMuon(
         muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON

@@ -146,7 +146,7 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     Raises CodecError for a dtype that has none.
     """
     match dtype:
-        case torch.float32 | torch.bfloat16:
+        case torch.float32 | torch.bfloat16 | torch.float64:
             return Plain(dtype=dtype)
         case torch.float16:
             return Scaled(dtype=dtype, exponent=15, smallest=2.0**-24, signed=signed)
@@ -158,7 +158,7 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
             return Root()
     eight = "int8" if signed else "uint8"
     raise CodecError(
-        f"{name}_dtype={dtype} has no codec; give torch.float32, bfloat16, float16, float8_e4m3fn or {eight}"
+        f"{name}_dtype={dtype} has no codec; give torch.float32, float64, bfloat16, float16, float8_e4m3fn or {eight}"
     )
 
 

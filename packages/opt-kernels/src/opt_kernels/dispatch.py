@@ -39,6 +39,12 @@ _REQUIRED: dict[Backend, Callable[[], bool]] = {
 }
 
 
+_HOW_TO_INSTALL = {
+    Backend.TRITON: "install triton",
+    Backend.CPP: "install a C++ compiler, or name it in CXX",
+}
+
+
 class BackendError(ValueError):
     """A backend that was asked for by name cannot be had."""
 
@@ -52,6 +58,27 @@ def parse_backend(name: str | None) -> Backend | None:
     except ValueError:
         allowed = ", ".join(repr(backend.value) for backend in Backend)
         raise BackendError(f"backend={name!r} is unknown; give one of {allowed}, or None to choose by device") from None
+
+
+def check_backend(name: str | None, *ops: str) -> None:
+    """Raises BackendError for a name of no backend, and for one that none of the operations `ops` has."""
+    chosen = parse_backend(name)
+    if chosen is None or any(_is_written(op, chosen) for op in ops):
+        return
+    allowed = ", ".join(repr(backend.value) for backend in Backend if any(_is_written(op, backend) for op in ops))
+    raise BackendError(
+        f"backend={name!r} is not available for {' or '.join(map(repr, ops))}; give one of {allowed}, or None to "
+        "choose by device"
+    )
+
+
+def check_installed(name: str | None) -> None:
+    """Raises BackendError where the backend of this name needs something that is not installed."""
+    chosen = parse_backend(name)
+    if chosen is not None and not _REQUIRED.get(chosen, lambda: True)():
+        raise BackendError(
+            f"backend={name!r} is not available: {_HOW_TO_INSTALL[chosen]}, or give backend=None to choose by device"
+        )
 
 
 def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -89,6 +116,7 @@ def _available(op: str, backend: Backend) -> bool:
     return _is_written(op, backend) and _REQUIRED.get(backend, lambda: True)()
 
 
+@cache
 def _is_written(op: str, backend: Backend) -> bool:
     package = f"opt_kernels.ops.{op}"
     return find_spec(package) is not None and find_spec(f"{package}.{_MODULES[backend]}") is not None
@@ -97,7 +125,7 @@ def _is_written(op: str, backend: Backend) -> bool:
 def _what_is_missing(op: str, backend: Backend) -> str:
     if not _is_written(op, backend):
         return "this operation has no such version"
-    return "install triton" if backend is Backend.TRITON else "install a C++ compiler, or name it in CXX"
+    return _HOW_TO_INSTALL[backend]
 
 
 @cache  # so that the log says once which version runs

@@ -161,7 +161,7 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     _same_shape(tensor, anchor, name)
-    if not _same_order(tensor, anchor) or not _is_dense(anchor):
+    if not _same_order(tensor, anchor) or not is_dense(anchor):
         raise LayoutError(
             f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "
             f"{anchor.stride()}; allowed are equal strides without holes; make the parameter contiguous"
@@ -171,7 +171,7 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Its elements as (n,), for what does not depend on their order: a view where they are dense, else a copy."""
-    if tensor.is_contiguous() or not _is_dense(tensor):
+    if tensor.is_contiguous() or not is_dense(tensor):
         return tensor.contiguous().view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -192,7 +192,7 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
     return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without holes or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):

@@ -11,8 +11,8 @@ from opt_kernels.rules.adam import Adam as AdamRule
 class Adam(RuleOptimizer):
     """Adam (Kingma & Ba 2015) with torch.optim.Adam's arguments and state_dict; weight decay is added to the gradient.
 
-    `mains`, `exp_avg_dtype` and `exp_avg_sq_dtype` say in which numbers parameters and moments are kept, `max_norm`
-    clips within the update. See `AdamW` for all of them. Raises ValueError for an option that is not allowed.
+    `mains`, `exp_avg_dtype` and `exp_avg_sq_dtype` choose the dtypes of parameters and moments, `max_norm` clips within
+    the update. See `AdamW` for all of them. Raises ValueError for an option that is not allowed.
     """
 
     fixed = ("decoupled_weight_decay",)
@@ -24,6 +24,7 @@ class Adam(RuleOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
         decoupled_weight_decay: bool = False,
         mains: str = "param",
@@ -33,6 +34,11 @@ class Adam(RuleOptimizer):
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
         backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         rule = AdamRule(
             decoupled=decoupled_weight_decay,
@@ -49,7 +55,15 @@ class Adam(RuleOptimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm)
+        flags = {
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm, flags=flags)
 
 
 class AdamW(RuleOptimizer):
@@ -58,9 +72,12 @@ class AdamW(RuleOptimizer):
     `mains`: "param" updates the parameters themselves; "float32" keeps a float32 copy of each narrower one;
     "remainder" keeps the 16 bits that a bfloat16 parameter lacks of float32. `exp_avg_dtype`, `exp_avg_sq_dtype`:
     float32, bfloat16, float16, float8_e4m3fn, or 8-bit codes: int8 for the first, uint8 for the second.
-    `stochastic_rounding`: bfloat16 parameters that have no other main are rounded by chance. `max_norm`: clip the
-    gradients' total norm within the update. `order`, `backend`: see `opt_kernels.rules.adam`. Raises ValueError for an
-    option that is not allowed.
+    `stochastic_rounding`: bfloat16 parameters that have no other main are rounded stochastically. `max_norm`: clip the
+    gradients' total norm within the update. `order`, `backend`: see `opt_kernels.rules.adam`. The moments of a float64
+    parameter are float64 where those of others are float32.
+
+    `foreach` and `fused` change nothing: every step is fused. Raises ValueError for `amsgrad`, `maximize`, `capturable`
+    and `differentiable`, which are not offered, and for an option that is not allowed.
     """
 
     fixed = ("decoupled_weight_decay",)
@@ -72,6 +89,7 @@ class AdamW(RuleOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         mains: str = "param",
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -80,6 +98,11 @@ class AdamW(RuleOptimizer):
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
         backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         rule = AdamRule(
             exp_avg_dtype=exp_avg_dtype,
@@ -95,4 +118,12 @@ class AdamW(RuleOptimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": True,
         }
-        super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm)
+        flags = {
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm, flags=flags)

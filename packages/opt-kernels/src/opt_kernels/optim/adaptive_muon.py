@@ -1,5 +1,8 @@
 """Drop-in AdaptiveMuon: AdaMuon and NorMuon."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +34,7 @@ class AdaptiveMuon(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
         scale_mode: str = "spectral",
         extra_scale_factor: float = 1.0,
         coefficient_type: str = "quintic",
@@ -53,4 +57,13 @@ class AdaptiveMuon(MatrixOptimizer):
         )
         rule = AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(moment2_method))
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, rule, defaults, scalar_optimizer=scalar_optimizer, mains=mains, max_norm=max_norm)
+        super().__init__(
+            params,
+            rule,
+            defaults,
+            scalar_optimizer=scalar_optimizer,
+            scalar_options=scalar_options,
+            mains=mains,
+            max_norm=max_norm,
+            backend=backend,
+        )

@@ -4,16 +4,19 @@ import math
 from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import is_dtensor
 from opt_kernels.ops.grad_stats import grad_stats
-from opt_kernels.optim.groups import ParamGroup, check_fixed, check_options, loaded_groups
+from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
+from opt_kernels.optim.params import check_available, check_param, for_dtype
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule
@@ -38,8 +41,17 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Params, rule: Rule, defaults: ParamGroup, *, mains: str = "param", max_norm: float | None = None
+        self,
+        params: Params,
+        rule: Rule,
+        defaults: ParamGroup,
+        *,
+        mains: str = "param",
+        max_norm: float | None = None,
+        flags: Mapping[str, object] = MappingProxyType({}),  # torch.optim's, which say how a step is computed
     ) -> None:
+        check_flags(flags)
+        check_available(rule)
         self.rule = rule
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
@@ -50,7 +62,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """The rule that moves `param`; the same at every step."""
-        return self.rule
+        return for_dtype(self.rule, param)
 
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
         """What a matrix rule must know of `param`."""
@@ -116,10 +128,18 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             after(self)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As torch's. Raises ValueError for an option that is not allowed, or that is not the groups' own."""
+        """As torch's. Raises ValueError for an option that is unknown, not allowed or not the groups' own, and for a
+        parameter that no step could update."""
         if isinstance(param_group, dict):  # else torch says what it wants
+            check_keys(param_group, self.defaults)
             self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
+        try:
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(self.param_groups[-1], param)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
@@ -130,6 +150,12 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """Raises ValueError for a group that this optimizer cannot have."""
         check_options(group)
         check_fixed(group, self.defaults, self.fixed)
+
+    def _check_param(self, group: ParamGroup, param: Tensor) -> None:
+        """Raises ValueError for a parameter that no step could update."""
+        if is_lazy(param):
+            return  # its shape is not known yet
+        check_param(param, self.rule_of(group, param), self.mains)
 
     def _update_(self) -> None:
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
@@ -165,7 +191,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         if self._roster is None or grads is None:
             self._roster = Roster(self.param_groups, self.state, self._enrolled)
             grads = [param.grad for param in params_of(self.param_groups)]
-        return self._roster.batches(grads, lambda group, step: _hyper(self.param_groups[group], step))
+        return self._roster.batches(grads, lambda group, rule, step: self._hyper(self.param_groups[group], rule, step))
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
@@ -174,6 +200,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         if not state:
             state.update(init_state(rule, self.mains, param))
         return Member(place, group, param, state, rule, self.matrix_of(of_group, param), first)
+
+    def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
+        """The numbers that `rule` reads of `group` at this step."""
+        return _hyper(group, step)
 
 
 def _hyper(group: ParamGroup, step: float) -> Hyper:

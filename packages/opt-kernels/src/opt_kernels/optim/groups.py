@@ -1,12 +1,73 @@
 """Parameter groups: which of their options no step can work with, and groups as a state_dict has them."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any
 
 from opt_kernels.optim.state import StateDictError
 
 ParamGroup = dict[str, Any]
+
+# What schedulers, trainers, loggers and `opt_paramgroups` read from groups; none of it tells an optimizer what to do.
+_OF_OTHERS = frozenset(
+    {
+        *("params", "param_names", "param_ids", "name", "group_name", "label", "tag", "description"),
+        *("initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "lr_mult", "lr_scale", "is_decoupled_lr"),
+        *("base_momentum", "max_momentum", "wd_mult", "start_wd", "end_wd"),
+        *("optimizer", "default_config", "is_expert_parallel"),
+    }
+)
+_OF_OTHERS_PREFIXES = ("initial_", "swanlab", "wandb", "log_", "_")
+
+# Arguments of torch.optim that choose how a step is computed. Those of these values ask for nothing else than is done.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "foreach": (None, False, True),
+        "fused": (None, False, True),
+        "capturable": (None, False),
+        "differentiable": (None, False),
+        "amsgrad": (None, False),
+        "maximize": (None, False),
+    }
+)
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "foreach": "every step updates all tensors together",
+        "fused": "every step is fused",
+        "capturable": "steps read numbers on the host; call step() outside of CUDA graphs, or use torch.optim",
+        "differentiable": "steps are not recorded by autograd; use torch.optim",
+        "amsgrad": "use torch.optim's optimizer with amsgrad=True",
+        "maximize": "minimize the negative of the objective",
+    }
+)
+# What other implementations call an option of these optimizers.
+_ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "wd": "weight_decay"})
+
+
+def check_flags(flags: Mapping[str, object]) -> None:
+    """Raises ValueError for an argument of torch.optim whose value asks for what is not offered."""
+    for name, value in flags.items():
+        if not any(value is neutral for neutral in _NEUTRAL[name]):
+            allowed = " or ".join(map(repr, _NEUTRAL[name]))
+            raise ValueError(f"{name}={value!r} is not offered; {allowed} is allowed: {_INSTEAD[name]}")
+
+
+def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError for a key of a new group that neither this optimizer nor a scheduler or trainer reads."""
+    check_flags({name: value for name, value in group.items() if name in _NEUTRAL})
+    for name, value in group.items():
+        if name in known or name in _OF_OTHERS or name in _NEUTRAL or name.startswith(_OF_OTHERS_PREFIXES):
+            continue
+        options = sorted({*known} - {"params"})
+        alias = _ALIASES.get(name)
+        nearest = [alias] if alias in options else get_close_matches(name, options, n=1, cutoff=0.5)
+        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(
+            f"{name}={value!r} in a parameter group: nothing reads it; allowed are {', '.join(options)}.{meant} A key "
+            "of your own may be set after construction: optimizer.param_groups[0][...]"
+        )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -23,11 +84,16 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
     """Raises ValueError where an option that all groups share is another one in `group`."""
     for name in fixed:
-        if name in group and group[name] != defaults[name]:
+        if name in group and _plain(group[name]) != _plain(defaults[name]):
             raise ValueError(
                 f"{name}={group[name]!r} in a group of an optimizer that was built with {defaults[name]!r}, which "
                 f"holds for all of its groups; build it with {name}={group[name]!r}"
             )
+
+
+def _plain(value: object) -> object:
+    """`value` with lists as tuples: what JSON and YAML make of tuples is equal to them."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def loaded_groups(

@@ -1,17 +1,21 @@
 """What the optimizers of matrices share: which parameters are matrices, and who moves the others."""
 
 from abc import ABC
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import MatrixSpec, Rule
+from opt_kernels.rules.base import MatrixSpec, Needs, Rule, Work
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.matrices import MatrixError, check
 
 
 class MatrixOptimizer(RuleOptimizer, ABC):
@@ -20,6 +24,9 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     A parameter is a matrix if it has two dims, unless its group says otherwise with `use_matrix_rule`: False for
     embeddings and output layers, True for 3-d parameters that are stacks of matrices. A group's `split_rows` are the
     rows of q, k and v in one query group of its fused parameters, to be orthogonalised one by one.
+
+    `scalar_options` are fields of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
+    `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
     """
 
     def __init__(
@@ -29,26 +36,28 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         defaults: ParamGroup,
         *,
         scalar_optimizer: str | None,
+        scalar_options: Mapping[str, Any] | None = None,
         mains: str,
         max_norm: float | None,
+        backend: str | None,
     ) -> None:
-        self.scalar_rule = _scalar_rule(scalar_optimizer)
+        self.scalar_rule = _scalar_rule(scalar_optimizer, scalar_options or {}, backend)
         of_groups: ParamGroup = {"use_matrix_rule": None, "split_rows": ()}
         super().__init__(params, rule, defaults | of_groups, mains=mains, max_norm=max_norm)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         chosen = group["use_matrix_rule"]
         if param.dim() == 2 if chosen is None else chosen:
-            return self.rule
+            return for_dtype(self.rule, param)
         if self.scalar_rule is None:
             raise MatrixError(
                 f"a parameter of shape {tuple(param.shape)} is no matrix of {type(self).__name__}; give "
                 "scalar_optimizer='adam' or 'lion', or leave it to another optimizer"
             )
-        return self.scalar_rule
+        return for_dtype(self.scalar_rule, param)
 
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
-        if self.rule_of(group, param) is not self.rule:
+        if self.rule_of(group, param).needs is not Needs.MATRICES:
             return MatrixSpec()
         if is_dtensor(param) and local(param).shape != param.shape:
             raise MatrixError(
@@ -57,17 +66,35 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             )
         return MatrixSpec(split_rows=tuple(group["split_rows"]))
 
+    def _check_param(self, group: ParamGroup, param: Tensor) -> None:
+        super()._check_param(group, param)
+        if is_lazy(param) or self.rule_of(group, param).needs is not Needs.MATRICES:
+            return
+        like = local(param).detach().to("meta")
+        check(Work(grad=like, main=like, state={}, matrix=self.matrix_of(group, param)))
+        self.rule.init_state(like)
+
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"scalar_rule": self.scalar_rule}
 
 
-def _scalar_rule(name: str | None) -> Rule | None:
+def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | None) -> Rule | None:
     match name:
         case None:
+            if options:
+                raise ValueError(f"scalar_options={options!r} without scalar_optimizer; give 'adam' or 'lion'")
             return None
         case "adam":
-            return Adam()
+            return _with_options(Adam(backend=backend), options)
         case "lion":
-            return Lion()
+            return _with_options(Lion(backend=backend), options)
         case _:
             raise ValueError(f"scalar_optimizer={name!r} is unknown; give 'adam', 'lion', or None for matrices only")
+
+
+def _with_options(rule: Adam | Lion, options: Mapping[str, Any]) -> Rule:
+    known = [field.name for field in fields(rule)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"scalar_options has {name!r}; allowed for {rule.name!r} are {', '.join(known)}")
+    return replace(rule, **options)

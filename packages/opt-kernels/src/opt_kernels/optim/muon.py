@@ -1,42 +1,63 @@
 """Drop-in Muon."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.optim.base import Params
+from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer
+from opt_kernels.precision import MatmulPrecision
+from opt_kernels.rules.base import Hyper, Needs, Rule
 from opt_kernels.rules.muon import Muon as MuonRule
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.rules.orthogonalization import ScaleMode
+
+KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(MatrixOptimizer):
-    """Muon (Keller Jordan, 2024) for matrices, and with `scalar_optimizer` Adam or Lion for everything else.
+    """Muon (Keller Jordan, 2024) with torch.optim.Muon's arguments and updates, to rounding.
 
-    `momentum` is Muon's; `betas` and `eps` are those of the others. `extra_scale_factor` 0.2 with the spectral scale
-    makes updates as large as AdamW's, so that its lr and weight decay serve. Groups choose with `use_matrix_rule` and
-    `split_rows`, see `MatrixOptimizer`; the other options are those of `opt_kernels.rules.muon.Muon`, by their names.
-    `mains` and `max_norm`: as in `AdamW`. Raises ValueError for an option that is not allowed.
+    With `scalar_optimizer`, "adam" or "lion" moves all parameters that are not matrices, with the groups' lr and weight
+    decay, `betas` and `scalar_eps`. Groups choose with `use_matrix_rule` and `split_rows`, see `MatrixOptimizer`.
+
+    The scale of an update (rows, cols) is `adjust_lr_fn`'s: "original", sqrt(max(1, rows / cols)), also for None; or
+    "match_rms_adamw", 0.2 sqrt(max(rows, cols)), which takes AdamW's lr and weight decay. `scale_mode` replaces it by
+    one of Megatron-Core's, "spectral", "unit_rms_norm" or "shape_scaling"; `extra_scale_factor` multiplies either.
+    `coefficient_type` replaces `ns_coefficients` by a named set. Megatron-Core's Muon is `scale_mode="spectral",
+    coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
+
+    The remaining options are those of `opt_kernels.rules.muon.Muon`; `mains` and `max_norm`: as in `AdamW`. Raises
+    ValueError for an option that is not allowed, MatrixError for a parameter that is not a matrix and has no
+    `scalar_optimizer`.
     """
+
+    fixed = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 3e-4,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
         momentum: float = 0.95,
-        weight_decay: float = 0.01,
-        nesterov: bool = False,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = KELLER_JORDAN,
+        eps: float = 1e-7,  # smallest norm that a momentum is divided by
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
         *,
-        scalar_optimizer: str | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        scale_mode: str = "spectral",
+        scale_mode: str | None = None,
         extra_scale_factor: float = 1.0,
-        coefficient_type: str = "quintic",
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),
-        num_ns_steps: int = 5,
+        coefficient_type: str | None = None,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),  # coefficient_type="custom": one for each step
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        scalar_eps: float = 1e-8,
         fp32_matmul_prec: str = "medium",
         use_syrk: bool = True,
         momentum_buffer_dtype: torch.dtype = torch.float32,
@@ -44,17 +65,75 @@ class Muon(MatrixOptimizer):
         max_norm: float | None = None,
         backend: str | None = None,
     ) -> None:
+        mode, factor = _scale(adjust_lr_fn, scale_mode)
+        kind, steps = _coefficients(ns_coefficients, coefficient_type, custom_coefficients)
         rule = MuonRule(
             nesterov=nesterov,
-            scale_mode=ScaleMode(scale_mode),
-            extra_scale_factor=extra_scale_factor,
-            coefficient_type=CoefficientType(coefficient_type),
-            custom_coefficients=tuple(Coefficients(*step) for step in custom_coefficients),
-            num_ns_steps=num_ns_steps,
+            scale_mode=mode,
+            extra_scale_factor=factor * extra_scale_factor,
+            coefficient_type=kind,
+            custom_coefficients=steps,
+            num_ns_steps=ns_steps,
+            eps=eps,
             fp32_matmul_prec=MatmulPrecision(fp32_matmul_prec),
             use_syrk=use_syrk,
             momentum_buffer_dtype=momentum_buffer_dtype,
             backend=backend,
         )
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, rule, defaults, scalar_optimizer=scalar_optimizer, mains=mains, max_norm=max_norm)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "scalar_eps": scalar_eps,
+        }
+        super().__init__(
+            params,
+            rule,
+            defaults,
+            scalar_optimizer=scalar_optimizer,
+            scalar_options=scalar_options,
+            mains=mains,
+            max_norm=max_norm,
+            backend=backend,
+        )
+
+    def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
+        own = super()._hyper(group, rule, step)
+        return own if rule.needs is Needs.MATRICES else replace(own, eps=group["scalar_eps"])
+
+
+def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> tuple[ScaleMode, float]:
+    """The scale of updates, and a factor of it."""
+    if scale_mode is not None and adjust_lr_fn is not None:
+        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: give one of them")
+    if scale_mode is not None:
+        return ScaleMode(scale_mode), 1.0
+    match adjust_lr_fn:
+        case None | "original":
+            return ScaleMode.SHAPE_SCALING, 1.0
+        case "match_rms_adamw":
+            return ScaleMode.SPECTRAL, 0.2
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; give 'original', 'match_rms_adamw' or None")
+
+
+def _coefficients(
+    ns_coefficients: tuple[float, float, float],
+    coefficient_type: str | None,
+    custom: Sequence[tuple[float, float, float]],
+) -> tuple[CoefficientType, tuple[Coefficients, ...]]:
+    """The set of coefficients, and its steps where the set is the caller's."""
+    if coefficient_type is None and not custom:
+        return CoefficientType.CUSTOM, (Coefficients(*ns_coefficients),)
+    if tuple(ns_coefficients) != KELLER_JORDAN:
+        raise ValueError(
+            f"ns_coefficients={ns_coefficients!r} with coefficient_type={coefficient_type!r} or custom_coefficients: "
+            "give one of them"
+        )
+    kind = CoefficientType.CUSTOM if coefficient_type is None else CoefficientType(coefficient_type)
+    return kind, tuple(Coefficients(*step) for step in custom)

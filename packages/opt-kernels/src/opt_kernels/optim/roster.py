@@ -132,15 +132,17 @@ class Roster:
         )
         return grads if holds else None
 
-    def batches(self, grads: Sequence[Tensor | None], hyper: Callable[[int, float], Hyper]) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group and step."""
+    def batches(
+        self, grads: Sequence[Tensor | None], hyper: Callable[[int, Rule, float], Hyper]
+    ) -> dict[Sweep, list[Batch]]:
+        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, rule and step."""
         found: dict[Sweep, list[Batch]] = {}
         for row in self._rows:
             of_row: list[Any] = [grads[place] for place in row.places]
             params = row.params
             if self._distributed:
                 params, of_row = list(map(local, params)), list(map(local, of_row))
-            batch = Batch(hyper(row.group, row.steps.count()), row.works(params, of_row))
+            batch = Batch(hyper(row.group, row.sweep.rule, row.steps.count()), row.works(params, of_row))
             found.setdefault(row.sweep, []).append(batch)
         return found
 

@@ -1,5 +1,8 @@
 """Drop-in SOAP."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from opt_kernels.optim.base import Params
@@ -29,6 +32,7 @@ class SOAP(MatrixOptimizer):
         power_iterations: int = 1,
         orthonormalization: str = "cholesky",
         scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
         mains: str = "param",
         max_norm: float | None = None,
         backend: str | None = None,
@@ -42,4 +46,13 @@ class SOAP(MatrixOptimizer):
             backend=backend,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, rule, defaults, scalar_optimizer=scalar_optimizer, mains=mains, max_norm=max_norm)
+        super().__init__(
+            params,
+            rule,
+            defaults,
+            scalar_optimizer=scalar_optimizer,
+            scalar_options=scalar_options,
+            mains=mains,
+            max_norm=max_norm,
+            backend=backend,
+        )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import parse_backend, tensors_of, version
+from opt_kernels.dispatch import check_backend, tensors_of, version
 from opt_kernels.ops.adam.reference import Order
 from opt_kernels.rules.base import Batch, Needs, StateSpec
 
@@ -30,7 +30,7 @@ class Adam:
     def __post_init__(self) -> None:
         if self.order not in ("torch", "te"):
             raise ValueError(f"order={self.order!r} is unknown; give 'torch' or 'te'")
-        parse_backend(self.backend)
+        check_backend(self.backend, "adam")
         codec_for("exp_avg", self.exp_avg_dtype, signed=True)
         codec_for("exp_avg_sq", self.exp_avg_sq_dtype, signed=False)
 

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import parse_backend, tensors_of, version
+from opt_kernels.dispatch import check_backend, tensors_of, version
 from opt_kernels.ops.muon import Adapt, Inputs, Transform
 from opt_kernels.ops.muon.reference import MOMENTUM
 from opt_kernels.ops.muon.torch_native import accumulate_, descend_
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
+from opt_kernels.ops.newton_schulz.reference import EPS
 from opt_kernels.rules.base import Batch, Needs, StateSpec, Task, Work
 from opt_kernels.rules.matrices import compute_dtype, join, matrix_dim, split, whole_size
 from opt_kernels.rules.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
@@ -38,6 +39,7 @@ class Muon:
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
     custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
     num_ns_steps: int = 5
+    eps: float = EPS  # smallest norm that a momentum is divided by
     fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True  # compute half of a symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
@@ -45,7 +47,7 @@ class Muon:
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
 
     def __post_init__(self) -> None:
-        parse_backend(self.backend)
+        check_backend(self.backend, "muon")
         codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
@@ -67,6 +69,7 @@ class Muon:
         steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
         return Orthogonalization(
             schedule=steps,
+            eps=self.eps,
             precision=self.fp32_matmul_prec,
             use_syrk=self.use_syrk,
             tp_mode=self.tp_mode,

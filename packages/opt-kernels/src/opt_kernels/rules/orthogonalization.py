@@ -52,6 +52,7 @@ class Orthogonalization:
     """The polar factor of matrices, by Newton-Schulz (see `ops/newton_schulz`)."""
 
     schedule: Schedule
+    eps: float = reference.EPS  # smallest norm that a matrix is divided by
     precision: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
@@ -82,11 +83,11 @@ class Orthogonalization:
     ) -> Inputs:
         """How x may come, so that it need not be read once more for its norm. `dtype` is that of the computation."""
         if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
-            return Inputs(self._dtype(dtype, device), True)
+            return Inputs(self._dtype(dtype, device), True, eps=self.eps)
         if self.tp_mode is TpMode.DISTRIBUTED:
-            return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce)
+            return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce, self.eps)
         # Gathered, and normalised by every rank alike: a norm that ranks add up may differ in its last bit.
-        return Inputs(dtype, False)
+        return Inputs(dtype, False, eps=self.eps)
 
     def _oriented(
         self,
@@ -103,7 +104,7 @@ class Orthogonalization:
     def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None, normalised: bool) -> Tensor:
         dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
         if parse_backend(self.backend) is Backend.REFERENCE:
-            return reference.newton_schulz(x, segments=(self.schedule,), all_reduce=all_reduce)
+            return reference.newton_schulz(x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce)
         segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
         # Products of 16 or 64 bits do not depend on the setting.
         with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
@@ -111,6 +112,7 @@ class Orthogonalization:
                 x,
                 segments=segments,
                 dtype=dtype,
+                eps=self.eps,
                 product=self._product(x),
                 all_reduce=all_reduce,
                 normalised=normalised,

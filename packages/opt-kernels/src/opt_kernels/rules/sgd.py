@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import parse_backend, tensors_of, version
+from opt_kernels.dispatch import check_backend, tensors_of, version
 from opt_kernels.rules.base import Batch, Needs, StateSpec
 
 
@@ -26,7 +26,7 @@ class SGD:
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
 
     def __post_init__(self) -> None:
-        parse_backend(self.backend)
+        check_backend(self.backend, "sgd")
         codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
         if self.nesterov and (self.dampening or not self.momentum_buffer):
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import StateCodec
-from opt_kernels.dispatch import parse_backend, version
+from opt_kernels.dispatch import check_backend, version
 from opt_kernels.ops.elements import skipped
 from opt_kernels.ops.muon.reference import decay_of
 from opt_kernels.ops.orthogonal_basis import reference
@@ -57,7 +57,7 @@ class SOAP:
     backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
-        parse_backend(self.backend)
+        check_backend(self.backend, "orthogonal_basis")
         if not 0.0 <= self.shampoo_beta < 1.0:
             raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
         for name, value in (

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.ops.newton_schulz.reference import EPS
 from opt_kernels.rules.base import Task, Work
 
 __all__ = ["Adapt", "Inputs", "Transform"]
@@ -17,6 +18,7 @@ class Inputs(NamedTuple):
     dtype: torch.dtype
     normalised: bool  # each over its Frobenius norm, each of its split parts over its own
     all_reduce: Callable[[Tensor], Tensor] | None = None  # sums squares over the ranks that hold the other parts
+    eps: float = EPS  # smallest norm that a matrix is divided by
 
 
 # From works of one layout, their matrices (len(tasks), *shape), and whether these are normalised: the directions.

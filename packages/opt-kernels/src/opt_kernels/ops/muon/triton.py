@@ -17,7 +17,6 @@ from opt_kernels.ops.formats import ALIGNMENT, triton_dtype
 from opt_kernels.ops.lanes import decayed, load, nearest, pointer, store
 from opt_kernels.ops.muon import Adapt, Factors, Inputs, Transform
 from opt_kernels.ops.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
-from opt_kernels.ops.newton_schulz.reference import EPS
 from opt_kernels.ops.quantize.triton import GROUP, read_state, scheme, write_state
 from opt_kernels.ops.storage import read_main, write_main
 from opt_kernels.ops.sweep import Sweep, launch_options
@@ -25,7 +24,6 @@ from opt_kernels.rules.base import Batch, Hyper, Work
 
 SUM_BLOCK = 1024  # chunks that are added at a time
 LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every layout
-SMALLEST_NORM: tl.constexpr = tl.constexpr(EPS)
 
 
 @jit
@@ -134,6 +132,7 @@ def normalise_sweep(
     u_scales: tl.tensor,  # from the first of these chunks on
     x: tl.tensor,  # written; may be the memory of u, element for element
     totals: tl.tensor,  # (slots,) float64
+    smallest: float,  # norm that a matrix is divided by
     X: tl.constexpr, SCHEME_U: tl.constexpr, TAG: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -145,7 +144,7 @@ def normalise_sweep(
     x = along(x, first, E)
     u_scale = u_scales + chunk.to(tl.int64) * (CHUNK // GROUP)
     norm = tl.sqrt_rn(tl.load(totals + tl.load(record + TAG)).to(tl.float32))
-    inverse = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
+    inverse = tl.div_rn(1.0, tl.maximum(norm, smallest))
     n = tl.load(record + WIDTH - 3).to(tl.int32)
     if n == CHUNK:
         for start in range(0, CHUNK, BLOCK):
@@ -283,7 +282,7 @@ class _Inputs:
             for sweep, scales, records, begin in self._of(stack):
                 groups = sweep.table.chunk // GROUP.value if self._narrow else 0
                 normalise_sweep[(records.shape[0],)](
-                    records, u, scales[begin * groups :], x, totals,
+                    records, u, scales[begin * groups :], x, totals, wanted.eps,
                     X=triton_dtype(x.dtype), SCHEME_U="half" if self._narrow else "plain", TAG=self._tag,
                     **_only(launch_options(sweep.formats, sweep.table), "WIDTH", "CHUNK", "BLOCK", "E"),
                 )  # fmt: skip

@@ -1,0 +1,61 @@
+"""Parameters: which of them no step could update, found when an optimizer is built, and the rule for each dtype."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_kernels.dispatch import check_installed
+from opt_kernels.dtensor import local
+from opt_kernels.ops.elements import is_dense
+from opt_kernels.optim.mains import Mains, init_main
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules.soap import SOAP
+
+
+def for_dtype(rule: Rule, param: Tensor) -> Rule:
+    """`rule` for a parameter of this dtype: a float64 parameter has float64 states where others have float32 ones.
+
+    As in torch.optim. No Triton or C++ sweep computes in float64, so without an explicit backend torch's operations do.
+    """
+    if param.dtype is not torch.float64 or not isinstance(rule, Adam | SGD | Lion | Muon):
+        return rule
+    kept = [field.name for field in fields(rule) if field.name.endswith("_dtype")]
+    wide: dict[str, Any] = {name: torch.float64 for name in kept if getattr(rule, name) is torch.float32}
+    return replace(rule, backend=rule.backend or "torch", **wide)
+
+
+def check_available(rule: Rule) -> None:
+    """Raises BackendError where the backend that `rule` names is not installed."""
+    backend: str | None = getattr(rule, "backend", None)
+    check_installed(backend)
+
+
+def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
+    """Raises ValueError for a parameter that no step of `rule` could update."""
+    shard = local(param).detach()
+    if not param.is_floating_point():
+        raise ValueError(
+            f"a parameter of {param.dtype}: the sweeps compute with real floats; give complex parameters as "
+            "torch.view_as_real has them"
+        )
+    if shard.is_neg() or not is_dense(shard):
+        raise ValueError(
+            f"a parameter of shape {tuple(shard.shape)} and strides {tuple(shard.stride())} has holes, overlapping "
+            "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
+            "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
+        )
+    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | SOAP):
+        raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; give float32 parameters")
+    init_main(mains, shard.to("meta"))
+    if getattr(rule, "stochastic_rounding", False) and mains is Mains.PARAM and param.dtype is torch.float16:
+        raise ValueError(
+            "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; give "
+            "mains='float32', or stochastic_rounding=False"
+        )

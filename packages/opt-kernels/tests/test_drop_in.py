@@ -1,0 +1,323 @@
+"""Drop-in optimizers and torch's arguments, groups and parameters: taken as torch takes them, or refused when built."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels import optim
+from opt_kernels.dispatch import BackendError
+from opt_kernels.rules.lion import Lion as LionRule
+from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.muon import Muon as MuonRule
+from opt_kernels.rules.soap import SOAP as SOAPRule
+
+Build = Callable[..., torch.optim.Optimizer]
+ALL: Mapping[str, Build] = {
+    name: getattr(optim, name) for name in ("Adam", "AdamW", "SGD", "Lion", "Muon", "AdaptiveMuon", "SOAP")
+}
+PEERS: Mapping[str, tuple[Build, Build]] = {
+    "Adam": (optim.Adam, torch.optim.Adam),
+    "AdamW": (optim.AdamW, torch.optim.AdamW),
+    "SGD": (optim.SGD, torch.optim.SGD),
+}
+ON_ALL = pytest.mark.parametrize("build", ALL.values(), ids=ALL.keys())
+ON_PEERS = pytest.mark.parametrize(("ours", "theirs"), PEERS.values(), ids=PEERS.keys())
+
+
+def matrix(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    values = torch.randn(shape or (6, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nn.Parameter(values.to(dtype))
+
+
+def stepped(optimizer: torch.optim.Optimizer, param: Tensor, steps: int = 3) -> Tensor:
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(100 + seed)
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+        optimizer.step()
+    return param.detach()
+
+
+# --- keys of groups -------------------------------------------------------------------------------------------------
+
+UNKNOWN = {
+    "use_muon": (optim.Muon, {"use_muon": False}, r"use_muon=False .* Did you mean 'use_matrix_rule'\?"),
+    "bets": (optim.AdamW, {"bets": (0.9, 0.99)}, r"bets=\(0.9, 0.99\) .* Did you mean 'betas'\?"),
+    "weight_deacy": (optim.SGD, {"weight_deacy": 0.0}, r"Did you mean 'weight_decay'\?"),
+    "another rule's": (optim.AdamW, {"momentum": 0.9}, r"momentum=0.9 .* allowed are betas, "),
+    "algorithm": (optim.Muon, {"algorithm": "adamw"}, "algorithm='adamw'"),
+    "amsgrad": (optim.AdamW, {"amsgrad": True}, "amsgrad=True is not offered"),
+}
+
+
+@pytest.mark.parametrize(("build", "keys", "message"), UNKNOWN.values(), ids=UNKNOWN.keys())
+def test_a_key_that_nothing_reads_is_refused_when_built(build: Build, keys: dict[str, Any], message: str) -> None:
+    # `use_muon: False` of other implementations was dropped, and embeddings were orthogonalised.
+    with pytest.raises(ValueError, match=message):
+        build([{"params": [matrix()], **keys}])
+    optimizer = build([matrix()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [matrix(seed=1)], **keys})
+    assert len(optimizer.param_groups) == 1
+
+
+TOLERATED: dict[str, Any] = {
+    "name": "decoder", "initial_lr": 0.1, "lr_mult": 0.5, "wd_mult": 0.0, "lr_scale": 0.7, "max_lr": 0.1, "min_lr": 0.0,
+    "base_momentum": 0.8, "max_momentum": 0.9, "swa_lr": 0.1, "param_names": ["w"], "swanlab_group": "a",
+    "is_expert_parallel": False, "optimizer": "adam", "default_config": True, "fused": True, "foreach": False,
+    "capturable": False, "maximize": False, "amsgrad": None, "differentiable": False, "_mark": 1,
+}  # fmt: skip
+
+
+@ON_ALL
+@pytest.mark.parametrize("key", TOLERATED)
+def test_keys_of_schedulers_trainers_and_neutral_flags_are_taken(build: Build, key: str) -> None:
+    group = {"params": [matrix()], key: TOLERATED[key]}
+    if key == "param_names":
+        group = {"params": [("w", matrix())]}
+    assert key in build([group]).param_groups[0]
+
+
+@ON_ALL
+def test_keys_set_after_construction_are_nobodys_business_and_survive_a_round_trip(build: Build) -> None:
+    first, second = build([matrix()]), build([matrix()])
+    first.param_groups[0]["anything"] = object
+    saved = first.state_dict()
+    saved["param_groups"][0]["of_a_trainer"] = 1
+    second.load_state_dict(copy.deepcopy(saved))
+    assert second.param_groups[0]["of_a_trainer"] == 1
+
+
+SCHEDULERS: Mapping[str, Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]] = {
+    "OneCycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
+    "Cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "Cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "SWA": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05),
+}
+
+
+@ON_ALL
+@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+def test_torchs_schedulers_write_their_keys_into_groups(
+    build: Build, schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+) -> None:
+    param = matrix()
+    optimizer = build([param], **({"momentum": 0.9} if build is optim.SGD else {}))
+    scheduler = schedule(optimizer)
+    for _ in range(3):
+        stepped(optimizer, param, 1)
+        scheduler.step()
+    # A scheduler that resumes builds the optimizer from groups that carry all it wrote.
+    again = build([{**{k: v for k, v in optimizer.param_groups[0].items() if k != "params"}, "params": [matrix()]}])
+    assert again.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
+
+
+# --- torch's flags --------------------------------------------------------------------------------------------------
+
+FLAGS = ("foreach", "fused", "maximize", "differentiable", "capturable", "amsgrad")
+
+
+@ON_PEERS
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("value", [None, False])
+def test_flags_that_ask_for_nothing_are_taken(ours: Build, theirs: Build, flag: str, value: bool | None) -> None:
+    if ours is optim.SGD and flag in ("capturable", "amsgrad"):
+        with pytest.raises(TypeError, match=flag):  # as torch's SGD
+            ours([matrix()], **{flag: value})
+        return
+    a, b = matrix(), matrix()
+    torch.testing.assert_close(stepped(ours([a], **{flag: value}), a), stepped(theirs([b]), b), rtol=1e-5, atol=1e-6)
+
+
+@ON_PEERS
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_flags_for_what_is_done_anyway_are_taken(ours: Build, theirs: Build, flag: str) -> None:
+    a, b = matrix(), matrix()
+    theirs_ = stepped(theirs([b], **{flag: True}), b)
+    torch.testing.assert_close(stepped(ours([a], **{flag: True}), a), theirs_, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["maximize", "differentiable", "capturable", "amsgrad"])
+def test_flags_for_what_is_not_offered_are_refused_by_name(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag}=True is not offered; None or False is allowed: "):
+        optim.AdamW([matrix()], **{flag: True})  # type: ignore[arg-type]
+
+
+@ON_PEERS
+def test_positional_arguments_stand_where_torchs_do(ours: Build, theirs: Build) -> None:
+    arguments = (0.1, 0.9, 0.0, 0.01, True) if ours is optim.SGD else (0.1, (0.8, 0.9), 1e-6, 0.01, False)
+    a, b = matrix(), matrix()
+    expected = stepped(theirs([b], *arguments), b)
+    torch.testing.assert_close(stepped(ours([a], *arguments), a), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+@ON_PEERS
+def test_float64_parameters_have_float64_states(ours: Build, theirs: Build) -> None:
+    options = {"momentum": 0.9} if ours is optim.SGD else {}
+    a, b = matrix(dtype=torch.float64), matrix(dtype=torch.float64)
+    one, other = ours([a], lr=0.1, **options), theirs([b], lr=0.1, **options)
+    # Float32 moments were seven digits off.
+    torch.testing.assert_close(stepped(one, a), stepped(other, b), rtol=1e-13, atol=1e-14)
+    kept = [t.dtype for name, t in one.state[a].items() if name != "step"]
+    assert set(kept) == {torch.float64}
+    resumed = ours([a], lr=0.1, **options)
+    resumed.load_state_dict(copy.deepcopy(one.state_dict()))
+    torch.testing.assert_close(stepped(resumed, a), stepped(other, b), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("build", [optim.Lion, optim.Muon], ids=["Lion", "Muon"])
+def test_float64_parameters_of_rules_that_torch_lacks_have_float64_states(build: Build) -> None:
+    param = matrix(dtype=torch.float64)
+    optimizer = build([param])
+    stepped(optimizer, param)
+    assert {t.dtype for name, t in optimizer.state[param].items() if name != "step"} == {torch.float64}
+
+
+@pytest.mark.parametrize("build", [optim.SOAP, optim.AdaptiveMuon], ids=["SOAP", "AdaptiveMuon"])
+def test_float64_parameters_of_rules_with_float32_factors_are_refused_when_built(build: Build) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float64, but .* keeps float32 states; give float32 parameters"):
+        build([matrix(dtype=torch.float64)])
+
+
+DENSE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "channels last": lambda x: x.reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    "permuted": lambda x: x.reshape(4, 3, 2).permute(2, 0, 1),
+    "of one element": lambda x: x[:1, :1],
+    "empty": lambda x: x[:0],
+}
+
+
+@ON_PEERS
+@pytest.mark.parametrize("arrange", DENSE.values(), ids=DENSE.keys())
+def test_parameters_in_any_dense_order_move_as_torchs(
+    ours: Build, theirs: Build, arrange: Callable[[Tensor], Tensor]
+) -> None:
+    a, b = (nn.Parameter(arrange(matrix().detach().clone())) for _ in range(2))
+    torch.testing.assert_close(stepped(ours([a]), a), stepped(theirs([b]), b), rtol=1e-5, atol=1e-6)
+
+
+REFUSED_PARAMETERS: Mapping[str, tuple[Build, Callable[[], Tensor], str]] = {
+    "with holes": (optim.AdamW, lambda: nn.Parameter(torch.ones(6, 4)[:, ::2]), "holes, overlapping"),
+    "expanded": (optim.SGD, lambda: nn.Parameter(torch.ones(1, 4).expand(6, 4)), "make it contiguous"),
+    "negative bit": (optim.Lion, lambda: nn.Parameter(torch._neg_view(torch.ones(3))), "negative bit"),
+    "complex": (optim.AdamW, lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "view_as_real"),
+    "3-d to Muon": (optim.Muon, lambda: matrix(2, 3, 4), r"shape \(2, 3, 4\) is no matrix of Muon"),
+    "1-d to SOAP": (optim.SOAP, lambda: matrix(3), r"shape \(3,\) is no matrix of SOAP"),
+    "fp16 remainder": (
+        lambda p: optim.AdamW(p, mains="remainder"), lambda: matrix(dtype=torch.float16), "give mains='float32'",
+    ),
+    "fp16 stochastic": (
+        lambda p: optim.AdamW(p, stochastic_rounding=True), lambda: matrix(dtype=torch.float16), "stochastic_rounding",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "param", "message"), REFUSED_PARAMETERS.values(), ids=REFUSED_PARAMETERS.keys())
+def test_a_parameter_that_no_step_could_update_is_refused_when_built(
+    build: Build, param: Callable[[], Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build([param()])
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"use_matrix_rule": True}, r"shape \(7,\) is not a matrix"),
+        ({"split_rows": (2, 1)}, r"shape \(7,\) is no matrix of Muon"),
+    ],
+)
+def test_groups_that_make_matrices_of_what_is_none_are_refused_when_built(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(MatrixError, match=message):
+        optim.Muon([{"params": [matrix(7)], **group}])
+
+
+def test_rows_that_cannot_be_split_are_refused_when_built() -> None:
+    with pytest.raises(MatrixError, match=r"split_rows=\(4, 1\) does not divide the 6 rows"):
+        optim.Muon([{"params": [matrix()], "split_rows": (4, 1)}])
+
+
+# --- SGD's momentum -------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_sgd_may_have_a_momentum_where_the_others_have_none() -> None:
+    results = []
+    for build in (optim.SGD, torch.optim.SGD):
+        a, b = matrix(seed=1), matrix(seed=2)
+        optimizer = build([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1)
+        results.append([stepped(optimizer, a), stepped(optimizer, b)])
+    torch.testing.assert_close(*results)
+
+
+def test_a_momentum_that_is_set_and_unset_later_is_torchs() -> None:
+    results = []
+    for build in (optim.SGD, torch.optim.SGD):
+        param = matrix()
+        optimizer = build([param], lr=0.1)
+        for momentum in (0.0, 0.9, 0.0, 0.5):
+            optimizer.param_groups[0]["momentum"] = momentum
+            stepped(optimizer, param)
+        results.append(param.detach())
+    torch.testing.assert_close(*results)
+
+
+def test_a_dampened_momentum_that_is_set_after_the_first_step_is_refused() -> None:
+    param = matrix()
+    optimizer = optim.SGD([param], lr=0.1, dampening=0.5)
+    stepped(optimizer, param)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="set the momentum before the first step"):
+        stepped(optimizer, param)
+
+
+# --- backends -------------------------------------------------------------------------------------------------------
+
+BACKENDS: Mapping[str, tuple[Callable[[], object], str]] = {
+    "Muon": (lambda: optim.Muon([matrix()], backend="cpp"), "'reference', 'torch', 'triton', or None"),
+    "AdaptiveMuon": (lambda: optim.AdaptiveMuon([matrix()], backend="cpp"), "'reference', 'torch', 'triton', or None"),
+    "SOAP": (lambda: optim.SOAP([matrix()], backend="triton"), "give one of 'reference', 'torch', or None"),
+    "rule of Muon": (lambda: MuonRule(backend="cpp"), "'cpp' is not available for 'muon'"),
+    "rule of SOAP": (lambda: SOAPRule(backend="cpp"), "'cpp' is not available for 'orthogonal_basis'"),
+    "unknown": (lambda: optim.AdamW([matrix()], backend="cuda"), "backend='cuda' is unknown"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), BACKENDS.values(), ids=BACKENDS.keys())
+def test_a_backend_that_a_rule_does_not_have_is_refused_when_built(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(BackendError, match=message):
+        build()
+
+
+def test_a_backend_that_is_not_installed_is_refused_when_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPT_KERNELS_CPP", "0")
+    monkeypatch.setattr("opt_kernels.dispatch._REQUIRED", {k: lambda: False for k in optim_requirements()})
+    for backend, advice in (("cpp", r"install a C\+\+ compiler"), ("triton", "install triton")):
+        with pytest.raises(BackendError, match=advice):
+            optim.AdamW([matrix()], backend=backend)
+
+
+def optim_requirements() -> list[Any]:
+    from opt_kernels.dispatch import Backend
+
+    return [Backend.CPP, Backend.TRITON]
+
+
+@pytest.mark.parametrize("build", [optim.Muon, optim.AdaptiveMuon, optim.SOAP])
+def test_backend_and_options_reach_the_rule_of_other_parameters(build: Build) -> None:
+    options = {"exp_avg_dtype": torch.bfloat16, "stochastic_rounding": True}
+    optimizer = build([matrix()], scalar_optimizer="adam", scalar_options=options, backend="reference")
+    rule = optimizer.scalar_rule  # type: ignore[attr-defined]
+    assert (rule.backend, rule.exp_avg_dtype, rule.stochastic_rounding) == ("reference", torch.bfloat16, True)
+    lion = build([matrix()], scalar_optimizer="lion", scalar_options={"backend": "torch"}, backend="reference")
+    assert lion.scalar_rule == LionRule(backend="torch")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="scalar_options has 'exp_avg_sq_dtype'; allowed for 'lion' are exp_avg_dtype"):
+        build([matrix()], scalar_optimizer="lion", scalar_options={"exp_avg_sq_dtype": torch.uint8})
+    with pytest.raises(ValueError, match="without scalar_optimizer"):
+        build([matrix()], scalar_options=options)
