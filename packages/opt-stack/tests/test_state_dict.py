@@ -155,3 +155,50 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(spoil: Any, message: s
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert_equal(values(optimizer), before)
+
+
+def test_assigning_to_state_writes_it_and_resetting_it_begins_anew() -> None:
+    model, optimizer = trained(ADAMW, torch.float32, 3)
+    weight = model[0].weight
+    optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)
+    assert (optimizer.state_dict()["state"][0]["exp_avg"] == 0.25).all()
+    optimizer.state[weight]["step"] = torch.tensor(7.0)
+    assert float(optimizer.state_dict()["state"][0]["step"]) == 7.0
+    optimizer.state[weight] = {}
+    fresh = get_optimizer(ADAMW, [make_model()])
+    assert_equal(dict(optimizer.state[weight]), dict(fresh.state[fresh.param_groups[0]["params"][0]]))
+    with pytest.raises(AttributeError, match="load_state_dict"):
+        optimizer.state = {}
+    with pytest.raises(ValueError, match="has other"):
+        optimizer.state[weight]["other"] = torch.zeros(1)
+
+
+def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
+    config = OptimizerConfig(lr=1e-2, bf16=True)
+    model, optimizer = trained(config, torch.bfloat16, 2)
+    saved = optimizer.state_dict()["state"]
+    for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        assert_equal(dict(optimizer.state[param]), saved[index])
+        assert optimizer.state[param]["exp_avg"].data_ptr() == saved[index]["exp_avg"].data_ptr()
+    assert len(optimizer.state) == 4
+    copied = copy.deepcopy(dict(optimizer.state[model[0].weight]))
+    assert copied["exp_avg"].data_ptr() != optimizer.state[model[0].weight]["exp_avg"].data_ptr()
+
+
+def test_an_fp32_run_goes_on_from_the_mains_of_a_16_bit_one() -> None:
+    model, narrow = trained(OptimizerConfig(lr=1e-2, bf16=True), torch.bfloat16, 3)
+    wide = get_optimizer(ADAMW, [model.float()])
+    wide.load_state_dict(narrow.state_dict())
+    for index, param in enumerate(p for group in wide.param_groups for p in group["params"]):
+        assert torch.equal(param, narrow.state_dict()["state"][index]["fp32_param"])
+        assert not torch.equal(param, param.bfloat16().float())
+
+
+def test_a_parameter_without_elements_is_not_missed() -> None:
+    model = nn.ParameterDict({"none": nn.Parameter(torch.zeros(0, 3)), "some": nn.Parameter(torch.ones(2))})
+    optimizer = get_optimizer(ADAMW, [model], {})
+    model["some"].grad = torch.ones(2)
+    optimizer.step()
+    saved = values(optimizer)
+    optimizer.load_state_dict(saved)
+    assert_equal(values(optimizer), saved)

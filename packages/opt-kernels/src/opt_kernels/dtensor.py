@@ -23,6 +23,35 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
+def local_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `tensor`, placed as `like` is. Redistributing a DTensor is collective.
+
+    Raises:
+        ValueError: the shapes differ, or a DTensor is on another mesh or belongs to a plain tensor. The message
+            continues a sentence about `tensor`.
+    """
+    if tensor.shape != like.shape:
+        raise ValueError(f"has shape {tuple(tensor.shape)} where {tuple(like.shape)} is wanted")
+    if not is_dtensor(like):
+        if is_dtensor(tensor):
+            raise ValueError("is a DTensor of a parameter that is a plain tensor; pass tensor.full_tensor()")
+        return tensor
+    if not is_dtensor(tensor):
+        return _block_of(tensor, like)
+    if tensor.device_mesh != like.device_mesh:
+        raise ValueError(f"is on {tensor.device_mesh}, its parameter on {like.device_mesh}; pass tensor.full_tensor()")
+    return local(tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements))
+
+
+def _block_of(whole: Tensor, like: "DTensor") -> Tensor:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    return whole
+
+
 def distributed_like(shard: Tensor, like: Tensor) -> Tensor:
     """`shard` as the local part of a DTensor laid out as `like`; as it is where `like` is no DTensor."""
     if not is_dtensor(like) or shard.shape != like.to_local().shape:

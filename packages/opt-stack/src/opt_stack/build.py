@@ -11,6 +11,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.layout import Computes
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.mains import make_main
@@ -151,9 +152,36 @@ def _pieces(
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
                 inspected=inspected,
+                part=_part(meta, axes),
                 matrix=placed[id].spec,
                 stage=placed[id].stage,
             )
+
+
+def _part(meta: ParamMeta, axes: Axes) -> str:
+    """Names the part of a plain parameter that tensor-parallel ranks share."""
+    is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
+    return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
+
+
+def holds_parts(plan: Plan, metas: Mapping[ParamId, ParamMeta], roles: Roles) -> bool:
+    """Whether plain tensors of state are here that another rank of this model's replica does not hold."""
+    cut = [
+        id
+        for unit in plan.units
+        for id in unit.ids
+        if _part(metas[id], roles.expert if unit.is_expert else roles.dense)
+    ]
+    sharded = any(buffer.layout.num_shards > 1 for buffer in plan.buffers)
+    return sharded or bool(cut) or any(map(_deals_state, plan.units))
+
+
+def _deals_state(unit: UnitPlan) -> bool:
+    """Whether ranks that store parts of matrices each keep the rule's state of some."""
+    if not any(spec.whole for spec in unit.rule.state_specs):
+        return False
+    layouts = [compute.layout for compute in unit.compute]
+    return any(layout.computes is Computes.OWNER or layout.kept for layout in layouts)
 
 
 def norm_slots(plan: Plan) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from opt_paramgroups import (
     parameters_by_id,
 )
 from opt_scheduler.override import ParamGroupOverride
-from opt_stack.build import Model, build_stepper, group_index
+from opt_stack.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.entries import check_entries, checked_hyper
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
@@ -194,6 +194,7 @@ def _build(
         stepper=stepper,
         groups=groups,
         layout_id=layout_id,
+        rank_local=any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
         everyone=roles.everyone,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -23,13 +24,38 @@ def param_name(id: ParamId) -> str:
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
 
 
-def packed_groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Groups as torch saves them: `params` are indices over all groups, `param_names` the names at these."""
+class _RankLocalGroup(dict[str, Any]):
+    """A packed group beside state that only this rank holds. Pickled, it is an OrderedDict.
+
+    `torch.distributed.checkpoint.state_dict` replaces `params` by names, which no longer tell the ranks' states apart.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params" and any(isinstance(name, str) for name in value):
+            raise ValueError(
+                "get_optimizer_state_dict: this rank holds a part of the optimizer's state, and the parts of several "
+                "ranks cannot be told apart by parameter name; use optimizer.sharded_state_dict with opt_checkpoint to "
+                "save and load on any layout, or save optimizer.state_dict() on every rank to load on the same layout"
+            )
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[dict[str, Any]]:
+    """Groups as torch saves them: `params` are indices over all groups, `param_names` the names at these.
+
+    `param_ids` is there because torch's flattened form asks for every key of a group, and empty because nobody reads
+    it.
+    """
     packed, start = [], 0
     for group in groups:
         names = [param_name(id) for id in group["param_ids"]]
         kept = {key: value for key, value in group.items() if key not in HELD}
-        packed.append({**kept, "params": list(range(start, start + len(names))), "param_names": names})
+        indices = list(range(start, start + len(names)))
+        of_group = {**kept, "param_ids": None, "params": indices, "param_names": names}
+        packed.append(_RankLocalGroup(of_group) if rank_local else of_group)
         start += len(names)
     return packed
 
@@ -42,10 +68,12 @@ def check_form(state_dict: Any, *, version: int, layout_id: str) -> None:
     saved_version = state_dict.get("version", version)
     if saved_version != version:
         raise ValueError(f"state_dict has version {saved_version!r}; this release reads version {version}")
-    layout = state_dict.get("layout", layout_id)
-    if layout != layout_id:
+    layouts = state_dict.get("layout", layout_id)
+    layouts = [layouts] if isinstance(layouts, str) else list(layouts)
+    if layout_id not in layouts:
         raise ValueError(
-            f"state_dict was saved on layout {layout}, this optimizer has {layout_id}; sharded_state_dict loads on any"
+            f"state_dict was saved on layout {', '.join(map(str, layouts))}, this optimizer has {layout_id}; "
+            "sharded_state_dict loads on any"
         )
 
 
@@ -57,7 +85,7 @@ def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
     saved = list(state_dict["param_groups"])
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, this optimizer {len(groups)}")
-    if all("name" in group for group in saved):
+    if all("name" in group for group in saved) and not _is_by_name(saved):
         by_name = {group["name"]: group for group in saved}
         missing = [group["name"] for group in groups if group["name"] not in by_name]
         if missing:
@@ -66,6 +94,12 @@ def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
     for ours, theirs in zip(groups, saved, strict=True):
         _check_group(ours, theirs)
     return saved
+
+
+def _is_by_name(saved_groups: Sequence[Group]) -> bool:
+    """Whether `torch.distributed.checkpoint.state_dict` made these groups: as ours in number and order, with names
+    for indices. Their other entries may be of groups that were saved in another order."""
+    return any(isinstance(index, str) for group in saved_groups for index in group["params"])
 
 
 def _check_group(ours: Group, theirs: Group) -> None:
@@ -83,19 +117,21 @@ def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequen
     """Saved state by parameter: by name inside a group where names were saved, else by position.
 
     Raises ValueError for a parameter that is not in its saved group, and, in a state dict of ours that has any state,
-    for one without.
+    for a parameter with elements but without state.
     """
-    complete = "version" in state_dict and bool(state_dict["state"])
+    is_replicated = "replicated" in state_dict.get("layout", ())
+    complete = "version" in state_dict and bool(state_dict["state"]) and is_replicated
     found: dict[ParamId, Group] = {}
     for ours, theirs in zip(groups, saved_groups, strict=True):
         names = [param_name(id) for id in ours["param_ids"]]
-        index = dict(zip(theirs.get("param_names", names), theirs["params"], strict=True))
-        for id, name in zip(ours["param_ids"], names, strict=True):
+        saved_names = names if _is_by_name(saved_groups) else theirs.get("param_names", names)
+        index = dict(zip(saved_names, theirs["params"], strict=True))
+        for id, name, param in zip(ours["param_ids"], names, ours["params"], strict=True):
             if name not in index:
                 raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
             if index[name] in state_dict["state"]:
                 found[id] = state_dict["state"][index[name]]
-            elif complete and state_dict.get("layout") == "replicated":
+            elif complete and param.numel():
                 raise ValueError(f"state_dict has no state of {name!r}, though of others; it is damaged")
     return found
 

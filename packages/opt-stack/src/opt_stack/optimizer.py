@@ -1,7 +1,7 @@
 """The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.live_state import LiveState
 from opt_stack.local_state import (
     check_form,
     match_groups,
@@ -35,7 +36,8 @@ class Optimizer(torch.optim.Optimizer):
     """One step over any layout, behind torch's interface.
 
     `param_groups` hold the *model's* parameters; `get_parameters` gives what the rules write. `state` maps a parameter
-    to this rank's state of it. Built by `get_optimizer`; parameters cannot be added later: they are laid out by then.
+    to this rank's state of it, a DTensor where the parameter is one. Built by `get_optimizer`; parameters cannot be
+    added later: they are laid out by then.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Optimizer(torch.optim.Optimizer):
         stepper: Stepper,
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
+        rank_local: bool = False,  # whether ranks hold state of plain tensors that others do not
         everyone: Comm,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # of the model: no gradients, no groups
     ):
         self.plan = plan
         self.stepper = stepper
         self._layout_id = layout_id
+        self._rank_local = rank_local
         self._everyone = everyone
         self._frozen = frozen
         self._built = False
@@ -64,8 +68,17 @@ class Optimizer(torch.optim.Optimizer):
         self._built = True
         sharded = {shape.id for b in plan.buffers if b.layout.num_shards > 1 for shape in b.params}
         self._held = {p.id: Held(unit, p, p.id in sharded) for unit in stepper.units for p in unit.pieces}
-        for _, piece, _ in self._held.values():
-            self.state[piece.param] = piece.state
+        self._live = LiveState({held.piece.param: held for held in self._held.values()})
+
+    @property  # type: ignore[override]  # torch's is a defaultdict
+    def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
+        """This rank's state by parameter, as `state_dict` has it: see `LiveState`."""
+        return self._live
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if self._built:
+            raise AttributeError("state cannot be replaced; set it with load_state_dict, or assign to state[param]")
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -225,16 +238,19 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's form, `state` by parameter index and `param_groups`, with loss scale, version and layout.
 
-        Holds this rank's pieces: it loads on the same layout only. Live tensors, as torch's own.
+        State of DTensor parameters is DTensors, so `torch.distributed.checkpoint.state_dict` saves it and loads it on
+        other world sizes. State of plain parameters is this rank's part and loads on the same layout only; where
+        ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
+        would keep one rank's. Live tensors, as torch's own.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
             "version": VERSION,
-            "state": {i: read_state(self._held[id].piece) for i, id in enumerate(self._ids) if id in self._held},
-            "param_groups": packed_groups(self.param_groups),
+            "state": {i: self._read(id) for i, id in enumerate(self._ids) if id in self._held},
+            "param_groups": packed_groups(self.param_groups, rank_local=self._rank_local),
             "grad_scaler": self.stepper.scaler.state_dict(),
-            "layout": self._layout_id,
+            "layout": {self._layout_id: True},  # a key, since DCP takes equal keys of several ranks for replicas
         }
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = _replaced(after(self, state_dict), state_dict)
@@ -297,15 +313,19 @@ class Optimizer(torch.optim.Optimizer):
             override=override,
         )
 
+    def _read(self, id: ParamId) -> dict[str, Tensor]:
+        unit, piece, _ = self._held[id]
+        return read_state(unit, piece)
+
     def _load_local(self, state_dict: Mapping[str, Any]) -> None:
         check_form(state_dict, version=VERSION, layout_id=self._layout_id)
         saved_groups = match_groups(state_dict, self.param_groups)
         by_id = match_state(state_dict, self.param_groups, saved_groups)
-        for id, (_, piece, _) in self._held.items():
-            check_state(piece, by_id.get(id, {}))
+        for id, (unit, piece, _) in self._held.items():
+            check_state(unit, piece, by_id.get(id, {}))
         scaler = saved_scaler(state_dict, self.stepper.scaler)
         for id, (unit, piece, _) in self._held.items():
-            load_state_(piece, by_id.get(id, {}), fresh=unit.fresh_state(piece))
+            load_state_(unit, piece, by_id.get(id, {}))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             set_group_(group, saved)
         if scaler:

@@ -10,8 +10,18 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from opt_checkpoint import sharded_like
 from opt_distributed.comm.collectives import TorchComm
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
+
+
+class PlacementError(ValueError):
+    """A tensor that cannot be laid out as a parameter is. The message continues a sentence about the tensor."""
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor."""
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -23,6 +33,71 @@ def local(tensor: Tensor) -> Tensor:
 def local_numel(tensor: Tensor) -> int:
     """Elements of this rank's part."""
     return local(tensor).numel()
+
+
+def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
+    """`part` as the local part of a DTensor with `param`'s mesh and placements, sharing memory.
+
+    `part` itself where `param` is not a DTensor, or has a local part of another shape.
+    """
+    if not isinstance(param, DTensor) or part.shape != local(param).shape or part.dim() == 0:
+        return part
+    return DTensor.from_local(
+        part.detach(), param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def local_part(tensor: Tensor, param: Tensor) -> Tensor:
+    """This rank's part of `tensor`, placed as `param` is.
+
+    `tensor` is laid out as `param`, on the same mesh in any other way, or whole. Redistributing is collective.
+
+    Raises:
+        PlacementError: a DTensor for a plain parameter or on another mesh, or a part of unknown position.
+    """
+    if not isinstance(param, DTensor):
+        if isinstance(tensor, DTensor):
+            raise PlacementError("is a DTensor, but the parameter is a plain tensor; pass tensor.full_tensor()")
+        return tensor
+    if tensor.shape != param.shape:
+        raise PlacementError(
+            f"has shape {tuple(tensor.shape)}, but the parameter is a DTensor of shape {tuple(param.shape)}; pass a "
+            "DTensor or the whole tensor, of that shape"
+        )
+    if not isinstance(tensor, DTensor):
+        return _block_of(tensor.detach(), param)
+    if tensor.device_mesh != param.device_mesh:
+        raise PlacementError(
+            f"is on the mesh {tensor.device_mesh}, the parameter on {param.device_mesh}; pass tensor.full_tensor()"
+        )
+    if tensor.placements != param.placements:
+        tensor = tensor.redistribute(placements=param.placements)
+    return local(tensor)
+
+
+def _block_of(whole: Tensor, param: DTensor) -> Tensor:
+    shape = local(param).shape
+    if shape == whole.shape:
+        return whole
+    if not shape.numel():
+        return whole.new_empty(shape)
+    block = sharded_like("", param.detach())
+    for dim, (start, length) in enumerate(zip(block.global_offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def part_of_mesh(param: Tensor) -> str:
+    """A name for this rank's part of a DTensor, equal on its replicas; empty where the part is the whole."""
+    if not isinstance(param, DTensor) or local(param).shape == param.shape:
+        return ""
+    coordinate = param.device_mesh.get_coordinate() or ()
+    at = [
+        f"{index}of{param.device_mesh.size(axis)}"
+        for axis, (index, placement) in enumerate(zip(coordinate, param.placements))
+        if not placement.is_replicate()
+    ]
+    return "@" + ".".join(at)
 
 
 def local_grad(param: Tensor) -> Tensor:

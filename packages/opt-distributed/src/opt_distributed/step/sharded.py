@@ -5,7 +5,7 @@ an optimizer that was never sharded. Narrow block-scaled state is stored decoded
 other.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,8 @@ from opt_checkpoint import (
 )
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.state import MAIN, STEP, StateError
+from opt_distributed.step.stored import decoded, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.rules.base import StateKind
 from opt_kernels.rules.base import StateSpec as Declared
 
@@ -66,7 +66,7 @@ class SavedPiece:
             piece.main.set_(loaded[MAIN].view(piece.main.target.shape))
         else:
             piece.main.reload_()
-        names = [spec.name for spec in _kept(self.unit, piece)]
+        names = [spec.name for spec in kept_states(self.unit, piece)]
         if any(name not in loaded for name in (*names, STEP)):
             piece.step = 0
             for name, fresh in self.unit.fresh_state(piece).items():
@@ -74,12 +74,12 @@ class SavedPiece:
         else:
             piece.step = int(loaded[STEP])
             for name in names:
-                _store_(self.unit, piece, name, loaded[name])
+                store_(self.unit, piece, name, loaded[name])
 
 
 def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:
     """Raises StateError where a part of a piece's state is among the names `loaded`, and a part is not."""
-    wanted = [STEP, *(spec.name for spec in _kept(unit, piece))]
+    wanted = [STEP, *(spec.name for spec in kept_states(unit, piece))]
     lacking = [name for name in wanted if name not in loaded]
     only_steps = lacking == wanted[1:]  # of another rule, which counts steps too
     if lacking and lacking != wanted and not only_steps:
@@ -90,19 +90,12 @@ def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None
         )
 
 
-def _kept(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:
-    """What a rule keeps of a piece here, less scales of blocks: what they scale is stored decoded."""
-    for spec in unit.rule.state_specs:
-        if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
-            yield spec
-
-
 def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     """What there is to save of a piece, and how each of it relates to the parameter."""
     saved = SavedPiece(unit=unit, piece=piece)
     saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
-    for spec in _kept(unit, piece):
-        saved.tensors[spec.name] = _decoded(unit, piece, spec)
+    for spec in kept_states(unit, piece):
+        saved.tensors[spec.name] = decoded(unit, piece, spec)
         saved.specs[spec.name] = _spec(spec, piece)
         if spec.whole and piece.stage is not None:
             saved.of_whole.add(spec.name)
@@ -170,56 +163,3 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
             return Reduced(dims=spec.dims)
         case _:
             return PerParam()
-
-
-def _codec(unit: Unit, name: str) -> StateCodec | None:
-    """The codec of a state that is stored by block; None where its memory holds the values themselves."""
-    found = unit.rule.codecs.get(name)
-    return found if found is not None and found.block else None
-
-
-def _decoded(unit: Unit, piece: OwnedPiece, spec: Declared) -> Tensor:
-    codec = _codec(unit, spec.name)
-    codes = piece.state[spec.name]
-    return codes if codec is None else _values(codec, codes, piece.state[scale_name(spec.name)])
-
-
-def _values(codec: StateCodec, codes: Tensor, scales: Tensor) -> Tensor:
-    values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    codec.decode_(values, codes.view(-1), scales)
-    return values.view(codes.shape)
-
-
-def _store_(unit: Unit, piece: OwnedPiece, name: str, value: Tensor) -> None:
-    codec = _codec(unit, name)
-    target = piece.state[name]
-    if codec is None:
-        target.copy_(value.view(target.shape))
-    else:
-        _encode_again_(codec, target.view(-1), piece.state[scale_name(name)], value.reshape(-1).float())
-
-
-def _encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Writes `codes` and `scales`, so that what was decoded from these very blocks keeps its values.
-
-    A scale follows from a block's largest value. Where that was rounded up to a power of two when it was first encoded,
-    it asks for twice its scale now, and the smallest codes would lose a bit. A hair smaller, it is rounded up again.
-    """
-    codec.encode_(codes, scales, values)
-    came_back = _values(codec, codes, scales) == values
-    if came_back.all():
-        return
-    sizes = _rows(values.abs(), codec.block)
-    is_top = (sizes == sizes.amax(1, keepdim=True)).view(-1)[: len(values)]
-    smaller = torch.where(is_top, values * (1 - 2.0**-20), values)
-    codec.encode_(codes, scales, smaller)
-    comes_back = _values(codec, codes, scales) == values
-    is_kept = (_rows(came_back, codec.block).sum(1) >= _rows(comes_back, codec.block).sum(1)).repeat_interleave(
-        codec.block
-    )
-    codec.encode_(codes, scales, torch.where(is_kept[: len(values)], values, smaller))
-
-
-def _rows(flat: Tensor, block: int) -> Tensor:
-    """One row for each block of a run; the last is filled up with zeros."""
-    return torch.cat([flat, flat.new_zeros(-len(flat) % block)]).view(-1, block)

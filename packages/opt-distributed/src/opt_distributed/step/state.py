@@ -1,68 +1,167 @@
-"""A piece's state as plain tensors by name, out and in: what `state_dict` holds, in exact dtypes."""
+"""A piece's state as tensors by name, out and in: what `state_dict` holds, in exact dtypes.
 
-from collections.abc import Mapping
-from typing import Any
+State of a DTensor parameter leaves as a DTensor with the parameter's mesh and placements. State of a part of a plain
+parameter carries the part in its name, as `exp_avg[128:256]` for a run of flat elements:
+`torch.distributed.checkpoint` takes tensors of one name for replicas, and would keep one rank's part for all.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
 from opt_distributed.step.mains import Numbers
-from opt_distributed.step.unit import OwnedPiece
+from opt_distributed.step.stored import decoded, kept_states, store_
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.rules.base import StateKind, StateSpec
 
-MAIN = "fp32_param"  # the reference's name for main values kept beside a 16-bit parameter
+MAIN = "fp32_param"  # Megatron-Core's name for main values kept beside a 16-bit parameter
 STEP = "step"
+_OF_MAIN = StateSpec(name=MAIN)  # main values have the parameter's shape
+_ELSEWHERE = (
+    "it was saved by another rule, in other dtypes or on another layout; use sharded_state_dict to load on another "
+    "layout"
+)
 
 
 class StateError(ValueError):
     """A saved state that does not fit the piece it is loaded into."""
 
 
-def read_state(piece: OwnedPiece) -> dict[str, Tensor]:
+class _Entry(NamedTuple):
+    """One tensor of a piece's state."""
+
+    spec: StateSpec
+    saved_name: str
+
+
+def read_state(unit: Unit, piece: OwnedPiece) -> dict[str, Tensor]:
     """`step` (0-d fp32), the rule's state, and the main values where they live beside the parameter.
 
-    Tensors other than `step` are the live ones where they exist as such: copy what must outlast the next step.
+    Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
+    DTensor parameter: copy what must outlast the next step.
     """
-    found: dict[str, Tensor] = {STEP: torch.tensor(float(piece.step))}
-    found.update(piece.state)
-    if piece.main.numbers is not Numbers.DIRECT:
-        found[MAIN] = piece.main.value()
+    found = {STEP: torch.tensor(float(piece.step))}
+    for spec, saved_name in _entries(unit, piece):
+        value = _value(unit, piece, spec)
+        found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
     return found
 
 
-def check_state(piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
+def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
     """Raises StateError where `saved` cannot be loaded into `piece`; touches nothing."""
-    missing = [name for name in piece.state if name not in saved]
-    if missing and saved:
+    if not saved:
+        return
+    entries = list(_entries(unit, piece))
+    missing = [entry.saved_name for entry in entries if entry.spec is not _OF_MAIN and _key(entry, saved) is None]
+    if missing:
         raise StateError(
-            f"state of {piece.id.name!r} lacks {', '.join(missing)} (it has {', '.join(saved)}): "
-            "it was saved by another rule, or in other numbers"
+            f"state of {piece.id.name!r} lacks {', '.join(missing)} (it has {', '.join(map(str, saved))}): {_ELSEWHERE}"
         )
-    unknown = [name for name in saved if name not in piece.state and name not in (STEP, MAIN)]
+    main = _main_entry(piece)
+    known = {STEP, *(_key(entry, saved) for entry in (*entries, main))}
+    unknown = [name for name in saved if name not in known]
     if unknown:
         raise StateError(
-            f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep "
-            f"({', '.join(piece.state) or 'nothing'}): it was saved by another rule"
+            f"state of {piece.id.name!r} has {', '.join(map(str, unknown))}, which its rule does not keep here "
+            f"({', '.join(entry.saved_name for entry in entries) or 'nothing'}): {_ELSEWHERE}"
         )
-    for name, tensor in piece.state.items():
-        if name in saved and tuple(saved[name].shape) != tuple(tensor.shape):
-            raise StateError(
-                f"{name} of {piece.id.name!r} has shape {tuple(saved[name].shape)}, this rank's piece has "
-                f"{tuple(tensor.shape)}; use sharded_state_dict to load on another layout"
-            )
+    for entry in {*entries, main}:
+        _saved_value(unit, piece, entry, saved)
 
 
 @torch.no_grad()
-def load_state_(piece: OwnedPiece, saved: Mapping[str, Any], *, fresh: Mapping[str, Tensor]) -> None:
-    """Sets the piece's whole state: what `saved` holds, `fresh` (as before the first step) for what it lacks.
+def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
+    """Sets the piece's whole state: what `saved` holds, or the state before the first step if it is empty.
 
-    Values are converted to the dtype each state is declared in, never to the parameter's.
+    Values are converted to the dtype each state is declared in, never to the parameter's. Main values that were saved
+    are written to the parameter, too: an fp32 parameter goes on from the fp32 main values of a 16-bit run.
     """
     piece.step = int(saved.get(STEP, 0))
-    for name, tensor in piece.state.items():
-        tensor.copy_(saved.get(name, fresh[name]))
-    if piece.main.numbers is Numbers.DIRECT:
-        return
-    if MAIN in saved:
-        piece.main.set_(saved[MAIN])
-    else:
+    if not saved:
+        for name, fresh in unit.fresh_state(piece).items():
+            piece.state[name].copy_(fresh)
+    for entry in _entries(unit, piece) if saved else ():
+        value = _saved_value(unit, piece, entry, saved)
+        if entry.spec is _OF_MAIN or value is None:
+            continue
+        if is_dtensor(piece.param):
+            store_(unit, piece, entry.spec.name, value)
+        else:
+            piece.state[entry.spec.name].copy_(value)
+    main = _saved_value(unit, piece, _main_entry(piece), saved)
+    if main is None:
         piece.main.reload_()
+    else:
+        piece.main.set_(main)
+
+
+def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:
+    if is_dtensor(piece.param):  # scales belong to blocks of this rank's run; decoded values can be resharded
+        specs = list(kept_states(unit, piece))
+    else:
+        specs = [spec for spec in unit.rule.state_specs if spec.name in piece.state]
+    for spec in specs:
+        yield _Entry(spec, spec.name + _part(piece, spec))
+    if piece.main.numbers is not Numbers.DIRECT:
+        yield _main_entry(piece)
+
+
+def _main_entry(piece: OwnedPiece) -> _Entry:
+    return _Entry(_OF_MAIN, MAIN + _part(piece, _OF_MAIN))
+
+
+def _part(piece: OwnedPiece, spec: StateSpec) -> str:
+    """What marks the state of a part of a parameter; empty where the name means the same tensor on every rank."""
+    if spec.kind is StateKind.SCALAR:
+        return ""
+    if spec.whole and piece.stage is not None:
+        block = piece.stage.whole(piece.id)
+        return "" if block.shape == piece.stage.shape(piece.id) else "@" + ".".join(map(str, block.offset))
+    if is_dtensor(piece.param):
+        return "" if _is_like_param(piece, spec) else part_of_mesh(piece.param)
+    return piece.part + ("" if piece.is_whole else f"[{piece.of_param.start}:{piece.of_param.stop}]")
+
+
+def _is_like_param(piece: OwnedPiece, spec: StateSpec) -> bool:
+    """Whether a state has one element for each element of the piece."""
+    return spec.kind is StateKind.LIKE_PARAM and not (spec.whole and piece.stage is not None)
+
+
+def _value(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
+    if spec is _OF_MAIN:
+        return piece.main.value()
+    return decoded(unit, piece, spec) if is_dtensor(piece.param) else piece.state[spec.name]
+
+
+def _key(entry: _Entry, saved: Mapping[str, Any]) -> str | None:
+    """The name of an entry in `saved`. Each part of a parameter takes state of the whole, as torch.optim saves it."""
+    names = [entry.saved_name, entry.spec.name] if entry.spec.kind is StateKind.LIKE_PARAM else [entry.saved_name]
+    return next((name for name in names if name in saved), None)
+
+
+def _saved_value(unit: Unit, piece: OwnedPiece, entry: _Entry, saved: Mapping[str, Any]) -> Tensor | None:
+    """This rank's part of a saved tensor, in the shape of the piece's; None where `saved` lacks it."""
+    key = _key(entry, saved)
+    if key is None:
+        return None
+    where = f"{key} of {piece.id.name!r}"
+    value = saved[key]
+    if not isinstance(value, Tensor):
+        raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
+    shape = piece.main.target.shape if entry.spec is _OF_MAIN else piece.state[entry.spec.name].shape
+    if _is_like_param(piece, entry.spec):
+        try:
+            value = local_part(value, piece.param)
+        except PlacementError as error:
+            raise StateError(f"{where} {error}") from error
+        if not piece.is_whole and value.shape == piece.param.shape:
+            value = value.flatten()[piece.of_param]
+    if value.shape != shape:
+        raise StateError(
+            f"{where} has shape {tuple(value.shape)}, this rank's piece has {tuple(shape)}; use sharded_state_dict to "
+            "load on another layout"
+        )
+    return value

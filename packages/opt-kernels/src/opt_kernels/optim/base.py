@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import is_dtensor
+from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.ops.grad_stats import grad_stats
 from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
@@ -158,6 +158,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_param(param, self.rule_of(group, param), self.mains)
 
     def _update_(self) -> None:
+        if not self.state and self._only_makes_state():
+            self._roster = Roster(self.param_groups, self.state, self._enrolled)
+            return
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and bool(found_inf):
@@ -170,6 +173,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             scale *= min(1.0, self.max_norm / (self.grad_norm + 1e-6))
         for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale)
+
+    def _only_makes_state(self) -> bool:
+        """Whether this first step has zero gradients and learning rates: `torch.distributed.checkpoint` makes one so
+        that there is state to save or to load into. It must not count as a step."""
+        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
+        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
+            map(torch.any, map(local, grads))
+        )
 
     def _norm_of_gradients(self) -> float:
         """The total norm over every device, read on the host; infinite or NaN where a gradient is."""

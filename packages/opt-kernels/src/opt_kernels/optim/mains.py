@@ -55,10 +55,11 @@ def saved_main(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
 
 
 def load_main_(param: Tensor, state: dict[str, Tensor], saved: Tensor) -> None:
-    """Writes the float32 main `saved` to `state`; and to `param`, of which it is the truth, rounded."""
+    """Writes the float32 main `saved` to `state` and, rounded, to `param`; a float32 `param` receives it exactly."""
     if REMAINDER in state:
         main = torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(saved)
         split_(flat(param, param, "param"), flat(state[REMAINDER], param, REMAINDER), flat(main, main, MAIN))
-    elif MAIN in state:
+        return
+    if MAIN in state:
         state[MAIN].copy_(saved)
-        param.copy_(saved)
+    param.copy_(saved)

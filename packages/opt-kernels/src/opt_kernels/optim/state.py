@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec, scale_name
-from opt_kernels.dtensor import distributed_like, local
+from opt_kernels.dtensor import distributed_like, local, local_like
 from opt_kernels.ops.elements import flat
 from opt_kernels.optim.mains import MAIN, REMAINDER, Mains, init_main, load_main_, saved_main
 from opt_kernels.rules.base import Rule
@@ -52,14 +52,18 @@ class Saved:
 
     def check(self) -> None:
         """Raises StateDictError where a state is missing, or has another shape; ValueError for an impossible main."""
-        shard = local(self.param).detach()
-        like = shard.to("meta")
+        like = local(self.param).detach().to("meta")
         init_main(self.mains, like)
         _step(self.values)
         for name, wanted in self._kept(like).items():
-            _fitting(name, self.values, wanted)
+            self._fitting(name, wanted)
         if MAIN in self.values:
-            _fitting(MAIN, self.values, shard)
+            self._fitting(MAIN, like)
+        elif REMAINDER in self.values:
+            raise StateDictError(
+                f"state {MAIN!r} is missing: flatten_optimizer_state_dict=True loses it with mains='remainder'; save "
+                "and load without it"
+            )
 
     @torch.no_grad()
     def load_(self) -> dict[str, Tensor]:
@@ -72,20 +76,37 @@ class Saved:
         state = init_state(self.rule, self.mains, self.param)
         state[STEP].fill_(_step(self.values))
         for name in self._kept(shard.to("meta")):
-            tensor, codec = _fitting(name, self.values, state[name]), self.rule.codecs.get(name)
+            tensor, codec = self._fitting(name, state[name]), self.rule.codecs.get(name)
             if codec is not None and codec.block:
                 values = torch.empty_like(shard, dtype=torch.float32).copy_(tensor)
                 codec.encode_(flat(state[name], shard, name), state[scale_name(name)], flat(values, shard, name))
             else:
                 state[name].copy_(tensor)
         if MAIN in self.values:
-            load_main_(shard, state, _fitting(MAIN, self.values, shard))
+            load_main_(shard, state, self._fitting(MAIN, shard))
         return state
 
     def _kept(self, like: Tensor) -> dict[str, Tensor]:
         """What must have been saved: the rule's states, but block scales, which the values tell."""
         scales = {scale_name(name) for name, codec in self.rule.codecs.items() if codec.block}
         return {name: tensor for name, tensor in self.rule.init_state(like).items() if name not in scales}
+
+    def _fitting(self, name: str, wanted: Tensor) -> Tensor:
+        """This rank's part of a saved state, in the shape `wanted`."""
+        found = self.values.get(name)
+        if not isinstance(found, Tensor):
+            raise StateDictError(
+                f"state {name!r} is missing: the state_dict has {sorted(self.values)}; load one that was saved by the "
+                "same rule"
+            )
+        is_like_param = wanted.shape == local(self.param).shape
+        try:
+            part = local_like(found, self.param if is_like_param else wanted)
+        except ValueError as error:
+            raise StateDictError(
+                f"state {name!r} {error}; load a state_dict of the same parameters, in the same order"
+            ) from error
+        return part
 
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:
@@ -95,17 +116,3 @@ def _step(saved: Mapping[str, Tensor | float]) -> float:
     if STEP not in saved:
         raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one that counts steps")
     return float(saved[STEP])
-
-
-def _fitting(name: str, saved: Mapping[str, Tensor | float], wanted: Tensor) -> Tensor:
-    found = saved.get(name)
-    if not isinstance(found, Tensor):
-        raise StateDictError(
-            f"state {name!r} is missing: the state_dict has {sorted(saved)}; load one that was saved by the same rule"
-        )
-    if local(found).shape != wanted.shape:
-        raise StateDictError(
-            f"state {name!r} has shape {tuple(local(found).shape)} where {tuple(wanted.shape)} is wanted; "
-            "load a state_dict of the same parameters, in the same order and sharded alike"
-        )
-    return local(found)

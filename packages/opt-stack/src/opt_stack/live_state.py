@@ -1,0 +1,73 @@
+"""`Optimizer.state`: what `state_dict` holds of each parameter, as a mapping that reads and writes the live state."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from opt_distributed.step.state import check_state, load_state_, read_state
+from opt_stack.sharded_state import Held
+
+
+class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
+    """State by parameter, under the names of `state_dict`, and as DTensors where parameters are.
+
+    Reading makes a dict of tensors that share the state's memory, except `step` and main values joined from a
+    remainder. Assigning a dict sets the parameter's whole state, as loading does. State exists from construction, so
+    the mapping is true even on a rank that holds no parameter, and nothing can be deleted.
+    """
+
+    def __init__(self, held: Mapping[Tensor, Held]):
+        self._held = held
+
+    def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
+        if param not in self._held:
+            return {}  # as torch's, which is a defaultdict; another rank holds it
+        held = self._held[param]
+        return ParamState(read_state(held.unit, held.piece), held)
+
+    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        unit, piece, _ = self._held[param]
+        check_state(unit, piece, saved)
+        load_state_(unit, piece, saved)
+
+    def __delitem__(self, param: Tensor) -> None:
+        raise TypeError("the state of a parameter exists for as long as its optimizer; assign {} to reset it")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._held
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ([(param, OrderedDict(state)) for param, state in self.items()],)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ParamState(dict[str, Tensor]):
+    """The state of one parameter. Assigning a tensor writes it to the optimizer. Copied, it is an OrderedDict."""
+
+    def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
+        super().__init__(values)
+        self._held = held  # None where a trainer made a new one of our type, with moved tensors
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        changed = {**self, name: value}
+        if self._held is not None:
+            unit, piece, _ = self._held
+            check_state(unit, piece, changed)
+            load_state_(unit, piece, changed)
+        super().__setitem__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
