@@ -170,8 +170,14 @@ def _local_state(going: Going) -> State:
     held = going.optimizer.state_dict()
     for group in held["param_groups"]:
         for index, name in zip(group["params"], group["param_names"], strict=True):
-            state[name.removesuffix(".weight")].update(held["state"].get(index, {}))
+            of_param = held["state"].get(index, {})
+            state[name.removesuffix(".weight")] |= {_of_whole(key): value for key, value in of_param.items()}
     return state
+
+
+def _of_whole(key: str) -> str:
+    """The name of a state without the part of the parameter: `exp_avg` of `exp_avg@0of2[128:256]`."""
+    return key.partition("[")[0].partition("@")[0]
 
 
 def _of_block(by_dp: list[State], name: str, part: Part) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ def test_state_has_the_names_and_memory_of_the_state_dict() -> None:
     model, optimizer = trained(config, torch.bfloat16, 2)
     saved = optimizer.state_dict()["state"]
     for index, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        assert_equal(dict(optimizer.state[param]), saved[index])
+        assert_equal(dict(optimizer.state[param]), dict(saved[index]))
         assert optimizer.state[param]["exp_avg"].data_ptr() == saved[index]["exp_avg"].data_ptr()
     assert len(optimizer.state) == 4
     copied = copy.deepcopy(dict(optimizer.state[model[0].weight]))

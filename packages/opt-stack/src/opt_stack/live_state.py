@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_distributed.step.state import check_state, load_state_, read_state
+from opt_distributed.step.state import PieceState, check_state, load_state_, read_state
 from opt_stack.sharded_state import Held
 
 
@@ -54,8 +54,8 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
         return repr(dict(self))
 
 
-class ParamState(dict[str, Tensor]):
-    """The state of one parameter. Assigning a tensor writes it to the optimizer. Copied, it is an OrderedDict."""
+class ParamState(PieceState):
+    """The state of one parameter. Assigning a tensor writes it to the optimizer."""
 
     def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
         super().__init__(values)
@@ -68,6 +68,3 @@ class ParamState(dict[str, Tensor]):
             check_state(unit, piece, changed)
             load_state_(unit, piece, changed)
         super().__setitem__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)

@@ -5,6 +5,7 @@ parameter carries the part in its name, as `exp_avg[128:256]` for a run of flat 
 `torch.distributed.checkpoint` takes tensors of one name for replicas, and would keep one rank's part for all.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,13 +38,39 @@ class _Entry(NamedTuple):
     saved_name: str
 
 
-def read_state(unit: Unit, piece: OwnedPiece) -> dict[str, Tensor]:
+class PieceState(dict[str, Tensor]):
+    """State by saved name; `state["exp_avg"]` finds `exp_avg[128:256]`, too. A copy or a pickle is an OrderedDict."""
+
+    def __missing__(self, name: str) -> Tensor:
+        found = self._of_part(name)
+        if found is None:
+            raise KeyError(name)
+        return self[found]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or self._of_part(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's, also for a name without the part."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def _of_part(self, name: object) -> str | None:
+        return next((key for key in self if key.startswith((f"{name}[", f"{name}@"))), None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+
+def read_state(unit: Unit, piece: OwnedPiece) -> PieceState:
     """`step` (0-d fp32), the rule's state, and the main values where they live beside the parameter.
 
     Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
     DTensor parameter: copy what must outlast the next step.
     """
-    found = {STEP: torch.tensor(float(piece.step))}
+    found = PieceState({STEP: torch.tensor(float(piece.step))})
     for spec, saved_name in _entries(unit, piece):
         value = _value(unit, piece, spec)
         found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
@@ -139,7 +166,8 @@ def _value(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
 def _key(entry: _Entry, saved: Mapping[str, Any]) -> str | None:
     """The name of an entry in `saved`. Each part of a parameter takes state of the whole, as torch.optim saves it."""
     names = [entry.saved_name, entry.spec.name] if entry.spec.kind is StateKind.LIKE_PARAM else [entry.saved_name]
-    return next((name for name in names if name in saved), None)
+    exact = set(saved)  # a `PieceState` finds other parts, too
+    return next((name for name in names if name in exact), None)
 
 
 def _saved_value(unit: Unit, piece: OwnedPiece, entry: _Entry, saved: Mapping[str, Any]) -> Tensor | None:
