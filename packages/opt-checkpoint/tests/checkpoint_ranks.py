@@ -108,15 +108,18 @@ def save_as_ranks(states: Sequence[Any], path: Path, *, files: Files | None = No
     """Carry out a save of as many ranks as there are states, one after another, in this process."""
     planners = [ShardedSavePlanner(state, **options) for state in states]
     writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex, files=files) for _ in states]
-    for rank, planner in enumerate(planners):
-        planner.set_up_planner({}, None, rank == 0)
-    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
-    plans = writers[0].prepare_global_plan(plans)
-    results = [
-        writer.write_data(planner.finish_plan(plan), planner).value()
-        for writer, planner, plan in zip(writers, planners, plans, strict=True)
-    ]
-    writers[0].finish(metadata, results)
+    try:
+        for rank, planner in enumerate(planners):
+            planner.set_up_planner({}, None, rank == 0)
+        plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+        plans = writers[0].prepare_global_plan(plans)
+        results = [
+            writer.write_data(planner.finish_plan(plan), planner).value()
+            for writer, planner, plan in zip(writers, planners, plans, strict=True)
+        ]
+        writers[0].finish(metadata, results)
+    finally:
+        writers[0].release()
 
 
 def load_as_ranks(

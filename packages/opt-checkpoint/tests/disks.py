@@ -51,6 +51,10 @@ class CountingFiles(LocalFiles):
         self._before("rename")
         super().rename(source, target)
 
+    def remove(self, path: Path) -> None:
+        self._before("remove")
+        super().remove(path)
+
     def remove_tree(self, path: Path) -> None:
         self._before("remove_tree")
         super().remove_tree(path)

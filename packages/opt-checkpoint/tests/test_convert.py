@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +209,7 @@ def test_ls_says_what_is_whole_and_what_is_not(steps: Path, capsys: pytest.Captu
     assert code == 0
     assert "committed" in lines["step-1"]
     assert "damaged: __1_0.distcp" in lines["step-2"]
-    assert "left over" in lines[f"step-3.tmp-{'0' * 32}"]
+    assert "temporary directory" in lines[f"step-3.tmp-{'0' * 32}"]
     assert "not a whole checkpoint" in lines["other"]
 
 
@@ -347,13 +349,22 @@ def test_a_file_stays_until_its_successor_is_whole(
     assert (tmp_path / "x.pt").read_text() == "before"
 
 
-def test_gc_removes_only_leftovers(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leftover = steps / f"step-3.tmp-{'a' * 32}"
-    leftover.mkdir()
-    assert run(capsys, "gc", steps, "--dry-run") == (0, f"{leftover}\n")
-    assert leftover.exists()
-    run(capsys, "gc", steps)
-    assert sorted(p.name for p in steps.iterdir()) == ["step-1", "step-2"]
+def test_gc_removes_only_what_nobody_writes_to_and_only_when_told_to(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = steps / f"step-3.tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    code, text = run(capsys, "gc", steps)
+    assert code == 0
+    assert f"{old}\n" in text
+    assert re.search(rf"{new}: kept, an unknown process, which wrote \d+ s ago may still write to it", text)
+    assert "nothing was deleted; --yes deletes without asking" in text
+    run(capsys, "gc", steps, "--yes", "--dry-run")
+    assert old.exists()
+    run(capsys, "gc", steps, "--yes")
+    assert sorted(p.name for p in steps.iterdir()) == [new.name, "step-1", "step-2"]
 
 
 def test_errors_are_sentences_and_an_exit_code(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +23,11 @@ from opt_checkpoint.convert.torch_file import (
     read_slots,
     torch_file_to_checkpoint,
 )
-from opt_checkpoint.dcp.writer import is_leftover, remove_leftover
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.lease import is_leftover, leftovers, remove_leftover, writer_of
 from opt_checkpoint.disk.verify import verify_checkpoint
 from opt_checkpoint.errors import CheckpointingException
 
@@ -73,7 +74,7 @@ def _commands() -> dict[str, _Command]:
         "verify": _Command("read every byte and compare it with its checksum", _one_path, _verify),
         "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
         "convert": _Command("to or from other formats", _convert_arguments, _convert),
-        "gc": _Command("delete what interrupted saves left in a directory", _gc_arguments, _gc),
+        "gc": _Command("delete what interrupted saves left in a directory, after asking", _gc_arguments, _gc),
     }
 
 
@@ -104,7 +105,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _summary(path: Path) -> str:
     if is_leftover(path.name):
-        return "left over from an interrupted save or deletion; `gc` removes it"
+        return "temporary directory of a save or deletion; `gc` removes it once nobody writes to it"
     try:
         index = read_index(path)
     except CheckpointingException as error:
@@ -222,17 +223,31 @@ def _slots(options: argparse.Namespace) -> Path:
 
 def _gc_arguments(parser: argparse.ArgumentParser) -> None:
     _one_path(parser)
-    parser.add_argument("--dry-run", action="store_true", help="only say what would go")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
 
 
 def _gc(options: argparse.Namespace) -> int:
-    """Only run this while no job saves there: a save under way looks like one that was interrupted."""
-    for entry in sorted(Path(options.path).iterdir()):
-        if entry.is_dir() and is_leftover(entry.name):
-            print(entry)
-            if not options.dry_run:
-                remove_leftover(LocalFiles(), entry, "0" * 32)
+    """List what interrupted saves left, ask, delete; what a running save may still write to is kept."""
+    dead = []
+    for path in leftovers(options.path):
+        writer = writer_of(path, time.time())
+        print(f"{path}" if writer is None else f"{path}: kept, {writer} may still write to it")
+        if writer is None:
+            dead.append(path)
+    if not dead or options.dry_run:
+        return FINE
+    if not options.yes and not _agreed_to(f"delete {len(dead)} directories?"):
+        print("nothing was deleted; --yes deletes without asking")
+        return FINE
+    for path in dead:
+        remove_leftover(LocalFiles(), path)
     return FINE
+
+
+def _agreed_to(question: str) -> bool:
+    """Whether somebody at a terminal says yes."""
+    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

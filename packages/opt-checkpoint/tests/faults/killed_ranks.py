@@ -64,7 +64,7 @@ def run_until_killed(size: int, folder: Path, background: bool, after_s: float, 
     processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
 
     def committed() -> set[str]:
-        return {p.name for p in folder.glob("step-*") if not p.suffix}  # others are `.tmp-...`
+        return {p.name for p in folder.glob("step-*")}
 
     before = committed()
     for process in processes:

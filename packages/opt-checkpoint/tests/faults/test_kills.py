@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -13,6 +14,7 @@ from disks import CountingFiles
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
+from opt_checkpoint.disk.lease import LEASE
 from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,13 +23,20 @@ from killed_ranks import context, run_until_killed, save_and_die, save_at_once
 
 
 def check_restart(folder: Path) -> int:
-    """Every committed step is whole and equals what was saved; a restart clears up and resumes from the newest."""
+    """Every committed step is whole and equals what was saved; a restart resumes from the newest, and clears up when
+    it saves."""
     steps = committed_steps(folder)
     for step in steps:
         assert verify_checkpoint(folder / step_name(step)) == []
-    manager = CheckpointManager(folder, in_background=False)
-    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in steps]
+    manager = CheckpointManager(folder, keep=10_000, in_background=False)
     assert_is_step(manager.load(state_at(0, 0, 1, filled=False)).state, steps[-1], 0, 1)
+    for killed in folder.glob(".opt-checkpoint-tmp-*"):
+        if not (killed / LEASE).exists():  # killed before its lease was written, or just before the commit
+            os.utime(killed, (0, 0))
+            for file in killed.iterdir():
+                os.utime(file, (0, 0))
+    manager.save(steps[-1] + 1, state_at(steps[-1] + 1, 0, 1))
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in (*steps, steps[-1] + 1)]
     return steps[-1]
 
 

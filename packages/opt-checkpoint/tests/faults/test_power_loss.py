@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,10 @@ def lose_power(folder: Path, call: int, rename_lasts: bool, files_type: type[Los
         assert verify_checkpoint(folder / step_name(step)) == []
     restarted = CheckpointManager(folder, in_background=False)
     assert_is_step(restarted.load(state_at(0, 0, 1, filled=False)).state, steps[-1], 0, 1)
-    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in steps]
+    for entry in (*folder.iterdir(), *folder.glob("*/*")):
+        os.utime(entry, (0, 0))  # the machine was off for a while
+    restarted.save(3, state_at(3, 0, 1))
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in (*steps, 3)]
 
 
 def calls_of_a_save(folder: Path) -> int:
@@ -67,3 +71,11 @@ def test_the_model_catches_a_forgotten_sync(tmp_path: Path, forgotten: str) -> N
     with pytest.raises(AssertionError):
         lose_power(tmp_path / "x", calls_of_a_save(tmp_path / "count") + 1, True, forgetful)
     assert LocalFiles.fsync is not skip
+
+
+def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    files = LossyFiles(10_000, rename_lasts=False)
+    save_as_ranks(states(1), tmp_path / "there" / "new" / "run" / step_name(1), files=files)
+    files.after_loss()
+    assert committed_steps(tmp_path / "there" / "new" / "run") == [1]

@@ -1,14 +1,13 @@
 """The storage writer: one file per rank, checksums while writing, one rename as the commit.
 
-A save is written to `<name>.tmp-<id>` beside its final place. Every rank writes and syncs its own file; the
-coordinator adds `.metadata` for stock readers and the manifest, syncs the directory, and renames it. Before the
+A save is written to a temporary directory next to its target (`disk.lease`). Every rank writes and syncs its own file;
+the coordinator adds `.metadata` for stock readers and the manifest, syncs the directory, and renames it. Before the
 rename there is no checkpoint, after it there is a whole one.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,21 +24,15 @@ from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, bytes_view, crc32, c
 from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter, Sum
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_dcp_metadata, encode_megatron_mark
-from opt_checkpoint.disk.files import Files, LocalFiles, discard, new_file, write_file
+from opt_checkpoint.disk.files import Files, LocalFiles, discard, make_parents, new_file, write_file
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
 
 _SMALL_BYTES = 256 << 10
-_TEMPORARY = re.compile(r"(?P<name>.+)\.(?:tmp|deleting)-[0-9a-f]{32}")
-
-
-def is_leftover(name: str, of: str | None = None) -> bool:
-    """Whether a directory name is one a save or deletion of ours uses for a while; of checkpoint `of`, if given."""
-    match = _TEMPORARY.fullmatch(name)
-    return match is not None and of in (None, match["name"])
 
 
 class WriteTo(NamedTuple):
@@ -106,12 +99,13 @@ class CheckpointWriter(StorageWriter):
         self._details = details
         self._files: Files = files or LocalFiles()
         self._planned = 0
+        self._lease: Lease | None = None
         self.index: CheckpointIndex | None = None
 
     @property
     def temporary(self) -> Path:
         """The directory written to until the commit."""
-        return self.path.with_name(f"{self.path.name}.tmp-{self._save_id}")
+        return self.path.with_name(f".opt-checkpoint-tmp-{self._save_id}")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse another target: a writer serves one save.
@@ -139,7 +133,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the temporary directory and tell each rank its file; on the coordinator.
+        """Make the temporary directory, remove those of dead saves, and give each rank its file; on the coordinator.
 
         Raises:
             CheckpointExistsError: something is at the target already.
@@ -149,21 +143,15 @@ class CheckpointWriter(StorageWriter):
             raise CheckpointExistsError(
                 f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
             )
-        self._remove_leftovers()
+        make_parents(self._files, self.path)
         self._files.make_dir(self.temporary)
+        self._lease = Lease(self._files, self.temporary, self.path.name)
+        remove_leftovers(self._files, self.path.parent, self._lease.renewed)
         self._planned = sum(len(plan.items) for plan in plans)
         return [
             SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
             for rank, plan in enumerate(plans)
         ]
-
-    def _remove_leftovers(self) -> None:
-        """Delete what earlier, interrupted saves of this very path left beside it."""
-        if not self.path.parent.is_dir():
-            return
-        for entry in sorted(self.path.parent.iterdir()):
-            if is_leftover(entry.name, self.path.name) and entry.is_dir():
-                remove_leftover(self._files, entry, self._save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and sync it.
@@ -217,30 +205,34 @@ class CheckpointWriter(StorageWriter):
         self.index = index
 
     def _commit(self) -> None:
-        """Names first, then the rename, then the rename's own name; an error means that nothing is committed."""
+        """Names first, then the rename, then the rename's own name.
+
+        When only the last step fails, the checkpoint stays: it is whole, and a reader may have opened it.
+        """
+        self.release()
+        self._files.remove(self.temporary / LEASE)
         self._files.sync_dir(self.temporary)
         self._files.rename(self.temporary, self.path)
         try:
             self._files.sync_dir(self.path.parent)
-        except OSError:
-            discard(self._files, self.path, self._save_id)
-            raise
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror} (when syncing {self.path.parent}: {self.path.name} is there and whole, but a loss "
+                f"of power may still undo its name)",
+            ) from error
+
+    def release(self) -> None:
+        """Give up the lease on the temporary directory; called by `finish` and `abandon`."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
     def abandon(self) -> None:
         """Remove the temporary directory of a failed save; on the coordinator, when all ranks are done."""
+        self.release()
         if self.temporary.is_dir():
             discard(self._files, self.temporary, self._save_id)
-
-
-def remove_leftover(files: Files, path: Path, token: str) -> None:
-    """Delete a `.tmp-` or `.deleting-` directory; one that another process deletes at the same time is fine."""
-    try:
-        if ".deleting-" in path.name:
-            files.remove_tree(path)
-        else:
-            discard(files, path, token)
-    except FileNotFoundError:
-        return
 
 
 def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> _Placed:

@@ -21,7 +21,7 @@ class Files(Protocol):
     """What a save does to a file system, one method per system call that can fail."""
 
     def make_dir(self, path: Path) -> None:
-        """Create a directory; its parents too. FileExistsError where it is there already."""
+        """Create a directory, whose parent exists. FileExistsError where it is there already."""
 
     def create(self, path: Path) -> int:
         """Create a new file for writing; a file descriptor."""
@@ -47,8 +47,14 @@ class Files(Protocol):
     def rename(self, source: Path, target: Path) -> None:
         """Move a directory; fails where `target` is there and not empty."""
 
+    def remove(self, path: Path) -> None:
+        """Delete a file."""
+
     def remove_tree(self, path: Path) -> None:
         """Delete a directory and all in it."""
+
+    def touch(self, path: Path) -> None:
+        """Set the modification time of a file to now."""
 
 
 class LocalFiles:
@@ -57,7 +63,6 @@ class LocalFiles:
     __slots__ = ()
 
     def make_dir(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
 
     def create(self, path: Path) -> int:
@@ -90,8 +95,14 @@ class LocalFiles:
     def rename(self, source: Path, target: Path) -> None:
         os.rename(source, target)
 
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path)
+
+    def touch(self, path: Path) -> None:
+        os.utime(path)
 
 
 def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
@@ -139,8 +150,23 @@ def write_file(files: Files, path: Path, content: bytes) -> None:
         write_all(files, fd, content)
 
 
+def make_parents(files: Files, path: Path) -> None:
+    """Make the directories above `path` that are missing, each on disk for good.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    for parent in reversed(missing):
+        try:
+            files.make_dir(parent)
+        except FileExistsError:  # another save made it in the meantime
+            continue
+        files.sync_dir(parent.parent)
+
+
 def discard(files: Files, path: Path, token: str) -> None:
     """Delete a directory so that nobody ever sees half of it under its own name: rename first."""
-    doomed = path.with_name(f"{path.name}.deleting-{token}")
+    doomed = path.with_name(f".opt-checkpoint-deleting-{token}")
     files.rename(path, doomed)
     files.remove_tree(doomed)

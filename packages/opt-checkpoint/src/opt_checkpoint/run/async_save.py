@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,7 @@ class AsyncSaver:
         *,
         common: Literal["equal", "first_rank"] = "equal",
         details: Mapping[str, Any] = NO_DETAILS,
+        after: Callable[[], None] | None = None,
     ) -> SaveHandle:
         """Take a snapshot and save it in the background; waits for the save before, and raises its failure.
 
@@ -87,6 +88,7 @@ class AsyncSaver:
             path: as for `save`.
             common: as for `save`.
             details: as for `save`.
+            after: called on this rank, in the background, once the checkpoint is committed.
 
         Raises:
             CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
@@ -112,6 +114,8 @@ class AsyncSaver:
             failure: BaseException | None = None
             try:
                 save(snapshot, target, process_group=self._group, common=common, details=details, files=self._files)
+                if after is not None:
+                    after()
             except BaseException as raised:  # kept for the next call: a thread has nobody to raise to
                 failure = raised
             handle._end(failure)

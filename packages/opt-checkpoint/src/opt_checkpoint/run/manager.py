@@ -7,15 +7,15 @@ import os
 import re
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from opt_checkpoint.dcp.writer import is_leftover, remove_leftover
 from opt_checkpoint.disk.files import Files, LocalFiles, discard
-from opt_checkpoint.disk.manifest import read_manifest
+from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
 from opt_checkpoint.disk.verify import check_sizes
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
 from opt_checkpoint.run.async_save import AsyncSaver
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, load, save
@@ -33,16 +33,46 @@ def step_name(step: int) -> str:
 def committed_steps(directory: str | os.PathLike[str]) -> list[int]:
     """The steps whose checkpoint is committed and whole by its manifest and file sizes, in order.
 
-    A directory that cannot be read, or holds something else, is no step; nothing but the directories decides.
+    A damaged checkpoint is passed over with a warning in the log.
+
+    Raises:
+        OSError: a directory or file cannot be looked at, so that it is not known whether a checkpoint is there.
     """
-    where = Path(directory)
-    if not where.is_dir():
+    return [step for step, path in named_steps(directory) if _is_whole(path)]
+
+
+def latest_step(directory: str | os.PathLike[str]) -> int | None:
+    """The newest such step; None where no checkpoint was ever committed. Older ones are not looked at.
+
+    Raises:
+        CheckpointCorruptError: there are checkpoints, but all are damaged.
+        OSError: as `committed_steps`.
+    """
+    damaged = []
+    for step, path in reversed(named_steps(directory)):
+        if _is_whole(path):
+            return step
+        if (path / MANIFEST).exists():
+            damaged.append(path.name)
+    if damaged:
+        raise CheckpointCorruptError(
+            f"every checkpoint in {directory} is damaged: {', '.join(damaged)}; verify them, or move them away to "
+            f"start from the beginning"
+        )
+    return None
+
+
+def named_steps(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    """Step and path of every directory that is named like a step, whatever it holds, in order."""
+    try:
+        entries = list(Path(directory).iterdir())
+    except FileNotFoundError:
         return []
     found = []
-    for entry in where.iterdir():
+    for entry in entries:
         match = _STEP.fullmatch(entry.name)
-        if match and entry.name == step_name(int(match[1])) and _is_whole(entry):
-            found.append(int(match[1]))
+        if match and entry.name == step_name(int(match[1])) and entry.is_dir():
+            found.append((int(match[1]), entry))
     return sorted(found)
 
 
@@ -51,7 +81,7 @@ def _is_whole(path: Path) -> bool:
         check_sizes(read_manifest(path))
     except FileNotFoundError:
         return False
-    except (CheckpointCorruptError, OSError) as error:
+    except CheckpointCorruptError as error:
         logger.warning("%s is passed over: %s", path, error)
         return False
     return True
@@ -60,8 +90,9 @@ def _is_whole(path: Path) -> bool:
 class CheckpointManager:
     """Saves steps, keeps the newest few, and loads the newest whole one.
 
-    The name is the reference's for this role. All ranks construct it and call its methods together; rank 0 looks at
-    the directory, so that a rank with a stale view of a network file system sees what the others see.
+    All ranks construct it and call its methods together. Rank 0 looks at the directory, so that a rank with a stale
+    view of a network file system sees what the others see. Only `save` changes the directory: a manager that is opened
+    to load, next to a training run, deletes nothing.
 
     Args:
         directory: where the steps are; made when needed.
@@ -96,14 +127,15 @@ class CheckpointManager:
             )
         self._keep, self._keep_every = keep, keep_every
         self._files: Files = files or LocalFiles()
-        self._saver = AsyncSaver(process_group, files=files) if in_background else None
-        agreed(self._ranks, self.remove_leftovers, f"opening {self.directory}")
+        self._in_background = in_background
+        self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
+        self._closed = False
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Path:
         """Save a step; in the background, first wait for the save before and raise its failure.
 
-        Older checkpoints are removed when a newer one is committed: by this call in the foreground, by the next call
-        or `wait` in the background.
+        Once the checkpoint is committed, rank 0 removes the older ones that are not to be kept, in the background where
+        the save is. What cannot be removed is named in the log and tried again after the next save.
 
         Args:
             step: number of the step, not negative; each is saved once.
@@ -121,35 +153,52 @@ class CheckpointManager:
             raise ValueError(f"step={step} must not be negative")
         path = self.directory / step_name(step)
         details = {"step": step}
-        if self._saver is None:
+        if self._closed:
+            raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
+        if not self._in_background:
             save(state, path, process_group=self._group, common=common, details=details, files=self._files)
-            agreed(self._ranks, self._retire, f"removing old checkpoints of {self.directory}")
+            if self._ranks.rank == 0:
+                self._retire()
             return path
-        self.wait()
-        return self._saver.save(state, path, common=common, details=details).path
+        if self._saver is None:
+            self._saver = AsyncSaver(self._group, files=self._files)
+        after = self._retire if self._ranks.rank == 0 else None
+        return self._saver.save(state, path, common=common, details=details, after=after).path
 
     def wait(self) -> None:
-        """Wait for the save under way, then remove what is old.
+        """Wait for the save under way.
 
         Raises:
             CheckpointingException: the save failed; the same on every rank.
         """
         if self._saver is not None:
             self._saver.wait()
-        agreed(self._ranks, self._retire, f"removing old checkpoints of {self.directory}")
 
     def close(self) -> None:
         """Wait, and give back what saving in the background needs; raises as `wait`."""
+        self._closed = True
         try:
             self.wait()
         finally:
             if self._saver is not None:
                 self._saver.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is committed and whole, as rank 0 sees it; None where there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        """The newest step whose checkpoint is committed and whole, as rank 0 sees it; None where there never was one.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, but all are damaged.
+            CheckpointFailedError: the directory or a file in it cannot be looked at.
+        """
+        return agreed(self._ranks, lambda: latest_step(self.directory), f"listing {self.directory}")
 
     def steps(self) -> list[int]:
         """All such steps, in order."""
@@ -172,17 +221,11 @@ class CheckpointManager:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
         return load(state, self.directory / step_name(chosen), process_group=self._group, **options)
 
-    def remove_leftovers(self) -> None:
-        """Delete what interrupted saves and deletions left; only directories that are named as ours are touched."""
-        if not self.directory.is_dir():
-            return
-        for entry in sorted(self.directory.iterdir()):
-            if is_leftover(entry.name) and _STEP.match(entry.name) and entry.is_dir():
-                remove_leftover(self._files, entry, uuid.uuid4().hex)
-
     def _retire(self) -> None:
         """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at."""
-        steps = committed_steps(self.directory)
-        for step in steps[: -self._keep]:
-            if self._keep_every is None or step % self._keep_every:
-                discard(self._files, self.directory / step_name(step), uuid.uuid4().hex)
+        try:
+            for step in committed_steps(self.directory)[: -self._keep]:
+                if self._keep_every is None or step % self._keep_every:
+                    discard(self._files, self.directory / step_name(step), uuid.uuid4().hex)
+        except OSError as error:
+            logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

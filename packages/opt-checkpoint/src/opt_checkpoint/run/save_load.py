@@ -73,7 +73,7 @@ def save(
 
     Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns, on any
     rank, the checkpoint is whole and survives a loss of power; when it raises, it raises on every rank and there is
-    none.
+    none. One error is an exception: when the very last sync fails, the checkpoint is there, and the message says so.
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and

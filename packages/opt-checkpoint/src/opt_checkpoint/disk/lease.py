@@ -1,0 +1,194 @@
+"""Temporary directories of saves and deletions: their names, who writes to one, and removing those nobody writes to.
+
+A save writes to `.opt-checkpoint-tmp-<id>` in the directory of its target, and a deletion first renames to
+`.opt-checkpoint-deleting-<id>`. A temporary directory of a save holds a lease: a small file that says which process
+writes there, and whose modification time that process renews every half minute. Another save may remove the directory
+only when the process is known to be gone, or when the lease has not been renewed for ten minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from opt_checkpoint.disk.data_file import read_small_file
+from opt_checkpoint.disk.files import Files, discard, write_all
+from opt_checkpoint.errors import CheckpointCorruptError
+
+logger = logging.getLogger(__name__)
+LEASE = "lease.json"
+RENEW_S, EXPIRED_S = 30.0, 600.0
+_ID = "[0-9a-f]{32}"
+# The second form is that of format 1.
+_TEMPORARY = re.compile(rf"\.opt-checkpoint-(?:tmp|deleting)-{_ID}|.+?(?:\.(?:tmp|deleting)-{_ID})+")
+_DELETING = re.compile(rf"\.opt-checkpoint-deleting-{_ID}|.+\.deleting-{_ID}")
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a directory name is one that saves or deletions of this package use for a while."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+class Process(NamedTuple):
+    """A process, so that it can be told from every other one.
+
+    Args:
+        host: the machine's name, for people.
+        boot: names the machine and its last start.
+        namespace: the namespace in which `pid` counts.
+        pid: the process.
+        started: when it started, in the kernel's ticks; another process may get its number later.
+    """
+
+    host: str
+    boot: str
+    namespace: int
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """This process."""
+        boot, namespace = _machine()
+        return cls(socket.gethostname(), boot, namespace, os.getpid(), _start_of(os.getpid()) or "")
+
+
+def _machine() -> tuple[str, int]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux: leases expire by time alone
+        return "", 0
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started; None where there is none, or on systems without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+class Lease:
+    """This process writes to a temporary directory, until `release`.
+
+    Args:
+        files: the file system.
+        directory: the temporary directory; it exists.
+        target: name of the checkpoint, for people.
+    """
+
+    def __init__(self, files: Files, directory: Path, target: str) -> None:
+        self._files, self.path = files, directory / LEASE
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name=_thread_name(directory), daemon=True)
+        content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
+        fd = files.create(self.path)
+        try:
+            write_all(files, fd, content)
+        finally:
+            files.close(fd)
+        self._thread.start()
+
+    @property
+    def renewed(self) -> float:
+        """When the lease was last renewed, by the clock of the file system."""
+        return self.path.stat().st_mtime
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                self._files.touch(self.path)
+            except OSError:  # the save itself will meet what is wrong
+                continue
+
+    def release(self) -> None:
+        """Stop renewing."""
+        self._released.set()
+        self._thread.join()
+
+
+def _thread_name(directory: Path) -> str:
+    return f"opt-checkpoint lease {directory.name}"
+
+
+def writer_of(directory: Path, now: float) -> str | None:
+    """Who may still write to a temporary directory; None when it is certain that nobody does.
+
+    Args:
+        directory: named as `is_leftover` says.
+        now: the time, by the clock of the file system.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    if _DELETING.fullmatch(directory.name):
+        return None
+    held = _read_lease(directory)
+    if held is not None and held.boot and (held.boot, held.namespace) == _machine():
+        return _running(held, directory)
+    age = now - _last_change(directory)
+    if age > EXPIRED_S:
+        return None
+    who = f"process {held.pid} on {held.host}" if held is not None else "an unknown process"
+    return f"{who}, which wrote {max(0.0, age):.0f} s ago"
+
+
+def _running(process: Process, directory: Path) -> str | None:
+    """A process of this machine, where it is still the same one."""
+    if process.pid == os.getpid():
+        names = {thread.name for thread in threading.enumerate()}
+        return "this process" if _thread_name(directory) in names else None
+    return f"process {process.pid} on this machine" if _start_of(process.pid) == process.started else None
+
+
+def _read_lease(directory: Path) -> Process | None:
+    """The process that holds the lease; None where there is no readable one, as after a loss of power."""
+    try:
+        content = json.loads(read_small_file(directory / LEASE))
+        host, boot, namespace, pid, started = (content[name] for name in Process._fields)
+        return Process(str(host), str(boot), int(namespace), int(pid), str(started))
+    except (FileNotFoundError, CheckpointCorruptError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _last_change(directory: Path) -> float:
+    changes = [directory.lstat().st_mtime]
+    for entry in directory.iterdir():
+        try:
+            changes.append(entry.lstat().st_mtime)
+        except FileNotFoundError:
+            continue
+    return max(changes)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """All temporary directories in a directory, whoever they belong to."""
+    return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and entry.is_dir())
+
+
+def remove_leftovers(files: Files, directory: Path, now: float) -> None:
+    """Delete the temporary directories in a directory to which nobody writes any more; what cannot be deleted stays."""
+    for path in leftovers(directory):
+        try:
+            if writer_of(path, now) is None:
+                remove_leftover(files, path)
+        except FileNotFoundError:  # another process deletes it too
+            continue
+        except OSError as error:
+            logger.warning("could not remove %s, which an interrupted save left: %s", path, error)
+
+
+def remove_leftover(files: Files, path: Path) -> None:
+    """Delete a temporary directory."""
+    if _DELETING.fullmatch(path.name):
+        files.remove_tree(path)
+    else:
+        discard(files, path, uuid.uuid4().hex)
