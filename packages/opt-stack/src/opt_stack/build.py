@@ -10,7 +10,9 @@ from torch import nn
 from opt_config import OptimizerConfig
 from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
@@ -75,12 +77,12 @@ def _completed(plan: Plan) -> list[list[str]]:
 def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
     """Gradients stay where autograd put them if nobody else has a part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
-    if buffer.spread is Spread.LAID_OUT:
-        return LaidOutGrads(params)
     axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
+    dtype = plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
+    if buffer.spread is Spread.LAID_OUT:
+        return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
     if axes.num_replicas == 1:
         return OwnGrads(params, num_replicas=replicas)
-    dtype = plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
     sharded = buffer.spread is not Spread.REPLICATED
     memory = ParamAndGradBuffer(
         buffer.layout,
@@ -97,6 +99,10 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
         else GradsEverywhere(memory, axes)
     )
     return BufferedGrads(reduced, memory, axes, num_replicas=replicas)
+
+
+def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
+    return replicas_outside(param, (axes.dp, axes.inter), name=str(id))
 
 
 def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
@@ -209,7 +215,9 @@ def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Paramete
     if meta.shared or (axes.inter.rank > 0 and spans_instances):
         return False
     if buffer.spread is Spread.LAID_OUT:
-        return is_first_replica(param)
+        tensor_peers = [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
+        outside = [*_replicas_outside(meta.id, param, axes), *tensor_peers]
+        return is_first_replica(param) and all(comm.rank == 0 for comm in outside)
     return axes.tp.rank == 0 or meta.tensor_parallel
 
 

@@ -1,17 +1,19 @@
 """`get_optimizer`: from a configuration and a model to an optimizer, with the same verdict on every rank."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import OptimizerConfig, ParamKey, Replicated
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import default_bucket_size
-from opt_distributed.comm.collectives import Comm, agree
-from opt_distributed.comm.groups import ProcessGroups, Roles, roles_of
-from opt_distributed.comm.populated import roles_of_world
+from opt_distributed.comm.collectives import agreed
+from opt_distributed.comm.find import Given, find_roles
+from opt_distributed.comm.groups import Roles
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
     describe,
@@ -35,7 +37,6 @@ from opt_stack.wrapped import check_blocks, check_same_groups, check_wrapped, wr
 logger = logging.getLogger("opt_stack")
 
 Groups = list[dict[str, Any]]
-Made = TypeVar("Made")
 Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 
 
@@ -44,9 +45,10 @@ def get_optimizer(
     model_chunks: Sequence[nn.Module],
     config_overrides: Overrides | None = None,
     use_gloo_process_groups: bool = True,
-    pg_collection: ProcessGroups | Roles | None = None,
+    pg_collection: Given = None,
     dump_param_to_param_group_map: str | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     rules: Registry | None = None,
     allow_unmatched: bool = False,
     extra_group_keys: Collection[str] = (),
@@ -59,8 +61,12 @@ def get_optimizer(
         config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors,
             ...); {}: none at all.
         use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
-        pg_collection: process groups by role, or ready `Roles`. None: all ranks of `torch.distributed`'s world that
-            hold parameters are data parallel, or, where it is not initialised, this process is alone.
+        pg_collection: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or ready `Roles`). None:
+            the groups that a chunk was wrapped with; else those of Megatron-Core's initialised `parallel_state`, or of
+            the mesh of DTensor parameters; else all ranks that hold parameters are data parallel. Under torchrun,
+            `torch.distributed` is initialised if the script has not done so.
+        mesh: a `DeviceMesh` over the whole world in place of `pg_collection`; its axes are named out of dp,
+            dp_replicate, dp_shard, cp, ep, tp and pp.
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
@@ -73,9 +79,9 @@ def get_optimizer(
             allowed.
     """
     chunks = _chunks(model_chunks)
-    roles = _roles(config, chunks, pg_collection)
-    known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
-    overrides = _agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
+    roles = _roles(config, chunks, pg_collection, mesh)
+    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    overrides = agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
     check_same_config(config, roles.everyone, asked=asked)
     groups = get_param_groups(
@@ -100,7 +106,8 @@ def get_optimizer_based_on_param_groups(
     model_chunks: Sequence[nn.Module],
     param_groups: Sequence[Mapping[str, Any]],
     *,
-    pg_collection: ProcessGroups | Roles | None = None,
+    pg_collection: Given = None,
+    mesh: DeviceMesh | None = None,
     rules: Registry | None = None,
     part: str = "",
     extra_group_keys: Collection[str] = (),
@@ -112,7 +119,7 @@ def get_optimizer_based_on_param_groups(
         model_chunks: as for `get_optimizer`; they give parameters their names.
         param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
             model that are in none are not trained.
-        pg_collection, rules: as for `get_optimizer`.
+        pg_collection, mesh, rules: as for `get_optimizer`.
         extra_group_keys: as for `get_optimizer`, of entries that groups may have.
         part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
 
@@ -120,9 +127,9 @@ def get_optimizer_based_on_param_groups(
         ConfigError (a ValueError), on every rank: as `get_optimizer`, and for groups that do not fit the model.
     """
     chunks = _chunks(model_chunks)
-    roles = _roles(config, chunks, pg_collection)
-    known = _agreed(roles.everyone, lambda: rules or Registry().with_installed())
-    groups = _agreed(
+    roles = _roles(config, chunks, pg_collection, mesh)
+    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    groups = agreed(
         roles.everyone,
         lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
     )
@@ -175,8 +182,8 @@ def _build(
         dense_tp=roles.dense.tp.size,
         expert_tp=roles.expert.tp.size,
     )
-    _agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
-    plan = _agreed(
+    agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
+    plan = agreed(
         roles.everyone,
         lambda: plan_of(config, chunks, groups, rules, sizes=sizes, extra_group_keys=extra_group_keys),
     )
@@ -187,8 +194,10 @@ def _build(
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
     model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks))
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
-    stepper = _agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
-    layout_id = f"{part}, {plan.layout_id(roles.dense.dp.rank)}" if part else plan.layout_id(roles.dense.dp.rank)
+    stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then peers other than replicas hold other pieces
+    layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
+    layout_id = f"{part}, {layout_id}" if part else layout_id
     return Optimizer(
         plan=plan,
         stepper=stepper,
@@ -236,24 +245,11 @@ def plan_of(
     )
 
 
-def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: ProcessGroups | Roles | None) -> Roles:
-    if isinstance(groups, Roles):
-        return groups
-    if groups is None:
-        return roles_of_world(has_params=any(p.requires_grad for chunk in chunks for p in chunk.parameters()))
-    sharded = not isinstance(config.sharding, Replicated)
-    return _agreed(roles_of(None, sharded=False).everyone, lambda: roles_of(groups, sharded=sharded))
-
-
-def _agreed(everyone: Comm, make: Callable[[], Made]) -> Made:
-    """What `make` gives; its error on one rank is an error on all. `make` calls no collective."""
-    try:
-        made = make()
-    except Exception as error:  # of any kind: the other ranks wait in `agree`
-        agree(everyone, error)
-        raise AssertionError("an error of this rank passed for an agreement") from error
-    agree(everyone, None)
-    return made
+def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None) -> Roles:
+    """The groups that were passed, those that a chunk was wrapped with, or those that its parameters tell."""
+    if groups is None and mesh is None:
+        groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
+    return find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
 
 
 def _chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

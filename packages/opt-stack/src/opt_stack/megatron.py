@@ -37,7 +37,7 @@ from opt_config import (
     SGDOptimizerConfig,
 )
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, roles_of
+from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, world
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,
@@ -116,9 +116,8 @@ def _get_param_groups(
 
     See `opt_paramgroups.get_param_groups`. Raises ConfigError, on every rank, as it does.
     """
-    world = roles_of(None, sharded=False).everyone
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
-    return get_param_groups(model_chunks, config, overrides, gather=world.gather_objects)
+    return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
 
 
 def _get_param_groups_and_buffers(
@@ -136,10 +135,9 @@ def _get_param_groups_and_buffers(
     See `opt_paramgroups.get_param_groups_and_buffers`. Chunks in `DistributedDataParallel` hold theirs under
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
-    world = roles_of(None, sharded=False).everyone
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
     return get_param_groups_and_buffers(
-        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world.gather_objects
+        model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world().gather_objects
     )
 
 

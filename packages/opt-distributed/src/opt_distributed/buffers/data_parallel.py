@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.agreement import Facts, agree_on, check_config
@@ -30,7 +31,8 @@ from opt_distributed.buffers.grouping import (
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
-from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of
+from opt_distributed.comm.find import Given, find_roles
+from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Piece
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta, describe
@@ -131,7 +133,9 @@ class DistributedDataParallel(nn.Module):
     Args:
         config: read, never written.
         module: the chunk. Its parameters move into the buffers: wrap it when it is on its device, in its dtype.
-        groups: process groups by role, or ready `Roles`; None: `torch.distributed`'s world, or this process alone.
+        groups: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or ready `Roles`). None: as for
+            `opt_stack.get_optimizer`: all ranks are replicas, unless parameters say otherwise.
+        mesh: a `DeviceMesh` over the whole world in place of `groups`.
         is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
         calculate_per_token_loss: losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
@@ -148,7 +152,8 @@ class DistributedDataParallel(nn.Module):
         config: DistributedDataParallelConfig,
         module: nn.Module,
         *,
-        groups: ProcessGroups | Roles | None = None,
+        groups: Given = None,
+        mesh: DeviceMesh | None = None,
         is_whole: IsWhole = nothing_whole,
         calculate_per_token_loss: bool = False,
         chunk: int = 0,
@@ -159,7 +164,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.calculate_per_token_loss = calculate_per_token_loss
         self.shard_multiple = shard_multiple
-        self.roles = groups if isinstance(groups, Roles) else roles_of(groups, sharded=False)
+        self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
         plans, memories = self._agreed_buffers(is_whole, shard_multiple)

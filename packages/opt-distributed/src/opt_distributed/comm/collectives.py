@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+Made = TypeVar("Made")
 
 
 class Op(Enum):
@@ -145,6 +147,17 @@ def comm_of(group: dist.ProcessGroup | None) -> Comm:
 def group_of(comm: Comm) -> dist.ProcessGroup | None:
     """The process group of a `Comm`; None where it is over something else, or over nothing."""
     return comm.group if isinstance(comm, TorchComm) else None
+
+
+def agreed(comm: Comm, make: Callable[[], Made]) -> Made:
+    """What `make` returns; its error on one rank is an error on all. `make` calls no collective."""
+    try:
+        made = make()
+    except Exception as error:  # of any kind: the other ranks wait in `agree`
+        agree(comm, error)
+        raise AssertionError("an error of this rank passed for an agreement") from error
+    agree(comm, None)
+    return made
 
 
 def agree(comm: Comm, error: Exception | None) -> None:

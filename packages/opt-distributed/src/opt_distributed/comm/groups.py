@@ -6,8 +6,22 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm, comm_of
+from opt_distributed.comm.errors import ProcessGroupError
+from opt_distributed.comm.mesh import groups_of_mesh
+
+__all__ = [
+    "ROLES",
+    "Axes",
+    "ProcessGroupCollection",
+    "ProcessGroupError",
+    "ProcessGroups",
+    "Roles",
+    "roles_of",
+    "world",
+]
 
 ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -27,12 +41,11 @@ ROLES: Mapping[str, str] = MappingProxyType(
         "intra_dp_cp": "dense shards of one instance",
         "intra_expt_dp": "expert shards of one instance",
         "inter_dist_opt": "the ranks that hold the same shard, one of each instance",
+        "tp_cp": "tensor- and context-parallel peers; accepted, not read",
+        "tp_ep": "tensor- and expert-parallel peers; accepted, not read",
+        "tp_dp_cp": "tensor-, data- and context-parallel peers; accepted, not read",
     }
 )
-
-
-class ProcessGroupError(ValueError):
-    """A role that does not exist, or one that the sharding needs and nobody gave a group for."""
 
 
 class ProcessGroups:
@@ -58,6 +71,20 @@ class ProcessGroups:
         if role in ROLES:
             return self._groups.get(role)
         raise AttributeError(role)
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
+        """The groups of a mesh with named axes that spans the world; see `comm.mesh.AXES`. Every rank calls it.
+
+        Raises:
+            ProcessGroupError: an axis without a name or with an unknown one, or a mesh that leaves ranks out.
+        """
+        return cls(**groups_of_mesh(mesh))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that were set, to None included."""
+        return tuple(self._groups)
 
     def first_of(self, *roles: str) -> dist.ProcessGroup | None:
         """The group of the first of `roles` that was set, to None included; None if none of them was."""
@@ -111,10 +138,10 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     Raises:
         ProcessGroupError: a needed role was never set, or dp and mp make up less than the world without intra_dist_opt.
     """
-    world = TorchComm(_world()) if dist.is_initialized() else Alone()
+    everyone = world()
     if groups is None:
-        axes = Axes(dp=world, tp=Alone())
-        return Roles(dense=axes, expert=axes, everyone=world)
+        axes = Axes(dp=everyone, tp=Alone())
+        return Roles(dense=axes, expert=axes, everyone=everyone)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
         groups.require("dp_cp", because="with context parallelism")
@@ -136,8 +163,8 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
             tp=comm_of(groups.expt_tp),
             inter=inter,
         ),
-        everyone=world,
-        instance=_instance(groups, dense, world),
+        everyone=everyone,
+        instance=_instance(groups, dense, everyone),
     )
 
 
@@ -154,7 +181,7 @@ def _check_sizes(groups: ProcessGroups) -> None:
         ),
     }
     for whole, (factors, size) in products.items():
-        if all(factor in groups._groups for factor in factors) and math.prod(factors.values()) != size:
+        if all(factor in groups.roles for factor in factors) and math.prod(factors.values()) != size:
             sizes = " and ".join(f"{role} of {ranks}" for role, ranks in factors.items())
             raise ProcessGroupError(
                 f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
@@ -162,23 +189,26 @@ def _check_sizes(groups: ProcessGroups) -> None:
             )
 
 
-def _instance(groups: ProcessGroups, dense: Axes, world: Comm) -> Comm | None:
+def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None:
     """One group for all statistics: it must hold every rank of the model once."""
     if groups.intra_dist_opt is not None:
         return comm_of(groups.intra_dist_opt)
     ranks = dense.num_replicas * _size(groups.mp)
-    if ranks in (1, world.size):
+    if ranks in (1, everyone.size):
         return Alone() if ranks == 1 else None
     raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {world.size} ranks: give intra_dist_opt, the group of these, "
+        f"dp and mp make up {ranks} of the world's {everyone.size} ranks: give intra_dist_opt, the group of these, "
         "over which norms are summed"
     )
 
 
-def _world() -> dist.ProcessGroup:
+def world() -> Comm:
+    """All ranks of `torch.distributed`; this process alone where it is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
     group = dist.group.WORLD
     assert group is not None
-    return group
+    return TorchComm(group)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

@@ -3,15 +3,14 @@
 `fully_shard` makes such parameters (Shard(0) over the data-parallel mesh); so do torch's tensor-parallel plans.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed import device_mesh
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import sharded_like
 from opt_distributed.comm.collectives import TorchComm
+from opt_distributed.comm.mesh import root_of
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
 
 
@@ -124,15 +123,9 @@ def is_first_replica(tensor: Tensor) -> bool:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() or ()
     first = all(at == 0 for at, placed in zip(coordinate, tensor.placements) if placed.is_replicate())
-    root = _root_of(mesh)
+    root = root_of(mesh)
     beside = set(root.mesh_dim_names or ()).difference(mesh.mesh_dim_names or ())
     return first and all(root.get_local_rank(axis) == 0 for axis in beside.intersection(TENSOR_PARALLEL_AXES))
-
-
-# torch has no public name for the mesh that a mesh was sliced from, and 2.9 renamed the other.
-_root_of: Callable[[DeviceMesh], DeviceMesh] = (
-    DeviceMesh._get_root_mesh if hasattr(DeviceMesh, "_get_root_mesh") else device_mesh._mesh_resources.get_root_mesh
-)
 
 
 def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:

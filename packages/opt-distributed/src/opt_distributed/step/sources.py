@@ -1,5 +1,6 @@
 """Where gradients come from and where parameters go: the one seam between the step and how data is laid out."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.dtensor import local_grad
+from opt_distributed.step.dtensor import local, local_grad
 from opt_paramgroups import ParamId
 
 ReadGrad = Callable[[], Tensor | None]
@@ -102,16 +105,36 @@ class OwnGrads:
 
 
 class LaidOutGrads:
-    """DTensor parameters, as `fully_shard` makes them: gradients arrive reduced, in the parameters' own shards."""
+    """DTensor parameters: gradients arrive in the parameters' own shards, reduced along the axes of their own meshes.
+
+    Where replicas lie outside of a parameter's mesh, as those of a tensor-parallel plan on one axis of a larger mesh
+    do, the gradient is averaged over them in the step. `replicas` gives these groups by parameter; a parameter that is
+    not in it, or has none, has no replicas outside.
+    """
 
     grad_scale = 1.0
     doubtful: Sequence[ParamId] = ()
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
+    def __init__(
+        self,
+        params: Mapping[ParamId, nn.Parameter],
+        replicas: Mapping[ParamId, tuple[Comm, ...]] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,  # of the sums
+    ):
         self.params = params
+        by_groups: dict[tuple[Comm, ...], list[ParamId]] = {}
+        for id, comms in (replicas or {}).items():
+            if comms:
+                by_groups.setdefault(comms, []).append(id)
+        self._averages = [
+            AveragedReplicas({id: params[id] for id in ids}, comms, dtype=dtype) for comms, ids in by_groups.items()
+        ]
+        self._average_of = {id: average for average in self._averages for id in average.params}
 
     def reduce_(self) -> None:
-        return None
+        for average in self._averages:
+            average.reduce_()
 
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
@@ -123,11 +146,55 @@ class LaidOutGrads:
         return _NONE
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+        if id in self._average_of:
+            return self._average_of[id].reader(id)
         param = self.params[id]
         return lambda: None if param.grad is None else local_grad(param)
 
     def publish_(self) -> None:
         return None
+
+
+class AveragedReplicas:
+    """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
+
+    All gradients travel as one tensor, with a flag for each parameter that says whether this rank has one: a parameter
+    that no replica used has no gradient. Reading the flags waits for the device.
+    """
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
+        self.params, self.comms = params, comms
+        shapes = [local(param).shape for param in params.values()]
+        numels = [math.prod(shape) for shape in shapes]
+        device = local(next(iter(params.values()))).device
+        self._all = torch.zeros(sum(numels) + len(params), dtype=dtype, device=device)
+        *parts, self._flags = torch.split(self._all, [*numels, len(params)])
+        self._places = {id: part.view(shape) for id, part, shape in zip(params, parts, shapes, strict=True)}
+        self._used: Collection[ParamId] = ()
+
+    @torch.no_grad()
+    def reduce_(self) -> None:
+        """Averages this step's gradients.
+
+        Raises:
+            CollectiveError: a collective failed, or ran into the group's timeout.
+        """
+        self._all.zero_()
+        for number, (id, param) in enumerate(self.params.items()):
+            if param.grad is not None:
+                self._places[id].copy_(local_grad(param))
+                self._flags[number] = 1
+        for comm in self.comms:
+            try:
+                comm.all_reduce_(self._all)
+            except Exception as error:  # whatever a backend raises when a peer is gone
+                raise CollectiveError(f"sum of DTensor gradients over replicas: {error}") from error
+        self._used = {id for id, count in zip(self.params, self._flags.tolist(), strict=True) if count}
+        self._all.div_(math.prod(comm.size for comm in self.comms))
+
+    def reader(self, id: ParamId) -> ReadGrad:
+        """Reads the mean, in the shape of the local part; None where no replica has a gradient."""
+        return lambda: self._places[id] if id in self._used else None
 
 
 class BufferedGrads:

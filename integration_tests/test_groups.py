@@ -1,0 +1,80 @@
+"""Process groups of a run: found from meshes and DTensors, or refused on every rank. Gloo processes."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from group_ranks import (
+    BUILDS,
+    LAYOUTS,
+    Trained,
+    build_all,
+    config,
+    skip_the_matrices,
+    skip_the_matrices_alone,
+    train,
+    train_alone,
+)
+from worlds import FSDP2_RUNS, Job, run_jobs
+
+RUNS = [name for name in LAYOUTS if FSDP2_RUNS or ("fsdp" not in name and name != "hsdp")]
+RULES = {"adam": config(), "muon": config(optimizer="muon", muon_tp_mode="duplicated", muon_fp32_matmul_prec="highest")}
+
+
+class Four(NamedTuple):
+    trained: dict[str, list[Trained]]
+    gaps: list[Trained]
+    outcomes: list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def four() -> Four:
+    jobs = {f"{rule}, {name}": Job(train, (name, made)) for rule, made in RULES.items() for name in RUNS}
+    made = run_jobs(4, {**jobs, "gaps": Job(skip_the_matrices, (config(),)), "builds": Job(build_all)})
+    return Four({name: made[name] for name in jobs}, made["gaps"], made["builds"])
+
+
+def assert_same(got: Trained, want: Trained, *, atol: float) -> None:
+    """Means over ranks are summed in another order than one batch; Adam divides small gradients by their own size."""
+    for name, weight in want.weights.items():
+        torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=atol)
+    torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
+    assert got.zeros == want.zeros
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_layout_of_four_ranks_takes_the_steps_of_one(rule: str, name: str, four: Four) -> None:
+    """Replicas that lie outside of a DTensor's mesh are averaged, those inside of it are not averaged twice."""
+    want = train_alone(RULES[rule])
+    for got in four.trained[f"{rule}, {name}"]:
+        assert_same(got, want, atol=1e-4)
+
+
+def test_a_dtensor_that_one_replica_used_moves_on_both_and_one_that_none_used_keeps_still(four: Four) -> None:
+    want = skip_the_matrices_alone(config())
+    for got in four.gaps:
+        assert_same(got, want, atol=1e-4)
+
+
+UNKNOWN = "neither process groups nor a mesh were given: which ranks hold its replicas is unknown; pass pg_collection="
+OUTCOMES: dict[str, Any] = {
+    "tensor parallel": f"'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4, and {UNKNOWN}",
+    "tensor parallel, wrapped": "'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4",
+    "an expert on one rank": f"parameter 'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
+    "an expert on one rank, wrapped": f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
+    "unknown axis": "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
+    "both": "both pg_collection and mesh were given; pass one of them",
+    "a mesh of its own": "is a DTensor on 2 of the world's 4 ranks",
+    "tp without its group": "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
+    "megatron's collection of something else": "pg_collection.dp is a str; a torch.distributed.ProcessGroup or None",
+    "megatron's collection": "built",
+    "tensor parallel, mesh": "built",
+    "wrapped with a mesh, optimizer without": "built",
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_what_cannot_be_known_is_refused_on_every_rank(name: str, four: Four) -> None:
+    for outcomes in four.outcomes:
+        assert OUTCOMES[name] in outcomes[name]

@@ -1,0 +1,146 @@
+"""Find the process groups of a model: those that the caller passed, or what its parameters say. Never a guess."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from opt_distributed.comm import megatron
+from opt_distributed.comm.collectives import Alone, Comm, agreed, comm_of
+from opt_distributed.comm.errors import ProcessGroupError
+from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of, world
+from opt_distributed.comm.launch import join_launched_world
+from opt_distributed.comm.mesh import check_mesh, is_known, meshes_of, names_of, root_of
+from opt_paramgroups import ParamMeta, describe, parameters_by_id
+
+Given = ProcessGroups | Roles | Any | None
+"""What a caller may pass as groups: ours, ready roles, or an object with Megatron-Core's attributes."""
+
+
+def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None = None, sharded: bool) -> Roles:
+    """The step's groups. Collective: every rank of the world calls it.
+
+    In this order: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the mesh that DTensor
+    parameters were sliced from, where its axes have known names; all ranks that hold parameters as data-parallel
+    replicas. The last is refused if a parameter says that it differs between ranks.
+
+    Where a launcher announces several ranks and `torch.distributed` is not initialised, it is initialised first.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: groups that are missing, unknown or contradictory; both `groups` and
+            `mesh`; a tensor-parallel parameter or an expert, and nothing says which ranks hold its replicas.
+    """
+    if isinstance(groups, Roles):
+        if mesh is not None:
+            raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+        return groups
+    if groups is None:
+        join_launched_world(_devices(chunks))
+    everyone = world()
+    if groups is None and mesh is None:
+        return _roles_of_model(chunks, everyone, sharded=sharded)
+    agreed(everyone, lambda: _check_given(groups, mesh))
+    given = ProcessGroups.from_mesh(mesh) if mesh is not None else groups
+    return agreed(everyone, lambda: _roles_given(chunks, given, sharded=sharded))
+
+
+class _Mark(NamedTuple):
+    """Why a parameter may differ between ranks."""
+
+    param: str
+    reason: str
+    axis: str  # of a mesh, which would tell between which ranks
+
+
+class _Facts(NamedTuple):
+    """What one rank knows of its model."""
+
+    has_params: bool
+    has_megatron: bool
+    marked: _Mark | None  # of the first parameter that may differ between ranks
+    mesh: tuple[tuple[str, ...], tuple[int, ...]] | None  # names and sizes of the axes of a root mesh
+
+
+def _check_given(groups: Given, mesh: DeviceMesh | None) -> None:
+    if groups is not None and mesh is not None:
+        raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+    if mesh is not None:
+        check_mesh(mesh)
+
+
+def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
+    groups = given if isinstance(given, ProcessGroups) else megatron.groups_of_collection(given)
+    cut = next((meta for meta in describe(chunks).values() if meta.tensor_parallel and not meta.is_dtensor), None)
+    if cut is not None and groups.mp is not None and groups.mp.size() > 1:
+        role = "expt_tp" if cut.is_expert else "tp"
+        groups.require(role, because=f"because parameter {str(cut.id)!r} is tensor parallel")
+    return roles_of(groups, sharded=sharded)
+
+
+def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:
+    """The groups when the caller names none."""
+    if everyone.size == 1:
+        return roles_of(None, sharded=sharded)
+    root = next((root_of(mesh) for mesh in meshes_of(_params(chunks)) if is_known(mesh)), None)
+    facts = agreed(everyone, lambda: _facts(chunks, root))
+    per_rank: list[_Facts] = everyone.gather_objects(facts)
+    if all(rank.has_megatron for rank in per_rank):
+        return agreed(everyone, lambda: roles_of(megatron.groups_of_parallel_state(), sharded=sharded))
+    if root is not None and all(rank.mesh == facts.mesh for rank in per_rank):
+        _check_marks(per_rank, {"tp", "ep"}.intersection(names_of(root)))
+        return roles_of(ProcessGroups.from_mesh(root), sharded=sharded)
+    _check_marks(per_rank, set())
+    return _all_replicas(everyone, [number for number, rank in enumerate(per_rank) if rank.has_params])
+
+
+def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
+    marked = next(filter(None, map(_mark, describe(chunks).values())), None)
+    mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
+    return _Facts(any(True for _ in _params(chunks)), megatron.is_initialized(), marked, mesh)
+
+
+def _mark(meta: ParamMeta) -> _Mark | None:
+    """None for a replica, and for a DTensor, whose mesh tells."""
+    if meta.is_dtensor:
+        return None
+    if meta.is_expert:
+        return _Mark(str(meta.id), "an expert (allreduce=False)", "ep")
+    if meta.tensor_parallel:
+        return _Mark(str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
+    return None
+
+
+def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
+    """Raises ProcessGroupError, the same on every rank, if which ranks hold a parameter's replicas is unknown."""
+    for rank, facts in enumerate(per_rank):
+        if facts.marked is not None and facts.marked.axis not in known_axes:
+            raise ProcessGroupError(
+                f"parameter {facts.marked.param!r} is {facts.marked.reason} on rank {rank} of {len(per_rank)}, and "
+                "neither process groups nor a mesh were given: "
+                "which ranks hold its replicas is unknown; pass pg_collection=opt_stack.ProcessGroups(dp=..., tp=..., "
+                "expt_dp=..., ...) or mesh=init_device_mesh(device, sizes, mesh_dim_names=('dp', 'tp')), or initialise "
+                "Megatron-Core's parallel_state (DistributedDataParallel takes the groups as groups=...)"
+            )
+
+
+def _all_replicas(everyone: Comm, members: Sequence[int]) -> Roles:
+    """All ranks that hold parameters are data parallel.
+
+    A rank that holds none is alone: it has nothing to reduce or to update, and contributes zeros to the statistics that
+    everyone sums, so that its step has the same result. Where no rank holds any, the whole world is data parallel.
+    """
+    if len(members) in (0, everyone.size):
+        return roles_of(None, sharded=False)
+    group = dist.new_group(list(members))  # every rank calls it, whether it belongs or not
+    axes = Axes(dp=comm_of(group) if everyone.rank in members else Alone(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=everyone)
+
+
+def _params(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return list(parameters_by_id(chunks).values())
+
+
+def _devices(chunks: Sequence[nn.Module]) -> list[str]:
+    return list(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))

@@ -1,0 +1,49 @@
+"""The world that a launcher announces in the environment, joined where the script has not done so itself."""
+
+import logging
+import os
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from opt_config import ConfigError
+
+logger = logging.getLogger("opt_distributed")
+
+WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets, and that torch's `env://` rendezvous reads."""
+
+
+def join_launched_world(devices: Iterable[str]) -> None:
+    """Initialises `torch.distributed` if a launcher started several processes and nobody has done so yet.
+
+    `devices` are the kinds of device that this rank's model lives on; collectives get a backend for each and for the
+    CPU.
+
+    Raises:
+        ConfigError: `WORLD_SIZE` is above 1, but other variables of the rendezvous are missing, or it is no number.
+    """
+    if not dist.is_available() or dist.is_initialized() or _world_size() == 1:
+        return
+    missing = [name for name in WORLD if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, but torch.distributed is not initialised and "
+            f"these variables are not set: {', '.join(missing)}; start the script with torchrun, call "
+            "torch.distributed.init_process_group first, or unset WORLD_SIZE to train in one process"
+        )
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in dict.fromkeys(("cpu", *devices))}
+    dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
+    logger.info(
+        "initialised torch.distributed as rank %d of %d (%s), as the launcher's environment says",
+        dist.get_rank(),
+        dist.get_world_size(),
+        ", ".join(backends.values()),
+    )
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE={text!r} in the environment: must be a number of ranks; unset or correct it")
+    return int(text)

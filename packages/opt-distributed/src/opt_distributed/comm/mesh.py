@@ -1,0 +1,189 @@
+"""Process groups from a `DeviceMesh`: which of its axes mean what, and what a mesh leaves out of the world.
+
+The one file here that reads meshes. A mesh is understood through its root, the mesh that it was sliced from: a
+tensor-parallel plan on `mesh["tp"]` says nothing about replicas, its root `("dp", "tp")` does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from opt_config import did_you_mean
+from opt_distributed.comm.collectives import Comm, TorchComm, group_of
+from opt_distributed.comm.errors import ProcessGroupError
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep")
+AXES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(DATA_AXES, "replicas or shards of the model, which see different samples"),
+        "cp": "context-parallel peers: parts of the same samples",
+        "ep": "expert-parallel peers: other experts, different samples",
+        "tp": "tensor-parallel peers: parts of the same matrices, the same samples",
+        "pp": "pipeline stages",
+    }
+)
+"""The names of mesh axes that are understood."""
+REDUCED_AXES = frozenset({*DATA_AXES, "cp", "ep"})
+"""Axes along which ranks see different tokens, so that dense gradients are averaged over them."""
+
+# torch has no public name for the mesh that a mesh was sliced from; 2.9 renamed the private one.
+root_of: Callable[[DeviceMesh], DeviceMesh] = (
+    DeviceMesh._get_root_mesh if hasattr(DeviceMesh, "_get_root_mesh") else device_mesh._mesh_resources.get_root_mesh
+)
+
+
+def groups_of_mesh(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
+    """The process groups by role of a mesh that spans the world. Collective: every rank of the world calls it.
+
+    Dense parameters are replicated over the data, context and expert axes, experts over the data and context axes.
+    Experts are cut over the tensor axis as dense parameters are.
+
+    Raises:
+        ProcessGroupError: an axis without a name or with an unknown one, or a mesh that leaves ranks of the world out.
+    """
+    root = root_of(mesh)
+    check_mesh(root)
+    data = [axis for axis in names_of(root) if axis in DATA_AXES]
+    return {
+        "dp": _along(root, *data, "ep"),
+        "dp_cp": _along(root, *data, "ep", "cp"),
+        "expt_dp": _along(root, *data, "cp"),
+        "mp": _along(root, "tp", "pp"),
+        "tp_ep_pp": _along(root, "tp", "ep", "pp"),
+        "tp": _along(root, "tp"),
+        "expt_tp": _along(root, "tp"),
+        "pp": _along(root, "pp"),
+        "cp": _along(root, "cp"),
+        "ep": _along(root, "ep"),
+        "embd": _ends_of(_along(root, "pp")),
+        "intra_dist_opt": dist.group.WORLD,
+    }
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises ProcessGroupError unless the root mesh spans the world along axes with known names."""
+    known = ", ".join(AXES)
+    root = root_of(mesh)
+    if not root.mesh_dim_names:
+        raise ProcessGroupError(f"the axes of {root} have no names; give mesh_dim_names out of {known}")
+    for axis in root.mesh_dim_names:
+        if axis not in AXES:
+            hint = did_you_mean(axis, AXES)
+            raise ProcessGroupError(
+                f"mesh axis {axis!r} is unknown; allowed are {known}.{hint} Rename the axis, or pass the groups by "
+                "role as pg_collection=opt_stack.ProcessGroups(...)"
+            )
+    if root.size() != dist.get_world_size():
+        raise ProcessGroupError(
+            f"the mesh {root} has {root.size()} of the world's {dist.get_world_size()} ranks; give one that has all of "
+            "them, or pass the groups by role as pg_collection=opt_stack.ProcessGroups(...)"
+        )
+
+
+def is_known(mesh: DeviceMesh) -> bool:
+    """Whether `groups_of_mesh` would accept it."""
+    root = root_of(mesh)
+    return bool(root.mesh_dim_names) and set(names_of(root)) <= AXES.keys() and root.size() == dist.get_world_size()
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh's axes; none where they have none."""
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
+    """Whether `comm` joins this rank to ranks that the mesh does not have, and to none that it has."""
+    group = group_of(comm)
+    if group is None:
+        return comm.size > 1
+    return comm.size > 1 and len(set(dist.get_process_group_ranks(group)).intersection(_ranks(mesh))) == 1
+
+
+def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:
+    """Those of `replicas` that a DTensor parameter's gradient still has to be averaged over, one after the other.
+
+    torch reduces gradients along the axes of the parameter's own mesh. A mesh that was sliced from a larger one, such
+    as the `"tp"` of `("dp", "tp")`, leaves replicas out.
+
+    Raises:
+        ProcessGroupError: the mesh has some of a data-parallel group's ranks, and its root does not tell why.
+    """
+    mesh = mesh_of(param)
+    if mesh.size() == dist.get_world_size():
+        return ()
+    outside: list[Comm] = []
+    for comm in replicas:
+        group = group_of(comm)
+        if is_outside(comm, mesh):
+            outside.append(comm)
+        elif group is not None and not set(dist.get_process_group_ranks(group)) <= _ranks(mesh):
+            return _along_root(mesh, name)
+    return tuple(outside)
+
+
+def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
+    """The groups along those data axes of the root over which the mesh does not extend."""
+    root = root_of(mesh)
+    spanned = _spanned(root, mesh)
+    left_out = [axis for axis in range(root.ndim) if axis not in spanned and root.size(axis) > 1]
+    names = names_of(root)
+    unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
+    if unknown or root.size() != dist.get_world_size():
+        raise ProcessGroupError(
+            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}); "
+            "whether the others hold replicas of it is unknown; slice its mesh from one over the whole world with axes "
+            f"out of {', '.join(AXES)}, and pass that as mesh=..."
+        )
+    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
+
+
+def _spanned(root: DeviceMesh, mesh: DeviceMesh) -> set[int]:
+    """The axes of the root along which the mesh extends, also where it is flattened."""
+    of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
+    places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
+    return {axis for axis in range(root.ndim) if len({at[axis] for at in places}) > 1}
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def _along(root: DeviceMesh, *axes: str) -> dist.ProcessGroup | None:
+    """The ranks that differ from this one along these axes only; None for one rank."""
+    chosen = tuple(axis for axis in names_of(root) if axis in axes and root.size(names_of(root).index(axis)) > 1)
+    if not chosen:
+        return None
+    if len(chosen) == 1:
+        return root.get_group(chosen[0])
+    if root[chosen].size() == dist.get_world_size():
+        return dist.group.WORLD
+    return root[chosen]._flatten().get_group()
+
+
+def _ends_of(stages: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The first and the last pipeline stage, which share a tied embedding; None on the others."""
+    if stages is None or stages.size() <= 2:
+        return stages
+    ranks = dist.get_process_group_ranks(stages)
+    ends = [ranks[0], ranks[-1]]
+    return dist.new_group(ends, use_local_synchronization=True) if dist.get_rank() in ends else None
+
+
+def mesh_of(param: Tensor) -> DeviceMesh:
+    """The mesh of a DTensor."""
+    mesh: DeviceMesh = param.device_mesh  # type: ignore[attr-defined]
+    return mesh
+
+
+def meshes_of(params: Sequence[Tensor]) -> Iterator[DeviceMesh]:
+    """The meshes of those parameters that are DTensors, each once."""
+    seen: list[DeviceMesh] = []
+    for param in params:
+        mesh = getattr(param, "device_mesh", None)
+        if isinstance(mesh, DeviceMesh) and mesh not in seen:
+            seen.append(mesh)
+            yield mesh
