@@ -5,6 +5,7 @@ travel, and what goes wrong on the way. `drawing.draw(seed)` makes them.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -100,6 +101,8 @@ class Param:
     expert: int | None = None  # number of the expert that it belongs to
     embedding: bool = False  # marked as embedding or output
     norm_group: str | None = None  # "mtp": a gradient norm of its own
+    qkv: bool = False  # rows of queries, keys and values, fused: 2, 1 and 1 in each group
+    tied: bool = False  # an embedding that the first and the last stage hold
     over_tp: str | None = None  # attribute of a gradient that differs between tensor-parallel ranks
     frozen: bool = False
     left_out: bool = False  # trainable, but in no parameter group
@@ -115,6 +118,8 @@ class Setup:
     wrapped: bool = False  # in DistributedDataParallel
     overlap_grads: bool = False
     overlap_gather: bool = False
+    gathers_with_step: bool = False  # the first chunk's parameters are gathered while the others are stepped
+    checks_nan: bool = False  # check_for_nan_in_grad: an exception in place of a skipped step
     bucket_size: int | None = None
     num_buckets: int | None = None
     reduce_in_fp32: bool = True
@@ -181,6 +186,11 @@ class Case:
     scale: float = 1024.0  # initial or constant loss scale
     window: int = 1000
     hysteresis: int = 2
+    skip_above: float = math.inf  # grad_norm_skip_threshold
+    schedules: bool = False  # the learning rate falls from step to step
+    keeps_grads: bool = False  # zero_grad(set_to_none=False)
+    reload_at: int | None = None  # before that step a new model and optimizer take the state dicts of the old ones
+    scale_mode: str = "spectral"
     looks_each_step: bool = True  # weights are compared after every step; else after the last one
     nesterov: bool = False
     tp_mode: str = "blockwise"
@@ -229,9 +239,16 @@ class Case:
 
 def is_held(param: Param, place: Place, grid: Grid) -> bool:
     """Whether the rank has a part of the parameter."""
+    if param.tied:
+        return place.stage in (0, grid.pp - 1)
     if param.number % grid.pp != place.stage:
         return False
     return param.expert is None or param.expert % grid.ep == place.ep
+
+
+def is_copy(param: Param, place: Place) -> bool:
+    """Whether the rank holds the second copy of a tied parameter."""
+    return param.tied and place.stage > 0
 
 
 def chunk_of(param: Param, setup: Setup) -> int:

@@ -1,6 +1,7 @@
 """Draws cases from seeds, without those that have to be refused. Torch and the standard library only."""
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from fuzz.cases import (
     replica_of,
 )
 
+EMPTY = ((0,), (0, 8), (5, 0))
 VECTORS = ((1,), (7,), (63,), (64,), (65,), (127,), (), (3, 1, 5), (2, 1))
 MATRICES = ((12, 16), (16, 12), (8, 8), (24, 4), (4, 36), (12, 20))
 ODD_MATRICES = ((13, 7), (5, 31), (1, 17), (11, 11), (3, 4))
@@ -64,7 +66,11 @@ def draw(seed: int) -> Case:
         clip=rng.choice((0.0, 0.0, 0.5, 3.0, 1e3)),
         counts_zeros=rng.random() < 0.4,
         zero_share=rng.choice((0.0, 0.0, 0.1, 0.5)),
-        scale=rng.choice((1.0, 256.0, 1024.0)),
+        scale=rng.choice((1.0, 256.0, 1024.0, 1024.0, 2.0**20 if numbers == "fp16" else 1.0)),
+        skip_above=rng.choice((math.inf,) * 6 + (20.0,)),
+        schedules=rng.random() < 0.3,
+        keeps_grads=rng.random() < 0.2,
+        scale_mode=rng.choice(("spectral", "spectral", "unit_rms_norm", "shape_scaling")),
         window=rng.choice((1, 2, 1000)),
         hysteresis=rng.choice((1, 2)),
         looks_each_step=rng.random() < (0.4 if setup.overlap_gather else 0.9),
@@ -77,6 +83,8 @@ def draw(seed: int) -> Case:
         case = _laid_out(case)
     if case.steps > 1 and rng.random() < 0.4:
         case = _resumed(rng, case)
+    elif case.steps > 1 and rng.random() < 0.15:
+        case = dataclasses.replace(case, reload_at=rng.randrange(1, case.steps))
     case = dataclasses.replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
     return dataclasses.replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
 
@@ -117,10 +125,14 @@ def _in_processes(rng: random.Random, setup: Setup) -> Setup:
     return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
 
 
+def _of_elements(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape if shape and 0 not in shape else (4,)
+
+
 def _laid_out(case: Case) -> Case:
     """The case, with a model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
     params = tuple(
-        dataclasses.replace(param, uses=1, over_tp=None, shape=param.shape or (4,), cut=param.cut)
+        dataclasses.replace(param, uses=1, over_tp=None, tied=False, shape=_of_elements(param.shape))
         for param in case.params
         if param.expert is None
     )
@@ -137,7 +149,7 @@ def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
     per_token = rng.random() < 0.25
     sums_in_fp32 = setup.is_sharded and not in_fp32 and setup.grid.instances == 1 and rng.random() < 0.3
     buckets = rng.choice(("size", "size", "number", "default"))
-    return dataclasses.replace(
+    setup = dataclasses.replace(
         setup,
         overlap_grads=rng.random() < 0.6,
         overlap_gather=setup.is_sharded and rng.random() < 0.5,
@@ -146,9 +158,12 @@ def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
         reduce_in_fp32=in_fp32,
         average_in_collective=not (per_token or sums_in_fp32) and rng.random() < 0.25,
         sum_in_fp32=sums_in_fp32,
+        checks_nan=rng.random() < 0.1,
         pads_for_busbw=rng.random() < 0.05,
         per_token=per_token,
     )
+    can_gather_with_step = setup.overlap_gather and setup.sharding == "flat" and setup.chunks > 1
+    return dataclasses.replace(setup, gathers_with_step=can_gather_with_step and rng.random() < 0.5)
 
 
 def _grid(rng: random.Random) -> Grid:
@@ -168,8 +183,11 @@ def _resumed(rng: random.Random, case: Case) -> Case:
 
 def _fits(param: Param, setup: Setup) -> bool:
     pieces = setup.grid.tp if param.expert is None else setup.grid.etp
-    summed = param.over_tp is None or setup.wrapped or setup.grid.tp == 1
-    return summed and (param.cut is None or param.shape[param.cut] % pieces == 0)
+    needs_finalize = (param.over_tp and setup.grid.tp > 1) or (param.tied and setup.grid.pp > 1)
+    if needs_finalize and not setup.wrapped:
+        return False
+    rows = param.shape[0] // (pieces if param.cut == 0 else 1) if param.qkv else 0
+    return rows % 4 == 0 and (param.cut is None or param.shape[param.cut] % pieces == 0)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -203,12 +221,14 @@ def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iter
 
 
 def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_expert: bool) -> Param:
-    shape = rng.choice(rng.choice((VECTORS, MATRICES, MATRICES, ODD_MATRICES)))
+    shape = rng.choice(rng.choice((VECTORS, MATRICES, MATRICES, ODD_MATRICES)) if rng.random() < 0.97 else EMPTY)
     pieces = setup.grid.etp if is_expert else setup.grid.tp
-    cuttable = [dim for dim, size in enumerate(shape) if size % max(pieces, 2) == 0]
+    cuttable = [dim for dim, size in enumerate(shape) if size and size % max(pieces, 2) == 0]
     cut = rng.choice(cuttable) if cuttable and rng.random() < 0.7 else None
     finalizes = setup.wrapped and setup.grid.tp > 1 and cut is None and not is_expert
     over_tp = rng.choice((None, None, "sequence_parallel", "average_gradients_across_tp_domain"))
+    rows = shape[0] // (pieces if cut == 0 else 1) if len(shape) == 2 else 0
+    is_tied = not is_expert and setup.wrapped and rng.random() < 0.15
     return Param(
         name=f"e{number}" if is_expert else f"p{number}",
         shape=shape,
@@ -216,9 +236,11 @@ def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_ex
         wide=numbers != "fp32" and rng.random() < 0.2,
         cut=cut,
         expert=number if is_expert else None,
-        embedding=len(shape) == 2 and rng.random() < 0.15,
+        embedding=len(shape) == 2 and (is_tied or rng.random() < 0.15),
+        qkv=rows > 0 and rows % 4 == 0 and rng.random() < 0.3,
+        tied=is_tied,
         norm_group="mtp" if rng.random() < 0.05 else None,
-        over_tp=over_tp if finalizes else None,
+        over_tp=over_tp if finalizes and not is_tied else None,
         frozen=rng.random() < 0.1,
         uses=2 if rng.random() < 0.1 else 1,
     )
@@ -264,6 +286,8 @@ def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
 def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
     for _ in range(rng.choice((1, 1, 2))):
         param = rng.choice([param for param in case.params if is_trained(param)])
+        if 0 in param.shape:
+            continue
         step = rng.randrange(case.steps)
         grid, microbatch = case.setup_at(step).grid, rng.randrange(case.setup_at(step).microbatches)
         ranks = [

@@ -11,7 +11,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from fuzz.cases import Bad, Case, Param, Place, Setup, cut_of, num_replicas, replica_of
+from fuzz.cases import Bad, Case, Param, Place, Setup, cut_of, is_copy, num_replicas, replica_of
 
 UNIT = 1 / 64
 TOP = 255  # integers up to here are exact in bf16
@@ -23,16 +23,17 @@ def first_weight(case: Case, param: Param) -> Tensor:
     return values.to(case.dtype_of(param)).double()
 
 
-def gradient(case: Case, param: Param, *, step: int, microbatch: int, replica: int, tp: int) -> Tensor:
+def gradient(case: Case, param: Param, *, step: int, microbatch: int, replica: int, tp: int, is_copy: bool) -> Tensor:
     """What one replica's microbatch adds to the whole parameter's gradient, float64.
 
-    `tp`: the tensor-parallel rank; it matters only where the gradient differs between them (`over_tp`).
+    `tp`: the tensor-parallel rank; it matters only where the gradient differs between them (`over_tp`). `is_copy`: of
+    the second copy of a tied parameter.
     """
     setup = case.setup_at(step)
     odd = _odd_part(setup.grid.dp)
-    terms = num_replicas(param, setup.grid) * setup.microbatches * odd * _parts_over_tp(param, setup)
+    terms = num_replicas(param, setup.grid) * setup.microbatches * odd * _parts_over_tp(param, setup) * (1 + param.tied)
     largest = max(TOP // terms, 1)
-    key = (case.seed, "gradient", param.name, step, microbatch, replica, tp if param.over_tp else 0)
+    key = (case.seed, "gradient", param.name, step, microbatch, replica, tp if param.over_tp else 0, is_copy)
     values = torch.randint(-largest, largest + 1, param.shape, generator=_generator(*key))
     present = torch.rand(param.shape, generator=_generator(case.seed, "zeros", param.name, step)) >= case.zero_share
     return values * present * odd * UNIT
@@ -53,7 +54,15 @@ def local_gradient(case: Case, param: Param, rank: int, *, step: int, microbatch
     """What this rank's backward gives, with what is wrong in it."""
     setup = case.setup_at(step)
     place = setup.grid.place(rank)
-    whole = gradient(case, param, step=step, microbatch=microbatch, replica=replica_of(param, place), tp=place.tp)
+    whole = gradient(
+        case,
+        param,
+        step=step,
+        microbatch=microbatch,
+        replica=replica_of(param, place),
+        tp=place.tp,
+        is_copy=is_copy(param, place),
+    )
     found = part(whole, param, place, setup).contiguous()
     for bad in case.bad:
         if is_meant(bad, param, rank, step=step, microbatch=microbatch) and found.numel():

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from fuzz.cases import Case, Param, Setup
+from fuzz.cases import Case, Setup
 
 
 def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
@@ -22,7 +22,7 @@ def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
             _shard(net, init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")))
         case "tp_plan":
             mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
-            _cut(case, net, mesh if grid.dp > 1 else mesh["tp"])
+            _cut(case, net, mesh["tp"])
         case "fsdp2_x_tp":
             mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
             _cut(case, net, mesh["tp"])
@@ -42,13 +42,8 @@ def _cut(case: Case, net: nn.Module, mesh: DeviceMesh) -> None:
         module: Any = getattr(net, param.name, None)
         if module is not None and param.cut is not None:
             local = module.weight.detach()
-            cut = DTensor.from_local(local, mesh, _placements(param, mesh), run_check=False)
+            cut = DTensor.from_local(local, mesh, [Shard(param.cut)], run_check=False)
             module.weight = nn.Parameter(cut, requires_grad=module.weight.requires_grad)
-
-
-def _placements(param: Param, mesh: DeviceMesh) -> list[Placement]:
-    assert param.cut is not None
-    return [*([Replicate()] * (mesh.ndim - 1)), Shard(param.cut)]
 
 
 def like(grad: Tensor, weight: Tensor) -> Tensor:

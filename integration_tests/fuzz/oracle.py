@@ -51,6 +51,7 @@ class Expected:
     main: Tensor
     slack: Tensor
     step: int = 0
+    has_grad: bool = False  # left from an earlier step, where gradients are set to zero and not to None
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -59,6 +60,7 @@ class ExpectedStep:
     """What a step must say, and the weights after it."""
 
     success: bool
+    overflows: bool
     norm: float  # of the model's own slot; not finite on an overflow
     zeros: int | None
     scale: float  # after the step
@@ -103,19 +105,28 @@ def expect(case: Case) -> list[ExpectedStep]:
 
 def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:
     setup = case.setup_at(step)
+    if case.reload_at == step or (case.resume is not None and case.resume_at == step):
+        for one in held.values():
+            one.has_grad = False
     grads = {param.name: mean_gradient(case, param, step) for param in case.params if is_trained(param)}
-    overflow = any(_hits(case, bad, step) for bad in case.bad)
+    for param in case.params:
+        if is_trained(param) and grads[param.name] is None and held[param.name].has_grad:
+            grads[param.name] = torch.zeros(param.shape, dtype=torch.float64)
+        held[param.name].has_grad |= case.keeps_grads and grads.get(param.name) is not None
+    overflow = any(_hits(case, bad, step) for bad in case.bad) or _is_too_large(case, scale.scale, step)
     norms = _norms(case, grads)
     zeros = sum(int((grad == 0).sum()) for grad in grads.values() if grad is not None)
-    if not overflow:
+    is_refused = not overflow and norms[""] > case.skip_above
+    if not (overflow or is_refused):
         for param in case.params:
             grad = grads.get(param.name)
             if grad is None:
                 continue
-            _update_(case, setup, param, held[param.name], grad * _coefficient(case, norms[slot_of(case, param)]))
+            _update_(case, setup, param, held[param.name], step, grad * _coefficient(case, norms[slot_of(case, param)]))
     scale.update(overflow)
     return ExpectedStep(
-        success=not overflow,
+        success=not (overflow or is_refused),
+        overflows=overflow,
         norm=math.nan if overflow else norms[""],
         zeros=zeros if case.counts_zeros else None,
         scale=scale.scale,
@@ -134,10 +145,11 @@ def mean_gradient(case: Case, param: Param, step: int) -> Tensor | None:
     """
     setup = case.setup_at(step)
     found = [
-        gradient(case, param, step=step, microbatch=microbatch, replica=replica, tp=tp)
+        gradient(case, param, step=step, microbatch=microbatch, replica=replica, tp=tp, is_copy=is_copy)
         for replica in range(num_replicas(param, setup.grid))
         for microbatch in range(setup.microbatches)
         for tp in range(setup.grid.tp if param.over_tp else 1)
+        for is_copy in ((False, True) if param.tied and setup.grid.pp > 1 else (False,))
         if is_used(case, param, step=step, microbatch=microbatch, replica=replica)
     ]
     if not found:
@@ -158,6 +170,22 @@ def _hits(case: Case, bad: Any, step: int) -> bool:
     place = grid.place(bad.rank)
     used = is_used(case, param, step=step, microbatch=bad.microbatch, replica=replica_of(param, place))
     return used and is_held(param, place, grid) and is_meant(bad, param, bad.rank, step=step, microbatch=bad.microbatch)
+
+
+def _is_too_large(case: Case, scale: float, step: int) -> bool:
+    """Whether the loss scale itself is infinite in fp16, and so are all gradients."""
+    setup = case.setup_at(step)
+    return (
+        case.dtype is torch.float16
+        and scale >= 2**16
+        and any(
+            is_used(case, param, step=step, microbatch=microbatch, replica=replica)
+            for param in case.params
+            if is_trained(param) and not param.wide and 0 not in param.shape
+            for replica in range(num_replicas(param, setup.grid))
+            for microbatch in range(setup.microbatches)
+        )
+    )
 
 
 def slot_of(case: Case, param: Param) -> str:
@@ -188,9 +216,10 @@ def _coefficient(case: Case, norm: float) -> float:
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def _update_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor) -> None:
+def _update_(case: Case, setup: Setup, param: Param, held: Expected, step: int, grad: Tensor) -> None:
     own = case.overrides_of(param)
     lr = own.get("max_lr", LR) * own.get("lr_mult", 1.0)
+    lr = lr / (1 + step) if case.schedules else lr
     undecayed = case.overrides is None and len(param.shape) == 1
     decay = 0.0 if undecayed else WEIGHT_DECAY * own.get("wd_mult", 1.0)
     held.step += 1
@@ -246,18 +275,20 @@ def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
 
 
 def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
+    if 0 in param.shape:
+        return torch.zeros_like(held.main)
     m = _state(held, "m").mul_(MUON_MOMENTUM).add_((1 - MUON_MOMENTUM) * grad)
     direction = grad + MUON_MOMENTUM * (m - grad) if case.nesterov else m
     pieces = (setup.grid.tp if param.expert is None else setup.grid.etp) if param.cut is not None else 1
     if case.tp_mode == "blockwise" and pieces > 1:
         assert param.cut is not None
-        update = torch.cat([_orthogonal(block) for block in direction.chunk(pieces, param.cut)], param.cut)
+        update = torch.cat([_directions(param, block) for block in direction.chunk(pieces, param.cut)], param.cut)
     else:
-        update = _orthogonal(direction)
+        update = _directions(param, direction)
     slack = torch.full_like(update, NEWTON_SCHULZ_SLACK * float(update.abs().max()) if update.numel() else 0.0)
     if case.rule_of(param) == "adaptive_muon":
         update, slack = _adapted(case, held, update, slack)
-    scale = math.sqrt(max(param.shape))
+    scale = _scales(case, param)
     held.main = held.main * (1 - lr * decay) - lr * scale * update
     return lr * scale * slack
 
@@ -274,6 +305,33 @@ def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple
     divided = update * v.clamp_min(ADAPTIVE_EPS).rsqrt().unsqueeze(-1)
     factor = update.norm() / divided.norm().clamp_min(ADAPTIVE_EPS)
     return divided * factor, 4 * slack * float((divided * factor).abs().max() / update.abs().max().clamp_min(1e-30))
+
+
+def _scales(case: Case, param: Param) -> Tensor:
+    """The factor of each row, (rows, 1): of a fused matrix each part by its own size."""
+    rows, cols = param.shape
+    sizes = (2, 1, 1) if param.qkv else (1,)
+    of_group = []
+    for size in sizes:
+        of_part = size * rows // sum(sizes)
+        match case.scale_mode:
+            case "spectral":
+                factor = max(of_part, cols) ** 0.5
+            case "unit_rms_norm":
+                factor = (of_part / cols) ** 0.5
+            case _:
+                factor = max(1.0, of_part / cols) ** 0.5
+        of_group += [factor] * size
+    return torch.tensor(of_group, dtype=torch.float64).repeat(rows // sum(sizes)).unsqueeze(-1)
+
+
+def _directions(param: Param, x: Tensor) -> Tensor:
+    """The orthogonalised matrix; queries, keys and values of a fused one each by itself."""
+    if not param.qkv:
+        return _orthogonal(x)
+    groups = x.unflatten(0, (-1, 4))
+    parts = [_orthogonal(part.flatten(0, 1)).unflatten(0, (len(groups), -1)) for part in groups.split((2, 1, 1), 1)]
+    return torch.cat(parts, 1).flatten(0, 1)
 
 
 def _orthogonal(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What one rank of a case does with the project: builds its part of the model, trains it, and tells what it saw."""
 
+import io
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from fuzz.cases import (
     Setup,
     chunk_of,
     cut_of,
+    is_copy,
     is_held,
     is_trained,
     is_used,
@@ -33,6 +35,7 @@ from fuzz.laid_out import lay_out, like, local, whole
 from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
@@ -65,10 +68,9 @@ class Held(nn.Module):
 class Chunk(nn.Module):
     """This rank's parameters of one chunk. `forward` takes the gradients of those that it uses."""
 
-    def __init__(self, case: Case, setup: Setup, rank: int, chunk: int):
+    def __init__(self, case: Case, setup: Setup, rank: int, chunk: int, *, moved: float):
         super().__init__()
         place = setup.grid.place(rank)
-        moved = 1.0 if setup is case.resume else 0.0  # so that nothing is right after a load that was not loaded
         for param in case.params:
             if is_held(param, place, setup.grid) and chunk_of(param, setup) == chunk:
                 value = (part(first_weight(case, param), param, place, setup) + moved).to(case.dtype_of(param))
@@ -78,14 +80,15 @@ class Chunk(nn.Module):
             lay_out(case, setup, self)
         for name, module in self.named_children():  # last, since sharding makes new parameters without attributes
             param = case.param(name)
-            _mark(module.weight, param, cut_of(param, place, setup.grid)[1] if setup.layout == "plain" else 1)
+            pieces = cut_of(param, place, setup.grid)[1] if setup.layout == "plain" else 1
+            _mark(module.weight, param, pieces, is_copy=is_copy(param, place))
 
     def forward(self, grads: dict[str, tuple[Tensor, int]]) -> Tensor:
         terms = [self.get_submodule(name)(grad / uses) for name, (grad, uses) in grads.items() for _ in range(uses)]
         return torch.stack(terms).sum()
 
 
-def _mark(weight: nn.Parameter, param: Param, pieces: int) -> None:
+def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> None:
     """Says what the parameter is by Megatron-Core's attributes."""
     marks: dict[str, Any] = {}
     if pieces > 1:
@@ -96,6 +99,10 @@ def _mark(weight: nn.Parameter, param: Param, pieces: int) -> None:
         marks |= {"is_embedding_or_output_parameter": True}
     if param.norm_group:
         marks |= {"grad_norm_group": param.norm_group}
+    if param.qkv:
+        marks |= {"qkv_split_shapes": (2, 1, 1)}
+    if param.tied:
+        marks |= {"shared_embedding": True, "shared": is_copy}
     if param.over_tp:
         marks |= {param.over_tp: True}
     for name, value in marks.items():
@@ -103,12 +110,20 @@ def _mark(weight: nn.Parameter, param: Param, pieces: int) -> None:
 
 
 class Run:
-    """One rank's model and optimizer in one setup."""
+    """One rank's model and optimizer in one setup.
 
-    def __init__(self, case: Case, setup: Setup, rank: int, groups: Roles | ProcessGroups | None):
+    `moved` is added to the first weights, so that nothing is right after a load that was not loaded. `embedding`: the
+    stages that hold the tied embedding, where ranks are threads.
+    """
+
+    embedding: Comm = Alone()
+
+    def __init__(
+        self, case: Case, setup: Setup, rank: int, groups: Roles | ProcessGroups | None, *, moved: float = 0.0
+    ):
         self.case, self.setup, self.rank, self.groups = case, setup, rank, groups
         self.place = setup.grid.place(rank)
-        self.nets = [Chunk(case, setup, rank, chunk) for chunk in range(setup.chunks)]
+        self.nets = [Chunk(case, setup, rank, chunk, moved=moved) for chunk in range(setup.chunks)]
         self.models: list[nn.Module] = [self._wrapped(chunk) for chunk in range(setup.chunks)]
         self.optimizer = self._optimizer()
 
@@ -116,11 +131,13 @@ class Run:
         """One iteration: forwards and backwards, the step, zeros."""
         loss = sum(self._microbatch(step, number) for number in range(self.setup.microbatches))
         self._finalize(step)
+        for group in self.optimizer.param_groups if self.case.schedules else ():
+            group["lr"] = group["max_lr"] / (1 + step)
         result = self.optimizer.step()
         for model in self.models:
             if isinstance(model, DistributedDataParallel):
                 model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.case.keeps_grads)
         return SeenStep(
             success=result.success,
             norm=result.grad_norm,
@@ -150,6 +167,19 @@ class Run:
         """This rank's parts, complete."""
         self.complete()
         return {name: whole(module.weight) for net in self.nets for name, module in net.named_children()}
+
+    def again(self) -> "Run":
+        """A new model and optimizer that took the state dicts of these."""
+        self.complete()
+        new = Run(self.case, self.setup, self.rank, self.groups, moved=1.0)
+        new.embedding = self.embedding
+        for model, old in zip(new.models, self.models, strict=True):
+            model.load_state_dict(old.state_dict())
+        stored = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), stored)
+        stored.seek(0)
+        new.optimizer.load_state_dict(torch.load(stored, weights_only=False))
+        return new
 
     def _microbatch(self, step: int, number: int) -> float:
         is_last = number == self.setup.microbatches - 1
@@ -182,12 +212,12 @@ class Run:
         }
 
     def _finalize(self, step: int) -> None:
-        needs = self.setup.per_token or any(param.over_tp for param in self.case.params)
+        needs = self.setup.per_token or any(param.over_tp or param.tied for param in self.case.params)
         if not (self.setup.wrapped and needs):
             return
         peers: Any = self.groups
         if isinstance(peers, Roles):
-            peers = Peers(tensor=peers.dense.tp, expert_tensor=peers.expert.tp)
+            peers = Peers(tensor=peers.dense.tp, expert_tensor=peers.expert.tp, embedding=self.embedding)
         count = tokens(self.case, step, self.place.replica) if self.setup.per_token else None
         finalize_model_grads(self.models, count, peers)
 
@@ -278,12 +308,15 @@ def optimizer_config(case: Case, setup: Setup) -> OptimizerConfig:
         muon_nesterov=case.nesterov,
         muon_tp_mode=case.tp_mode,
         muon_fp32_matmul_prec="highest",
+        muon_scale_mode=case.scale_mode,
+        grad_norm_skip_threshold=case.skip_above,
         adaptive_muon_moment2_method=case.moment2,
         adaptive_muon_beta2=ADAPTIVE_BETA2,
         adaptive_muon_eps=ADAPTIVE_EPS,
         use_distributed_optimizer=setup.sharding == "flat",
         use_layer_wise_distributed_optimizer=setup.sharding == "whole",
         overlap_param_gather=setup.overlap_gather,
+        overlap_param_gather_with_optimizer_step=setup.gathers_with_step,
         **numbers,
     )
 
@@ -294,6 +327,7 @@ def ddp_config(setup: Setup) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=setup.reduce_in_fp32,
         overlap_grad_reduce=setup.overlap_grads,
         overlap_param_gather=setup.overlap_gather,
+        check_for_nan_in_grad=setup.checks_nan,
         use_distributed_optimizer=setup.is_sharded,
         num_distributed_optimizer_instances=setup.grid.instances,
         bucket_size=setup.bucket_size,

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from fuzz.cases import Case, Param, cut_of
+from fuzz.cases import Case, Param, cut_of, is_copy
 from fuzz.rank import Run
 from opt_checkpoint import ShardedTensor, load, save, sharded_model
 from opt_distributed.comm.collectives import Comm
@@ -75,7 +75,7 @@ def _sharded(run: Run, param: Param, stacked: tuple[str, int, int] | None) -> Sh
     weight, place = run.weight(param), run.place
     index, count = cut_of(param, place, run.setup.grid)
     peer, copies = (place.tp, place.replica) if param.expert is None else (place.etp, place.expert_replica)
-    replica_id = (0, 0 if count > 1 else peer, copies)
+    replica_id = (int(is_copy(param, place)), 0 if count > 1 else peer, copies)
     prepended = 0 if stacked is None else 1
     offsets = [] if param.cut is None else [(param.cut + prepended, index, count)]
     key = f"{param.name}.weight"

@@ -42,6 +42,11 @@ class ThreadGroups:
             for world in self._worlds.values():
                 world.barrier.abort()
 
+    def embedding(self, rank: int) -> Comm:
+        """The first and the last stage of a rank's pipeline; the rank alone on other stages."""
+        last = self.grid.pp - 1
+        return self.comm(rank, "embedding", lambda p: (p.tp, p.replica, "ends" if p.stage in (0, last) else p.stage))
+
     def roles(self, rank: int) -> Roles:
         """The groups as the step takes them."""
         instances = self.grid.instances
@@ -127,7 +132,7 @@ def _poison_(x: Tensor) -> None:
         x.fill_(torch.nan)
 
 
-def run_ranks(grid: Grid, rank_main: Callable[[int, Roles], Any], *, late: bool) -> list[Any]:
+def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late: bool) -> list[Any]:
     """What `rank_main` returns on each rank, `Failed` where it raised; a rank that fails stops the others."""
     groups = ThreadGroups(grid, late=late)
     hangs = Failed(kind="TimeoutError", text="the rank did not end: it hangs", where="", is_consequence=False)
@@ -135,7 +140,7 @@ def run_ranks(grid: Grid, rank_main: Callable[[int, Roles], Any], *, late: bool)
 
     def run(rank: int) -> None:
         try:
-            results[rank] = rank_main(rank, groups.roles(rank))
+            results[rank] = rank_main(rank, groups.roles(rank), groups.embedding(rank))
         except Exception as error:
             results[rank] = Failed.of(error)
             groups.abort()
