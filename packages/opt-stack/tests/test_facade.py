@@ -336,3 +336,15 @@ def test_overrides_reach_their_parameters_only() -> None:
         ("default", 1e-2, 0.1),
         ("*.bias", 1.0, 0.0),
     ]
+
+
+@pytest.mark.parametrize("step", ["step", "prepare_grads"])
+def test_parameters_exchanged_in_the_groups_are_refused_at_the_next_step(step: str) -> None:
+    # Accelerate's FSDP2 assigns sharded parameters to the groups: every step said success, and none of them moved.
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [model])
+    backward(model, 0)
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(param.detach().clone()) for param in group["params"]]
+    with pytest.raises(ValueError, match="param_groups hold other parameters than those that this optimizer was built"):
+        getattr(optimizer, step)()

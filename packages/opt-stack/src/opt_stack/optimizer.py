@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Optimizer(torch.optim.Optimizer):
             defaults=_shared_hyper(groups),
         )
         self._built = True
+        self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         sharded = {shape.id for b in plan.buffers if b.layout.num_shards > 1 for shape in b.params}
         self._held = {p.id: Held(unit, p, p.id in sharded) for unit in stepper.units for p in unit.pieces}
         self._live = LiveState({held.piece.param: held for held in self._held.values()})
@@ -87,7 +89,11 @@ class Optimizer(torch.optim.Optimizer):
         """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank.
 
         Warns once of parameters that were unfrozen after the optimizer was built: it does not train them.
+
+        Raises:
+            ValueError: `param_groups` hold other parameters than those the optimizer was built with.
         """
+        self._check_params()
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -95,13 +101,25 @@ class Optimizer(torch.optim.Optimizer):
         return self.stepper.step(self.param_groups)
 
     def prepare_grads(self) -> bool:
-        """The first half of a step: reduce and look at the gradients. True where they overflowed. Warns as `step`."""
+        """The first half of a step: reduce and look at the gradients. True where they overflowed. Warns and raises
+        as `step`."""
+        self._check_params()
         self._warn_of_unfrozen()
         return self.stepper.prepare_grads()
 
     def step_with_ready_grads(self) -> bool:
         """The second half: clip, update, publish. False where the norm was refused."""
         return self.stepper.step_with_ready_grads(self.param_groups)
+
+    def _check_params(self) -> None:
+        """Accelerate's FSDP2 and others exchange the parameters of an optimizer: the new ones would never be updated."""
+        present = [param for group in self.param_groups for param in group["params"]]
+        if len(present) != len(self._params) or not all(map(is_, present, self._params)):
+            raise ValueError(
+                "param_groups hold other parameters than those that this optimizer was built with, as after "
+                "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; they are laid out when it is built. "
+                "Shard or exchange the model's parameters first (`fully_shard`), then call get_optimizer"
+            )
 
     def _warn_of_unfrozen(self) -> None:
         unfrozen = [name for name, param in self._frozen if param.requires_grad]

@@ -1,0 +1,244 @@
+"""What two gloo ranks do inside Lightning, Accelerate and the HF Trainer: train on their part of every batch, save,
+resume. Imported only where the trainers are installed."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import accelerate
+import lightning
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
+
+MAX_NORM = 0.05  # of the trainers' own clipping; smaller than every gradient norm of these runs
+STEPS, SAVED_AT = 6, 3
+ROWS = 4  # of a joined batch
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]  # before clipping, where the trainer tells them
+
+
+def make_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """As a user of a trainer makes it; the trainer clips."""
+    return get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0), [model])
+
+
+def joined_batch(step: int) -> Tensor:
+    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step))
+
+
+def local_batch(step: int) -> Tensor:
+    return joined_batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
+        for name, param in module.named_parameters()
+    }
+
+
+def train_alone(steps: range = range(STEPS)) -> Trained:
+    """One process, the joined batches, torch's own optimizer: what every trainer on two ranks has to equal."""
+    model = make_layers()
+    decayed = [{"params": [p], "weight_decay": 0.1 if p.dim() > 1 else 0.0} for p in model.parameters()]
+    optimizer = torch.optim.AdamW(decayed, lr=1e-2)
+    norms = []
+    for step in steps:
+        model(joined_batch(step)).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(whole_weights(model), norms)
+
+
+def as_launched() -> None:
+    """The variables that torchrun sets, from the world that exists already."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests", ACCELERATE_USE_CPU="true")
+    warnings.simplefilter("ignore")
+
+
+# --- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerate_ddp(folder: Path) -> tuple[Trained, Trained]:
+    """The uninterrupted run, and one that was saved and resumed."""
+    as_launched()
+    unbroken = _Accelerated()
+    unbroken.train(range(STEPS))
+    first = _Accelerated()
+    first.train(range(SAVED_AT))
+    first.accelerator.save_state(str(folder))
+    resumed = _Accelerated()
+    resumed.accelerator.load_state(str(folder))
+    resumed.train(range(SAVED_AT, STEPS))
+    return unbroken.trained(), resumed.trained()
+
+
+class _Accelerated:
+    def __init__(self) -> None:
+        self.accelerator = accelerate.Accelerator(cpu=True)
+        self.layers = make_layers()
+        self.model, self.optimizer = self.accelerator.prepare(self.layers, make_optimizer(self.layers))
+        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+        self.norms: list[float] = []
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.accelerator.backward(self.model(local_batch(step)).square().mean())
+            self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def trained(self) -> Trained:
+        return Trained(whole_weights(self.layers), self.norms)
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def lightning_ddp(folder: Path) -> tuple[Trained, Trained]:
+    return _lightning(folder, DDPStrategy, _Toy)
+
+
+def lightning_fsdp2(folder: Path) -> tuple[Trained, Trained]:
+    return _lightning(
+        folder,
+        lambda **options: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options),
+        _ShardedToy,
+    )
+
+
+class _Toy(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_layers()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer(self.layers)
+
+
+class _ShardedToy(_Toy):
+    def configure_model(self) -> None:
+        if not hasattr(self, "is_sharded"):  # Lightning calls this for every entry point
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+            self.is_sharded = True
+
+
+class _Batches(IterableDataset[Tensor]):
+    """This rank's parts of the joined batches."""
+
+    def __init__(self, steps: range) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(local_batch, self.steps)
+
+
+def _lightning(folder: Path, strategy: Any, toy: type[_Toy]) -> tuple[Trained, Trained]:
+    as_launched()
+
+    def trained(steps: range, *, resume: Path | None = None, save: Path | None = None) -> Trained:
+        trainer = lightning.Trainer(
+            max_epochs=1 if resume is None else 2,
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy(process_group_backend="gloo"),
+            gradient_clip_val=MAX_NORM,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        module = toy()
+        trainer.fit(module, DataLoader(_Batches(steps), batch_size=None), ckpt_path=resume)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        return Trained(whole_weights(module.layers), [])
+
+    unbroken = trained(range(STEPS))
+    trained(range(SAVED_AT), save=folder / "saved.ckpt")
+    return unbroken, trained(range(SAVED_AT, STEPS), resume=folder / "saved.ckpt")
+
+
+# --- HF Trainer -------------------------------------------------------------------------------------------------------
+
+
+class _HfToy(nn.Module):
+    """Returns its loss the way the Trainer expects it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_layers()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+class _Rows(Dataset[dict[str, Tensor]]):
+    """The rows of all joined batches."""
+
+    def __len__(self) -> int:
+        return ROWS * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": joined_batch(index // ROWS)[index % ROWS]}
+
+
+class _InOrder(transformers.Trainer):
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(_Rows())
+
+
+def hf_trainer_ddp(folder: Path) -> tuple[Trained, Trained]:
+    as_launched()
+
+    def trained(output: str, resume: str | None = None) -> Trained:
+        model = _HfToy()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder / output),
+            num_train_epochs=1,
+            per_device_train_batch_size=ROWS // dist.get_world_size(),
+            max_grad_norm=MAX_NORM,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            ddp_backend="gloo",
+            report_to=[],
+            save_strategy="steps",
+            save_steps=SAVED_AT,
+            disable_tqdm=True,
+            logging_steps=1,
+        )
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer := make_optimizer(model), factor=1.0)
+        trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), optimizers=(optimizer, schedule))
+        trainer.train(resume_from_checkpoint=resume)
+        norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+        return Trained(whole_weights(model.layers), norms)
+
+    unbroken = trained("one")
+    dist.barrier()  # rank 0 writes the checkpoints
+    return unbroken, trained("two", resume=str(folder / "one" / f"checkpoint-{SAVED_AT}"))

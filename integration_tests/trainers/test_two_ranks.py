@@ -1,0 +1,39 @@
+"""Trainers on two ranks: the run of one process with the joined batch, their clipping included; and a resumed run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import run_processes
+
+for trainer in ("accelerate", "lightning", "transformers"):
+    pytest.importorskip(trainer)  # an optional session installs the trainers
+
+import trainer_ranks
+
+# Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize(
+    "rank_main",
+    [
+        trainer_ranks.accelerate_ddp,
+        trainer_ranks.lightning_ddp,
+        trainer_ranks.lightning_fsdp2,
+        trainer_ranks.hf_trainer_ddp,
+    ],
+    ids=lambda rank_main: rank_main.__name__,
+)
+def test_two_ranks_are_one_process_with_the_joined_batch(rank_main, tmp_path: Path) -> None:
+    alone = trainer_ranks.train_alone()
+    assert min(alone.norms) > 2 * trainer_ranks.MAX_NORM  # so that clipping matters at every step
+    for result in run_processes(2, rank_main, tmp_path):
+        if isinstance(result, Exception):
+            raise result
+        unbroken, resumed = result
+        if unbroken.norms:
+            torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(unbroken.weights[name], weight, **CLOSE, msg=name)
+            assert torch.equal(resumed.weights[name], unbroken.weights[name]), name
