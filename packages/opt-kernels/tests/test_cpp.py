@@ -5,6 +5,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.cpp import cache as on_disk
 from opt_kernels.cpp import compiler, threads
 from opt_kernels.cpp.compiler import CompilerError, library, usable
 from opt_kernels.ops.grad_stats import cpp as grad_stats_cpp
@@ -30,7 +33,10 @@ needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A compiler that remembers nothing, and an empty folder to keep libraries in."""
-    found = (compiler.usable, compiler._library, compiler._compiler, compiler._compiler_version, compiler._folder)
+    found = (
+        compiler.usable, compiler._library, compiler._attempt, compiler._warned, compiler._compiler,
+        compiler._compiler_version, on_disk.folder,
+    )  # fmt: skip
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
     monkeypatch.delenv("OPT_KERNELS_CPP", raising=False)
     for cached in found:
@@ -94,13 +100,128 @@ def test_what_goes_into_a_library_tells_it_apart(fresh: Path) -> None:
     assert len(list(fresh.glob("grad_stats-*.so"))) == 2
 
 
+LOADS = """
+from opt_kernels.cpp import compiler
+assert compiler.usable()
+print(compiler.library(compiler.PROBE)._name)
+"""
+
+
+def in_another_process(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """`script` in a fresh interpreter; a variable that is None is not set there."""
+    changed = {key: value for key, value in (os.environ | environment).items() if value is not None}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120, check=False)
+
+
 @needs_compiler
 def test_half_a_library_is_compiled_anew(fresh: Path) -> None:
-    text = "\n".join(path.read_text() for path in (compiler.ELEMENTS, compiler.PROBE))
-    made = fresh / f"probe-{compiler._digest(text, {})}.so"
-    made.touch()
+    # dlopen maps the file by its headers and ended the process with SIGBUS.
+    made = Path(in_another_process(LOADS).stdout.strip())
+    content = made.read_bytes()
+    made.write_bytes(content[: len(content) // 2])
+    again = in_another_process(LOADS)
+    assert again.returncode == 0, again.stderr
+    assert Path(again.stdout.strip()).read_bytes() == content
+    assert len(list(fresh.iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("percent", [0, 25, 75, 99])
+def test_a_library_that_is_cut_short_is_not_found(fresh: Path, percent: int) -> None:
     assert usable()
-    assert made.stat().st_size > 0
+    [made] = fresh.iterdir()
+    stem = made.name.rsplit("-", 1)[0]
+    assert on_disk.find(stem) == made
+    content = made.read_bytes()
+    made.write_bytes(content[: len(content) * percent // 100])
+    assert on_disk.find(stem) is None
+    assert not list(fresh.iterdir())
+
+
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replaced = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append("fsync"), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("rename"), replaced(path, to))[1])
+    assert usable()
+    assert events == ["fsync", "rename"]
+    assert len(list(fresh.iterdir())) == 1
+
+
+@pytest.mark.parametrize("part", ["_compiler_version", "_processor"])
+def test_another_compiler_or_processor_has_libraries_of_its_own(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_compiler_version", "_processor"):
+        monkeypatch.setattr(compiler, name, lambda: "this one")
+    monkeypatch.setattr(compiler, "_command", lambda: ("c++",))
+    before = compiler._digest("", {})
+    monkeypatch.setattr(compiler, part, lambda: "another")
+    assert compiler._digest("", {}) != before
+
+
+def test_the_folder_is_for_its_user_alone(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPT_KERNELS_CACHE", str(fresh / "made"))
+    before = os.umask(0)
+    try:
+        assert on_disk.folder() == fresh / "made"
+    finally:
+        os.umask(before)
+    assert on_disk.folder().stat().st_mode & 0o777 == 0o700
+
+
+def unsafe(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `folder` one that native code must not be loaded from."""
+    if how == "foreign":
+        monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod(0o770 if how == "of a group" else 0o707)
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["foreign", "of a group", "of everybody"])
+def test_native_code_is_not_loaded_from_a_folder_that_others_may_write(
+    fresh: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unsafe(fresh, how, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert usable()
+    assert not list(fresh.iterdir())
+    used = on_disk.folder()
+    assert used.stat().st_mode & 0o077 == 0
+    [message] = caplog.messages
+    assert f"kept for this process only, in {used}: {fresh} " in message
+    assert "set OPT_KERNELS_CACHE to a folder of your own" in message
+
+
+NOWHERE = """
+import os, sys
+os.path.expanduser = lambda path: path  # as without an entry in the password database
+from opt_kernels.cpp import cache
+print(cache.folder())
+"""
+
+
+@pytest.mark.parametrize("base", [None, "relative/cache"])
+def test_without_a_home_nothing_is_put_into_the_working_directory(
+    base: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = in_another_process(NOWHERE, HOME=None, XDG_CACHE_HOME=base, OPT_KERNELS_CACHE=None)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    assert not Path(done.stdout.strip()).is_relative_to(tmp_path)
+    assert "no home folder" in done.stderr
+
+
+@pytest.mark.parametrize(("base", "parent"), [("relative", "home/.cache"), ("{}/xdg", "xdg")])
+def test_a_relative_xdg_cache_home_is_ignored(base: str, parent: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    script = "from opt_kernels.cpp import cache; print(cache.folder())"
+    base = base.format(tmp_path)
+    done = in_another_process(script, HOME=str(home), XDG_CACHE_HOME=base, OPT_KERNELS_CACHE=None)
+    assert done.stdout.strip() == str(tmp_path / parent / "opt-kernels")
 
 
 @needs_compiler
@@ -129,24 +250,69 @@ def test_a_cxx_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setenv("CXX", "no-such-compiler -O0")
     with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
         assert not usable()
-    assert "CXX=no-such-compiler is not found" in caplog.text
+        assert not usable()
+    [message] = caplog.messages
+    assert "CXX=no-such-compiler -O0 is not found" in message
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_any_compiler_one_warning_names_the_slower_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with caplog.at_level(logging.WARNING):
+        assert not usable()
+    [message] = caplog.messages
+    assert "run on torch's operations instead of compiled sweeps" in message
+    assert "no C++ compiler is found" in message
+
+
+def fail(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing can be compiled, in one of three ways."""
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def slow(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("c++", compiler.TIMEOUT)
+
+    def refused(*command: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess((), 1, "", "internal compiler error")
+
+    if failure == "full disk":
+        monkeypatch.setattr(compiler.tempfile, "TemporaryDirectory", full_disk)
+    else:
+        monkeypatch.setattr(compiler.subprocess, "run", slow if failure == "timeout" else refused)
 
 
 @needs_compiler
-def test_nothing_is_written_where_one_of_the_sweeps_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_remainders(source: Path, **macros: str | int) -> ctypes.CDLL:
-        if macros["MAIN"] == "float":
-            return library(source, **macros)
-        raise CompilerError("the disk is full")
-
-    monkeypatch.setattr("opt_kernels.cpp.sweep.library", no_remainders)
-    work, untouched = work_of(70), work_of(70)
-    other = Work(grad=work.grad, main=torch.zeros(70, dtype=torch.bfloat16), state=work_of(70).state)
-    with pytest.raises(CompilerError):
-        Adam(backend="cpp").update_([Batch(HYPER, [work, other])])
-    assert work.main is not None
-    assert untouched.main is not None
-    assert torch.equal(work.main, untouched.main)
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [("full disk", "No space left"), ("timeout", "timed out"), ("error", "internal compiler error")],
+)
+def test_a_compiler_that_fails_in_the_middle_of_a_run_leaves_steps_to_torch_with_one_warning(
+    failure: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled, expected = ([work_of(70), work_of(33)] for _ in range(2))
+    Adam(backend="cpp").update_([Batch(HYPER, compiled[:1])])
+    fail(failure, monkeypatch)
+    for works in (compiled, expected):  # in formats that were not compiled before
+        works[1] = Work(grad=works[1].grad, main=works[1].main, state=works[1].state)
+    with caplog.at_level(logging.WARNING):
+        for step in (4, 5):
+            hyper = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), step=step)
+            Adam().update_([Batch(hyper, compiled)])
+            Adam(backend="torch").update_([Batch(hyper, expected[1:])])
+            Lion().update_(
+                [Batch(hyper, [Work(grad=torch.ones(3), main=torch.ones(3), state={"exp_avg": torch.ones(3)})])]
+            )
+            assert float(grad_stats([torch.ones(9)]).sum_of_squares) == 9.0
+    assert_same(compiled[1], expected[1])
+    [message] = caplog.messages
+    assert reason in message
+    assert "torch's operations" in message
 
 
 @needs_compiler
@@ -168,7 +334,9 @@ def test_a_compiler_that_does_not_work_is_told_of_and_not_used(
     monkeypatch.setenv("CXX", str(broken))
     with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
         assert not usable()
-    assert "torch's operations run instead: out of order" in caplog.text
+    [message] = caplog.messages
+    assert message.startswith("CPU steps run on torch's operations instead of compiled sweeps")
+    assert "broken: out of order" in message
 
 
 @pytest.mark.usefixtures("fresh")
@@ -255,6 +423,33 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
         Adam(backend="cpp").update_([batch])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+FORKED = """
+import os, signal
+import torch
+import opt_kernels.optim  # the parent makes no step
+torch.set_num_threads(3)
+torch.randn(1 << 20).exp_()  # starts torch's threads
+# Each too small for torch to wake threads for; all together are not.
+params = [torch.nn.Parameter(torch.ones(1 << 13)) for _ in range(16)]
+for param in params:
+    param.grad = torch.ones(1 << 13)
+optimizer = opt_kernels.optim.AdamW(params)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # ends it where it waits for ever
+    optimizer.step()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_may_make_the_first_step() -> None:
+    done = in_another_process(FORKED)
+    assert done.returncode == 0, done.stderr
 
 
 @needs_compiler

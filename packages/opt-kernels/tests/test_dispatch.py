@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,34 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyP
     with pytest.raises(BackendError, match="install triton"):
         version("adam", "adam_", backend="triton", tensors=CPU)
     dispatch._available.cache_clear()
+
+
+def on_a_gpu() -> list[torch.Tensor]:
+    """What stands for a tensor on a GPU, where there may be none."""
+    return [SimpleNamespace(device=torch.device("cuda"))]  # type: ignore[list-item]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("op", ["adam", "lion", "sgd", "muon", "grad_stats", "syrk"])
+def test_gpus_run_triton(op: str) -> None:
+    functions = {"grad_stats": "grad_stats", "syrk": "symmetric_product"}
+    found = version(op, functions.get(op, f"{op}_"), backend=None, tensors=on_a_gpu())
+    assert found.__module__ == f"opt_kernels.ops.{op}.triton"
+
+
+def test_a_gpu_without_triton_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(dispatch._REQUIRED, Backend.TRITON, lambda: False)
+    for cached in (dispatch._available, dispatch._warn_without_triton):
+        cached.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.dispatch"):
+        for op in ("adam", "lion", "adam"):
+            assert version(op, f"{op}_", backend=None, tensors=on_a_gpu()).__module__.endswith("torch_native")
+    [message] = caplog.messages
+    assert "steps on GPUs run on torch's operations" in message
+    for cached in (dispatch._available, dispatch._warn_without_triton):
+        cached.cache_clear()
 
 
 def test_the_log_says_once_which_version_runs(

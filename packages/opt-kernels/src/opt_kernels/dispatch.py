@@ -108,7 +108,21 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
     """By the device of the first tensor; nothing to sweep needs nothing compiled."""
     suited = _OF_DEVICE.get(tensors[0].device.type) if tensors else None
-    return suited if suited is not None and _available(op, suited) else Backend.TORCH
+    if suited is None or not _is_written(op, suited):
+        return Backend.TORCH
+    if _available(op, suited):
+        return suited
+    if suited is Backend.TRITON:
+        _warn_without_triton()
+    return Backend.TORCH
+
+
+@cache  # once; a missing compiler is logged by `usable`
+def _warn_without_triton() -> None:
+    _LOG.warning(
+        "Triton is not installed: steps on GPUs run on torch's operations, with many launches and several passes over "
+        "memory instead of one; install triton"
+    )
 
 
 @cache

@@ -1,10 +1,11 @@
-"""From C++ sources to a loaded library. Compiled once per machine and kept on disk, found again by all that went in.
+"""From C++ sources to a loaded library. Compiled once per machine and kept on disk (see `cache`).
+
+The key is the source, the flags, the compiler's version and the processor.
 
 The compiler is `$CXX`, which may have arguments, or else `c++`, `g++` or `clang++`, whichever of these the PATH has.
 `OPT_KERNELS_CPP=0` turns it off; `OPT_KERNELS_CACHE` names another folder than `$XDG_CACHE_HOME/opt-kernels`.
 """
 
-import atexit
 import ctypes
 import hashlib
 import logging
@@ -18,6 +19,8 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+
+from opt_kernels.cpp import cache as on_disk
 
 ELEMENTS = Path(__file__).with_name("elements.h")
 PROBE = Path(__file__).with_name("probe.cpp")
@@ -35,50 +38,75 @@ class CompilerError(RuntimeError):
 
 @cache
 def usable() -> bool:
-    """Whether there is a compiler here that works; what it says against it is logged once."""
-    if _compiler() is None:
+    """Whether there is a compiler here that works. Where there is none that does, a warning is logged once."""
+    if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
         return False
-    try:
-        library(PROBE)
-    except (CompilerError, OSError, subprocess.SubprocessError) as error:
-        command = shlex.join(_compiler() or ())
-        _LOG.warning("%s cannot compile the CPU sweeps, torch's operations run instead: %s", command, error)
-        return False
-    return True
+    return attempt(PROBE) is not None
+
+
+def attempt(source: Path, **macros: str | int) -> ctypes.CDLL | None:
+    """What `library` returns; None where it cannot be compiled, kept or loaded, which is logged as a warning once.
+
+    A step that needs it runs on torch's operations instead: a full disk or a failing compiler does not stop training.
+    """
+    return _attempt(source, _sorted(macros))
 
 
 def library(source: Path, **macros: str | int) -> ctypes.CDLL:
-    """`source` compiled behind `elements.h` with these macros, and loaded.
+    """`source` compiled after `elements.h` with these macros, and loaded.
 
     Raises CompilerError with the compiler's message.
     """
-    return _library(source, tuple(sorted((name, str(value)) for name, value in macros.items())))
+    return _library(source, _sorted(macros))
+
+
+@cache
+def _attempt(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
+    try:
+        return _library(source, macros)
+    except (CompilerError, OSError, subprocess.SubprocessError) as error:
+        _warn_once(str(error))
+        return None
+
+
+@cache
+def _warned() -> list[str]:
+    """The warnings of this process."""
+    return []
+
+
+def _warn_once(reason: str) -> None:
+    log = _LOG.info if _warned() else _LOG.warning
+    log(
+        "CPU steps run on torch's operations instead of compiled sweeps, two to three times as slow: %s (set "
+        "OPT_KERNELS_CPP=0 to choose that)",
+        reason,
+    )
+    _warned().append(reason)
 
 
 @cache
 def _library(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
     text = "\n".join(path.read_text() for path in (ELEMENTS, source))
-    path = _folder() / f"{source.stem}-{_digest(text, dict(macros))}.so"
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # half a file, after a crash or on a full disk: it would be found again for ever
-            pass
-    _compile(text, dict(macros), path)
-    return ctypes.CDLL(str(path))
+    stem = f"{source.stem}-{_digest(text, dict(macros))}"
+    return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, dict(macros), stem)))
 
 
-def _compile(text: str, macros: Mapping[str, str], path: Path) -> None:
+def _sorted(macros: Mapping[str, str | int]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, str(value)) for name, value in macros.items()))
+
+
+def _compile(text: str, macros: Mapping[str, str], stem: str) -> Path:
     """Ranks that start together may all compile: each writes a file of its own, and one rename decides."""
-    _make(path.parent)  # anew where somebody cleared the cache meanwhile
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+    on_disk.make(on_disk.folder())  # again, where somebody cleared the cache meanwhile
+    with tempfile.TemporaryDirectory(dir=on_disk.folder()) as folder:
+        made = Path(folder) / f"{stem}.so"
         defined = [f"-D{name}={value}" for name, value in macros.items()]
         command = [*_command(), *FLAGS, "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         if done.returncode:
-            raise CompilerError(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
-        made.replace(path)
+            raise CompilerError(f"{shlex.join(_command())}: {done.stderr.strip() or f'status {done.returncode}'}")
+        return on_disk.keep(stem, made)
 
 
 def _digest(text: str, macros: Mapping[str, str]) -> str:
@@ -90,21 +118,19 @@ def _digest(text: str, macros: Mapping[str, str]) -> str:
 @cache
 def _compiler() -> tuple[str, ...] | None:
     """The command, or None where there is none."""
-    if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
-        return None
     named = shlex.split(os.environ.get("CXX", ""))
     for name, *options in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if found := shutil.which(name):
             return (found, *options)
-    if named:
-        _LOG.warning("CXX=%s is not found, torch's operations run instead", named[0])
     return None
 
 
 def _command() -> tuple[str, ...]:
     command = _compiler()
     if command is None:
-        raise CompilerError("no C++ compiler is found; install one, or name it in CXX")
+        given = os.environ.get("CXX")
+        reason = f"CXX={given} is not found" if given else "no C++ compiler is found (c++, g++, clang++)"
+        raise CompilerError(f"{reason}; install one, or name it in CXX")
     return command
 
 
@@ -121,28 +147,3 @@ def _processor() -> str:
     lines = known.read_text().splitlines() if known.exists() else []
     told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
     return "\n".join((sys.platform, platform.machine(), platform.processor(), *sorted(told)))
-
-
-@cache
-def _folder() -> Path:
-    """Where libraries are kept; for this process alone where that folder cannot be written."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("OPT_KERNELS_CACHE") or Path(home) / "opt-kernels")
-    try:
-        _make(folder)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="opt-kernels-"))
-        atexit.register(_remove, folder, os.getpid())
-        return folder
-
-
-def _make(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
-def _remove(folder: Path, process: int) -> None:
-    """At the end of the process that made it, not of one that it forked."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)

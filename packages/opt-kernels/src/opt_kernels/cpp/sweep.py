@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.cpp.compiler import library
+from opt_kernels.cpp.compiler import attempt
 from opt_kernels.cpp.threads import run
 from opt_kernels.ops.elements import HostHyper, LayoutError, Run, on_host, run_of
 from opt_kernels.rules.base import Batch, Work, Works
@@ -90,9 +90,11 @@ class _Call:
         self._fields: list[array[int]] = [array("q") for _ in range(5 + MOST_STATES)]
         self._kept: list[Columns] = []  # the fields are addresses only: this keeps them valid
         self._numel = 0
+        self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
 
-    def add(self, columns: Columns, row: int) -> None:
-        """Columns that are flat; `row` of the table of hyper-parameters goes with them."""
+    def add(self, columns: Columns, works: Sequence[Work], row: int) -> None:
+        """The flat columns of `works`; `row` of the table of hyper-parameters goes with them."""
+        self.works.append((row, works))
         numels = list(map(Tensor.numel, columns.grads))
         nothing = [0] * len(numels)
         states = [map(Tensor.data_ptr, state) for state in columns.states] + [nothing] * MOST_STATES
@@ -133,7 +135,8 @@ def update_(
 ) -> list[Batch]:
     """Sweeps every work whose tensors are float32, bfloat16 and remainders in CPU memory; returns the others.
 
-    With `rounds_by_chance`, works whose main is not float32 are among the others.
+    With `rounds_by_chance`, works whose main is not float32 are among the others; so are those whose sweep cannot be
+    compiled here.
     """
     if not all(isinstance(codec, Plain) for codec in codecs.values()):
         return list(batches)
@@ -145,12 +148,14 @@ def update_(
             if not formats.is_known or (rounds_by_chance and formats.main not in (None, torch.float32)):
                 others.append(Batch(hyper, same))
                 continue
-            calls.setdefault(formats, _Call()).add(_checked(columns, same, names), index)
+            calls.setdefault(formats, _Call()).add(_checked(columns, same, names), same, index)
     rows = array("f", [value for hyper, _ in batches for value in row_of(on_host(hyper))])
-    # All of them first: where one cannot be compiled, no part of a step has been made.
-    compiled = [library(source, **formats.macros | macros) for formats in calls]
-    for sweep, call in zip(compiled, calls.values()):
-        call.run(sweep, rows)
+    for formats, call in calls.items():
+        compiled = attempt(source, **formats.macros | macros)
+        if compiled is None:
+            others += [Batch(batches[index].hyper, same) for index, same in call.works]
+        else:
+            call.run(compiled, rows)
     return others
 
 

@@ -3,7 +3,8 @@
 Threads of torch's OpenMP wait for work by spinning, and one beside them would get a busy processor. So the sweep is
 handed to them: GNU OpenMP starts a team by a plain function, which torch's libraries bring into the process. Where it
 is another OpenMP (macOS), a pool of Python's threads does it; library calls let go of the interpreter while they run.
-So it is in a forked process: GNU OpenMP would wait there for threads that only the parent has.
+So it is in a process that was forked after this package was imported: GNU OpenMP would wait there for threads that only
+the parent has.
 """
 
 import ctypes
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
+from opt_kernels.cpp.fork import is_forked
+
 SHARES_PER_THREAD = 4  # where a thread is held up, others take over
-_PROCESS = os.getpid()
 
 
 class Task(ctypes.Structure):
@@ -51,7 +53,7 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
 
 def _team() -> Callable[[Any, int, int], None]:
     """Runs a function on so many threads."""
-    return _torchs_team() if os.getpid() == _PROCESS else _python_team
+    return _python_team if is_forked() else _torchs_team()
 
 
 @cache

@@ -2,12 +2,13 @@
 
 from array import array
 from collections.abc import Sequence
+from ctypes import CDLL
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from opt_kernels.cpp.compiler import library
+from opt_kernels.cpp.compiler import attempt
 from opt_kernels.cpp.sweep import C_TYPES
 from opt_kernels.cpp.threads import run
 from opt_kernels.ops.elements import in_memory_order
@@ -26,22 +27,27 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     check_norm_type(norm_type)
     if norm_type != 2.0:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    others = [grad for grad in grads if grad.dtype not in C_TYPES]
+    compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in {grad.dtype for grad in grads}}
+    others = [grad for grad in grads if compiled[grad.dtype] is None]
     found = torch_native.grad_stats(others, count_zeros=count_zeros)
     total, zeros = float(found.sum_of_squares), int(found.zeros)
     for dtype in C_TYPES:
         same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
-        if same:
-            of_dtype, zeros_of_dtype = _sums(list(map(in_memory_order, same)), count_zeros=count_zeros)
+        if same and (sweep := compiled[dtype]) is not None:
+            of_dtype, zeros_of_dtype = _sums(sweep, list(map(in_memory_order, same)))
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
             total, zeros = total + of_dtype, zeros + zeros_of_dtype
     return GradStats(torch.tensor(total, dtype=torch.float64), found.nonfinite, torch.tensor(zeros))
 
 
-def _sums(grads: Sequence[Tensor], *, count_zeros: bool) -> tuple[float, int]:
+def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
+    """The sweep for gradients of `dtype`; None where there is none."""
+    return attempt(SOURCE, GRAD=C_TYPES[dtype], COUNT_ZEROS=int(count_zeros)) if dtype in C_TYPES else None
+
+
+def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
     """The sum of squares and the number of zeros of flat gradients of one dtype."""
-    compiled = library(SOURCE, GRAD=C_TYPES[grads[0].dtype], COUNT_ZEROS=int(count_zeros))
     numels = list(map(Tensor.numel, grads))
     table = array("q", [*map(Tensor.data_ptr, grads), *numels])
     row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opt_kernels.cpp.compiler import library
+from opt_kernels.cpp.compiler import attempt, library
 from opt_kernels.cpp.threads import run
 from opt_kernels.ops.syrk import torch_native
 
@@ -62,7 +62,8 @@ def takes(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
 
 @cache
 def _is_supported() -> bool:
-    return bool(library(SOURCE).supported())
+    compiled = attempt(SOURCE)
+    return compiled is not None and bool(compiled.supported())
 
 
 def _multiply_(

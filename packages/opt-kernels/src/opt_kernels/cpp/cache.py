@@ -1,0 +1,101 @@
+"""Where compiled libraries are kept: a folder that nobody else can write to, and files that are what was compiled.
+
+A file's name ends in the SHA-256 of its content. A file that is cut short, after a power loss or on a full disk, does
+not match its name: loading half a library ends the process. A folder of another user, or one that others may write to,
+is not used: whoever can write there can run code in this process.
+"""
+
+import atexit
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from functools import cache
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+
+
+@cache
+def folder() -> Path:
+    """The folder for libraries: `$OPT_KERNELS_CACHE`, or `opt-kernels` in the user's cache; else one of this process.
+
+    Logs a warning where the named folder cannot be used.
+    """
+    named = _named()
+    reason = "this user has no home folder" if named is None else _problem(named)
+    if named is not None and reason is None:
+        return named
+    temporary = Path(tempfile.mkdtemp(prefix="opt-kernels-"))
+    atexit.register(_remove, temporary, os.getpid())
+    _LOG.warning(
+        "compiled CPU sweeps are kept for this process only, in %s: %s; set OPT_KERNELS_CACHE to a folder of your own",
+        temporary,
+        reason,
+    )
+    return temporary
+
+
+def find(stem: str) -> Path | None:
+    """The intact library of this name; files of the name that are not intact are removed."""
+    for path in sorted(folder().glob(f"{stem}-*.so")):
+        try:
+            if path.name == _name(stem, path.read_bytes()):
+                return path
+            path.unlink()
+        except FileNotFoundError:  # another process has removed it
+            pass
+    return None
+
+
+def keep(stem: str, made: Path) -> Path:
+    """Moves the library `made`, of the same file system, into the folder: in one step, once it is on the disk."""
+    path = folder() / _name(stem, made.read_bytes())
+    with made.open("rb") as file:
+        os.fsync(file.fileno())
+    made.replace(path)
+    return path
+
+
+def make(path: Path) -> None:
+    """Creates the folder `path`, for this user alone, where it does not exist."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _name(stem: str, content: bytes) -> str:
+    return f"{stem}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _named() -> Path | None:
+    """The folder that the environment names; None where it names none."""
+    if given := os.environ.get("OPT_KERNELS_CACHE"):
+        return Path(given).absolute()
+    # XDG's specification: relative paths are invalid and ignored.
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")  # unchanged where there is neither HOME nor an entry in the password database
+    if os.path.isabs(base):
+        return Path(base) / "opt-kernels"
+    return Path(home) / ".cache" / "opt-kernels" if os.path.isabs(home) else None
+
+
+def _problem(path: Path) -> str | None:
+    """Why `path` cannot hold libraries; None where it can."""
+    try:
+        make(path)
+        status = path.stat()
+        if status.st_uid != os.geteuid():
+            return f"{path} belongs to another user"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{path} can be written by others (chmod go-w)"
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return f"{path} cannot be written: {error}"
+
+
+def _remove(path: Path, process: int) -> None:
+    """At the end of the process that made it, not of one that it forked."""
+    if os.getpid() == process:
+        shutil.rmtree(path, ignore_errors=True)
