@@ -9,7 +9,7 @@ from worlds import run_processes
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
 
-import trainer_ranks
+import trainer_ranks  # noqa: E402
 
 # Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

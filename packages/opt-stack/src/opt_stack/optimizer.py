@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.stepper.step_with_ready_grads(self.param_groups)
 
     def _check_params(self) -> None:
-        """Accelerate's FSDP2 and others exchange the parameters of an optimizer: the new ones would never be updated."""
+        """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
