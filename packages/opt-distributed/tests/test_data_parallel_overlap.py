@@ -217,7 +217,7 @@ def test_a_sum_in_fp32_holds_memory_for_one_bucket_at_a_time() -> None:
     ddp = wrap(timeline, replace(CONFIG, reduce_scatter_with_fp32_accumulation=True))
     iterate(ddp, timeline)
     backward(ddp(torch.ones(1, WIDTH)).sum())
-    flights = [bucket._flight for bucket in ddp._grad_sync.buckets]
+    flights = [bucket._flight for bucket in ddp.grad_sync.buckets]
     assert sum(flight is not None and flight._pending is not None for flight in flights) == 1
 
 
@@ -431,7 +431,7 @@ def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None
                     backward(model[index](torch.ones(1, 1)).sum())
             before_finish = [call.numel for call in recording.of("reduce_scatter")]
             ddp.finish_grad_sync()
-        assert before_finish == ([512, 256, 128, 384] if comm.rank == 0 else [512, 256, 128])
+        assert before_finish == [512, 256, 128]
         return [call.numel for call in recording.of("reduce_scatter")]
 
     assert run_threads(2, rank_main) == [[512, 256, 128, 384]] * 2

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_stack import DistributedDataParallel, get_optimizer_based_on_param_groups
+from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 WIDTH = 6
 LR = 0.1
@@ -160,3 +161,54 @@ def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
                 param.data.add_(param.grad, alpha=-LR)
     for found in run_threads(2, rank_main):
         torch.testing.assert_close(found, dict(net.named_parameters()), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("skipping_step", [0, 1], ids=["in the first step", "in a later step"])
+def test_two_chunks_overlap_and_train_what_one_process_trains(skipping_step: int) -> None:
+    """Where a rank skips a layer of one chunk, the other chunk's reductions went first on this rank only."""
+
+    def skips(step: int, rank: int) -> bool:
+        return step == skipping_step and rank == 1
+
+    def rank_main(comm: ThreadComm) -> tuple[dict[str, Tensor], int]:
+        recording = RecordingComm(comm)
+        nets = [Net(), Net()]
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1
+        )
+        chunks = [
+            DistributedDataParallel(config, net, groups=over(recording), chunk=number)
+            for number, net in enumerate(nets)
+        ]
+        optimizer = get_optimizer(sgd(overlap_param_gather=True), chunks, {}, pg_collection=over(recording))
+        in_backward = 0
+        for step in range(4):
+            hidden = chunks[0](inputs(step).chunk(2)[comm.rank])
+            recording.calls.clear()
+            backward(
+                nets[1].last(hidden).square().mean() if skips(step, comm.rank) else chunks[1](hidden).square().mean()
+            )
+            in_backward = len(recording.of("reduce_scatter"))
+            assert optimizer.step().success
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+        for chunk in chunks:
+            chunk.finish_param_sync()
+        trained = nn.ModuleList(nets).named_parameters()
+        return {name: param.detach().clone() for name, param in trained}, in_backward
+
+    alone = nn.ModuleList([Net(), Net()])
+    optimizer = torch.optim.SGD(alone.parameters(), lr=LR)
+    for step in range(4):
+        losses = []
+        for rank in range(2):
+            hidden = alone[0](inputs(step).chunk(2)[rank])
+            output = alone[1].last(hidden) if skips(step, rank) else alone[1](hidden)
+            losses.append(output.square().mean())
+        alone.zero_grad()
+        backward(torch.stack(losses).mean())
+        optimizer.step()
+    for found, in_backward in run_threads(2, rank_main):
+        torch.testing.assert_close(found, dict(alone.named_parameters()), rtol=0, atol=1e-6)
+        # Of 8 buckets, those of the layers that were skipped when the order was learned are left to the step.
+        assert in_backward == (8 if skipping_step else 5)

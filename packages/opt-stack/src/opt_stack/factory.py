@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import OptimizerConfig, ParamKey, Replicated
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import Given, find_roles
@@ -195,6 +195,7 @@ def _build(
     model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks))
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    share_launch_order([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then peers other than replicas hold other pieces
     layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
     layout_id = f"{part}, {layout_id}" if part else layout_id

@@ -31,6 +31,7 @@ class Travel:
     name: str  # of the buffer, for errors
     wire: Wire
     axes: Axes  # its replicas
+    is_expert: bool = False
     scale_before: float = 1.0  # of what is sent
     scale_after: float = 1.0  # of the sum
     check_for_nan: bool = False
@@ -55,6 +56,11 @@ class GradBucket:
         return self._missing == 0
 
     @property
+    def lacks_gradient(self) -> bool:
+        """Whether a parameter had no gradient in the last microbatch."""
+        return self.arrivals.keys() != set(self.ids)
+
+    @property
     def result(self) -> Tensor:
         """What is reduced here: this rank's shard; the whole bucket where it is replicated. A view."""
         return self.memory.result(self.index, self.travel.axes.dp.rank)
@@ -67,7 +73,7 @@ class GradBucket:
 
     def check_accumulating(self, id: ParamId) -> None:
         """Raises GradientError where a gradient of this parameter may not be added now."""
-        self._check_here()
+        self.check_here()
         if self.state is BucketState.REDUCED:
             raise GradientError(
                 f"a gradient of {id} came after the reduction; call zero_grad_buffer() between iterations"
@@ -84,7 +90,7 @@ class GradBucket:
         Raises:
             GradientError: such a tensor is no gradient of its parameter.
         """
-        self._check_here()
+        self.check_here()
         for id, view in self.views.items():
             adopt_main_grad_(self.memory.params[id], view, str(id))
 
@@ -99,11 +105,11 @@ class GradBucket:
         """
         self.adopt()
         full = self.memory.grad_bucket(self.index)
+        self.state = BucketState.IN_FLIGHT  # also where the check refuses it, on every rank
         if self.travel.check_for_nan:
             self._check_finite(full)
         if self.travel.scale_before != 1.0:
             full.mul_(self.travel.scale_before)
-        self.state = BucketState.IN_FLIGHT
         what = f"gradient reduction {iteration} of bucket {self.index} of {self.travel.name}"
         self._flight = InFlight(self.travel.wire.stages(full, self.result), what)
 
@@ -153,7 +159,8 @@ class GradBucket:
         """The memory is about to be given away, until `begin`."""
         self.state = BucketState.AWAY
 
-    def _check_here(self) -> None:
+    def check_here(self) -> None:
+        """Raises GradientError where the gradients' memory was given away."""
         if self.state is BucketState.AWAY:
             raise GradientError("the gradients' memory was given away; call restore_grad_buffers() first")
 

@@ -28,6 +28,7 @@ from opt_distributed.buffers.grouping import (
     nothing_whole,
     plan_buffers,
 )
+from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
@@ -113,6 +114,19 @@ class SyncedBuffer:
             yield self.memory.result(index, self.axes.dp.rank)
 
 
+def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
+    """Lets the reductions of several chunks overlap with their backward passes although they share process groups.
+
+    The chunks' iterations must begin and end together: all backward passes run before the first `finish_grad_sync`.
+    `get_optimizer` calls this for its chunks.
+
+    Raises:
+        ValueError: two chunks have the same number.
+    """
+    if chunks:
+        share_order([chunk.grad_sync for chunk in chunks])
+
+
 class DistributedDataParallel(nn.Module):
     """Wraps one model chunk: gradients accumulate in `param.main_grad`, in buffers that are reduced bucket by bucket.
 
@@ -171,10 +185,11 @@ class DistributedDataParallel(nn.Module):
         travels = [self._travel(plan) for plan in plans]
         buckets = [(number, index) for number, plan in enumerate(plans) for index in range(len(plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
-        self._grad_sync = GradSync(
+        self.grad_sync = GradSync(
             [GradBucket(memories[number], index, travels[number]) for number, index in buckets],
             reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
-            axes=self.roles.dense if overlaps else None,
+            learns=overlaps,
+            number=chunk,
         )
         self._param_sync = ParamSync(
             [
@@ -194,19 +209,21 @@ class DistributedDataParallel(nn.Module):
         self._bind()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; each of its submodules waits for its parameters, where they are still on their way."""
+        """The module's forward; parameters that are still on their way are awaited where they are read."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.grad_sync.note_forward()
         return self.module(*args, **kwargs)
 
     # --- gradients ------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate: for all microbatches but the last."""
-        return self._grad_sync.no_sync()
+        return self.grad_sync.no_sync()
 
     def start_grad_sync(self) -> None:
         """Starts the reduction of every bucket that is not under way yet."""
         self._param_sync.wait()
-        self._grad_sync.start()
+        self.grad_sync.start()
 
     def finish_grad_sync(self) -> None:
         """Completes the reduction of this iteration's gradients; a second call changes nothing.
@@ -216,9 +233,9 @@ class DistributedDataParallel(nn.Module):
             GradientError: on every rank, where gradients are not finite and `check_for_nan_in_grad` is set.
         """
         self.start_grad_sync()
-        self._grad_sync.finish()
+        self.grad_sync.finish()
         if self._param_sync.buckets:
-            self._param_sync.order = self._grad_sync.order[::-1]
+            self._param_sync.order = self.grad_sync.order[::-1]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -227,22 +244,22 @@ class DistributedDataParallel(nn.Module):
         Raises:
             GradientError: a reduction is under way; finish it first.
         """
-        for bucket in self._grad_sync.buckets:
+        for bucket in self.grad_sync.buckets:
             bucket.scale_(factor)
 
     def zero_grad_buffer(self) -> None:
         """Begins an iteration: all gradients are zero, and may accumulate."""
-        self._grad_sync.begin()
+        self.grad_sync.begin()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()
-        for bucket in self._grad_sync.buckets:
+        for bucket in self.grad_sync.buckets:
             for id, view in bucket.views.items():
                 begin_accumulation(self._params[id], view)
 
     def offload_grad_buffers(self) -> None:
         """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
-        self._grad_sync.begin()
-        for bucket in self._grad_sync.buckets:
+        self.grad_sync.begin()
+        for bucket in self.grad_sync.buckets:
             bucket.send_away()
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
@@ -390,6 +407,7 @@ class DistributedDataParallel(nn.Module):
             name=f"{plan.key}",
             wire=self._wire(plan, axes),
             axes=axes,
+            is_expert=plan.key.is_expert,
             scale_before=1.0 if self.config.average_in_collective else mean,
             scale_after=mean if self.config.average_in_collective else 1.0,
             check_for_nan=self.config.check_for_nan_in_grad,
@@ -401,7 +419,7 @@ class DistributedDataParallel(nn.Module):
         return sum_over(axes, num_shards=plan.layout.num_shards)
 
     def _bind(self) -> None:
-        for bucket in self._grad_sync.buckets:
+        for bucket in self.grad_sync.buckets:
             for id, view in bucket.views.items():
                 param = self._params[id]
                 bind_main_grad(param, view)
@@ -410,7 +428,7 @@ class DistributedDataParallel(nn.Module):
     def _on_grad(self, id: ParamId, view: Tensor, param: Tensor) -> None:
         """Runs in backward, once a parameter's gradient of this backward pass is complete."""
         assert isinstance(param, nn.Parameter)
-        self._grad_sync.check_accumulating(id)
+        self.grad_sync.check_accumulating(id)
         adopt_main_grad_(param, view, str(id))
         take_grad_(param)
-        self._grad_sync.note(id)
+        self.grad_sync.note(id)

@@ -1,13 +1,14 @@
 """When gradients are reduced: all buckets in the step, or each in backward as soon as it is complete."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
 from opt_distributed.buffers.agreement import from_all_replicas
+from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.bucket import GradBucket
-from opt_distributed.comm.groups import Axes
+from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
 from opt_paramgroups import ParamId
 
 
@@ -18,34 +19,48 @@ class Reduces(Enum):
     IN_BACKWARD = auto()  # each as soon as its gradients are complete, from the second iteration on
 
 
-class _Told(NamedTuple):
-    """What a rank saw in the first iteration."""
+class _Seen(NamedTuple):
+    """What a rank saw of one bucket in the first iteration."""
 
-    order: tuple[int, ...]  # buckets, as they became complete
-    doubtful: frozenset[int]  # buckets with a parameter that had no gradient
+    time: float  # when it became complete, as a share of the chunk's buckets
+    lacks_gradient: bool  # of one of its parameters
 
 
 class GradSync:
-    """Reduces the buckets of one model chunk, in one order on all ranks.
+    """Reduces the buckets of one model chunk, in one order on all ranks (`launch_order`).
 
-    Ranks may differ in which gradients they have, and when; a collective they may not. So buckets are launched in a
-    fixed order only, each once it *and all before it* are complete, and `finish` launches the rest. The first
-    iteration launches nothing early: it learns how many gradients each parameter gets in the last microbatch, and in
-    what order buckets become complete. All ranks then follow what the first rank saw, with buckets last that lacked a
-    gradient on any rank: they would hold up the others. Without `axes` nothing overlaps, and nothing is learned.
+    The first iteration launches nothing early: it learns how many gradients each parameter gets in the last
+    microbatch, and when buckets become complete. For each bucket, the ranks that reduce it take the time that the first
+    of them saw. A bucket that lacked a gradient on any of them is launched last, by `finish`, on all of them. Unless
+    `learns`, nothing overlaps and nothing is learned.
     """
 
-    def __init__(self, buckets: Sequence[GradBucket], *, reduces: Reduces, axes: Axes | None):
+    def __init__(self, buckets: Sequence[GradBucket], *, reduces: Reduces, learns: bool, number: int = 0):
         self.buckets = tuple(buckets)
         self.reduces = reduces
-        self.order = tuple(range(len(self.buckets)))  # indices in `buckets`; until learned, as given
+        self.number = number  # of the chunk
+        self.groups = groups_of(buckets)
         self.is_last_microbatch = True
+        self.is_started = False
         self.iteration = 1  # reductions begun, counted from 1
-        self._axes = axes  # the replicas that have to agree on an order; None once they have
+        self._has_to_learn = learns
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
-        self._completed: list[int] = []  # in this iteration
-        self._launched = 0  # buckets of `order`
+        self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
+        self._has_run = False  # a forward or backward pass of this iteration may have launched buckets on some rank
         self._finished = False
+        self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
+        self.launch_order = LaunchOrder([self])
+        register(self)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Indices in `buckets`, first launched first."""
+        return tuple(sorted(range(len(self.buckets)), key=self.keys.__getitem__))
+
+    @property
+    def may_launch_early(self) -> bool:
+        """Whether complete buckets may be launched before the reduction is finished; the same on all ranks."""
+        return self.reduces is Reduces.IN_BACKWARD and not self._has_to_learn and not self._finished
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -60,23 +75,28 @@ class GradSync:
         """Raises GradientError where a gradient of this parameter may not be added now."""
         self.buckets[self._bucket_of[id]].check_accumulating(id)
 
+    def note_forward(self) -> None:
+        """A forward pass has run whose backward may launch buckets, on this rank or on another."""
+        self._has_run = True
+
     def note(self, id: ParamId) -> None:
         """A gradient has been added to the buffer; in the last microbatch this may launch buckets."""
         if not self.is_last_microbatch:
             return
+        self._has_run = True
         index = self._bucket_of[id]
         bucket = self.buckets[index]
         bucket.note(id)
         if bucket.is_complete:
-            self._completed.append(index)
-            if self.reduces is Reduces.IN_BACKWARD and self._axes is None:
-                self._launch_complete()
+            self._completed.setdefault(index, len(self._completed))
+            self.launch_order.launch_ready()
 
     def start(self) -> None:
-        """Launches every bucket that is not under way yet, complete or not."""
+        """Lets every bucket be launched, complete or not, once those before it are."""
         if not self._finished:
-            while self._launched < len(self.order):
-                self._launch_next()
+            self._check_here()
+            self.is_started = True
+            self.launch_order.launch_ready()
 
     def finish(self) -> None:
         """Completes the reduction of this iteration's gradients; a second call changes nothing.
@@ -84,39 +104,54 @@ class GradSync:
         Raises:
             CollectiveError: a collective failed, or ran into the group's timeout.
         """
-        self.start()
+        if not self._finished:
+            self._check_here()
+            self.launch_order.launch_through(self)
         for index in self.order:
             self.buckets[index].finish()
-        if self._axes is not None and not self._finished:
-            self._learn(self._axes)
-            self._axes = None
+        if self._has_to_learn and not self._finished:
+            self._learn()
         self._finished = True
 
     def begin(self) -> None:
-        """A new iteration: gradients may accumulate again. Waits for what is under way."""
+        """Begins an iteration: gradients may accumulate again. Waits for what is under way.
+
+        Where the last iteration's gradients are dropped without a reduction, buckets may have been launched on this
+        rank and not on another; so all are launched first.
+        """
+        if self._has_run and self.launch_order.may_launch_early:
+            with suppress(GradientError):  # nobody uses these gradients
+                self.launch_order.launch_through(self)
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
-        self._completed, self._launched, self._finished = [], 0, False
+        self._completed, self._finished, self._has_run, self.is_started = {}, False, False, False
 
-    def _launch_complete(self) -> None:
-        while self._launched < len(self.order) and self.buckets[self.order[self._launched]].is_complete:
-            self._launch_next()
+    def _check_here(self) -> None:
+        for bucket in self.buckets:
+            bucket.check_here()
 
-    def _launch_next(self) -> None:
-        """The bucket before goes on to its next stage first, so that only one at a time holds memory of its own."""
-        if self._launched:
-            self.buckets[self.order[self._launched - 1]].advance()
-        self.buckets[self.order[self._launched]].launch(self.iteration)
-        self._launched += 1
+    def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
+        is_expert = self.buckets[index].travel.is_expert
+        is_late = is_late or self.reduces is Reduces.IN_STEP
+        return LaunchKey(is_late, -self.number, time, is_expert, index)
 
-    def _learn(self, axes: Axes) -> None:
+    def _learn(self) -> None:
         for bucket in self.buckets:
             bucket.learn()
-        complete = set(self._completed)
-        seen = (*dict.fromkeys(self._completed), *(index for index in self.order if index not in complete))
-        doubtful = frozenset(i for i, bucket in enumerate(self.buckets) if bucket.arrivals.keys() != set(bucket.ids))
-        told: list[_Told] = from_all_replicas(axes, _Told(seen, doubtful))
-        held_up = frozenset[int]().union(*(one.doubtful for one in told))
-        first = told[0].order
-        self.order = (*(i for i in first if i not in held_up), *(i for i in first if i in held_up))
+        keys = list(self.keys)
+        for is_expert in (False, True):
+            family = [index for index, bucket in enumerate(self.buckets) if bucket.travel.is_expert == is_expert]
+            if not family:
+                continue
+            axes = self.buckets[family[0]].travel.axes
+            reports: list[list[_Seen]] = from_all_replicas(axes, [self._seen(index) for index in family])
+            for index, seen in zip(family, zip(*reports, strict=True), strict=True):
+                keys[index] = self._key(index, time=seen[0].time, is_late=any(one.lacks_gradient for one in seen))
+        self.keys = tuple(keys)
+        self._has_to_learn = False
+        self.launch_order.sort()
+
+    def _seen(self, index: int) -> _Seen:
+        position = self._completed.get(index, len(self.buckets))
+        return _Seen(position / len(self.buckets), self.buckets[index].lacks_gradient)
