@@ -25,7 +25,6 @@ from opt_paramgroups import as_text, group_rows
 from opt_scheduler import OptimizerParamScheduler
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
-BATCH = 48  # sequences in a step, over all ranks
 HELD_OUT = 200_000  # characters at the end of the text that are never trained on
 
 
@@ -49,7 +48,7 @@ def main() -> None:
         lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=True, **overlap
     )
     optimizer = get_optimizer(config, [model])
-    scheduler = wsd(optimizer, config, num_samples=args.steps * BATCH)
+    scheduler = wsd(optimizer, config, num_samples=args.steps * args.batch)
     checkpoints = CheckpointManager(args.dir / "checkpoints", keep=2)
     start = resume(checkpoints, model, optimizer, scheduler, step=args.resume) if args.resume else 0
 
@@ -61,11 +60,11 @@ def main() -> None:
     bar = tqdm(range(start, stop), disable=rank > 0, initial=start, total=args.steps, mininterval=2)
     for step in bar:
         model.zero_grad_buffer()
-        loss = model(batch_at(step, train, size=BATCH, context=CONTEXT).chunk(world)[rank])
+        loss = model(batch_at(step, train, size=args.batch, context=CONTEXT).chunk(world)[rank])
         optimizer.scale_loss(loss).backward()
         result = optimizer.step()
         if result.success:
-            scheduler.step(BATCH)
+            scheduler.step(args.batch)
         log.append({"step": step, "loss": mean(loss), "grad_norm": result.grad_norm, **rates(optimizer)})
         bar.set_postfix(loss=f"{log[-1]['loss']:.3f}", lr=f"{log[-1]['lr']:.1e}", grad_norm=f"{result.grad_norm:.2f}")
 
@@ -144,6 +143,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where checkpoint and log go")
     parser.add_argument("--name", default="run", help="of the log")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=48, help="sequences in a step, over all ranks")
     parser.add_argument("--stop-at", type=int, help="save and stop after so many steps")
     parser.add_argument("--resume", type=int, metavar="STEP", help="go on from this step's checkpoint in --dir")
     parser.add_argument("--lr", type=float, default=3e-3)

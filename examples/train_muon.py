@@ -15,13 +15,12 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.grouping import matrices_whole
 from opt_stack import DistributedDataParallel, get_optimizer
 
-BATCH = 32
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args().steps
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step, over all ranks")
+    args = parser.parse_args()
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -51,9 +50,9 @@ def main() -> None:
         print(optimizer.plan)
 
     text = stdlib_text()
-    for step in range(steps):
+    for step in range(args.steps):
         model.zero_grad_buffer()
-        loss = model(batch_at(step, text, size=BATCH, context=CONTEXT).chunk(world)[rank])
+        loss = model(batch_at(step, text, size=args.batch, context=CONTEXT).chunk(world)[rank])
         loss.backward()
         result = optimizer.step()
         if rank == 0 and step % 10 == 9:

@@ -1,0 +1,60 @@
+"""Every example runs for a few steps, as its docstring says it is run."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def torchrun(name: str, *options: object, ranks: int = 2) -> str:
+    """What the example prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    ran = subprocess.run(
+        [str(word) for word in (*command, EXAMPLES / name, *options)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_every_example_is_run_by_some_test() -> None:
+    ran_here = set(re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text()))
+    # Imported by the others, and run by the nox session of its name.
+    assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | {"char_gpt.py", "quickstart.py"}
+
+
+def test_muon_trains_and_its_plan_leaves_embeddings_and_head_to_adam() -> None:
+    printed = torchrun("train_muon.py", "--steps", 10, "--batch", 2)
+    assert "muon moves 16 parameters" in printed  # four matrices in each of four blocks
+    assert "adam moves 37 parameters" in printed
+    (bits,) = re.findall(r"step 10: ([\d.]+) bits per character", printed)
+    assert 0 < float(bits) < math.log2(128) + 1
+
+
+def test_the_mixture_of_experts_trains() -> None:
+    printed = torchrun("train_moe.py", "--steps", 10)
+    (loss,) = re.findall(r"step 10: loss ([\d.]+)", printed)
+    assert math.isfinite(float(loss))
+
+
+def test_the_gpt_is_stopped_and_resumed_on_its_loss_curve(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")  # of the test dependencies
+    sizes = ("--steps", 4, "--batch", 2)
+    torchrun("train_gpt.py", "--dir", tmp_path / "whole", *sizes)
+    torchrun("train_gpt.py", "--dir", tmp_path / "parts", *sizes, "--stop-at", 2)
+    torchrun("train_gpt.py", "--dir", tmp_path / "parts", *sizes, "--resume", 2, "--name", "resumed")
+    whole = json.loads((tmp_path / "whole" / "run.json").read_text())
+    resumed = json.loads((tmp_path / "parts" / "resumed.json").read_text())
+    assert [row["step"] for row in resumed["log"]] == [2, 3]
+    assert resumed["log"] == whole["log"][2:]
+    assert resumed["bits"] == whole["bits"]
