@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import OptimizerConfig, ParamKey, Replicated
+from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.grouping import default_bucket_size
-from opt_distributed.comm.collectives import agreed
+from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
+from opt_distributed.comm.collectives import Comm, agreed
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
 from opt_kernels.rules.base import Needs
@@ -49,6 +50,7 @@ def get_optimizer(
     dump_param_to_param_group_map: str | None = None,
     *,
     mesh: DeviceMesh | None = None,
+    broadcast_params: bool = False,
     rules: Registry | None = None,
     allow_unmatched: bool = False,
     extra_group_keys: Collection[str] = (),
@@ -67,6 +69,8 @@ def get_optimizer(
             `torch.distributed` is initialised if the script has not done so.
         mesh: a `DeviceMesh` over the whole world in place of `pg_collection`; its axes are named out of dp,
             dp_replicate, dp_shard, cp, ep, tp and pp.
+        broadcast_params: ranks that hold copies of a trainable parameter take the first rank's values. False: the
+            values are compared, and must be equal.
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
@@ -92,7 +96,9 @@ def get_optimizer(
         allow_unmatched=allow_unmatched,
         extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
     )
-    optimizer = _build(config, chunks, groups, roles, known, extra_group_keys=extra_group_keys)
+    optimizer = _build(
+        config, chunks, groups, roles, known, broadcast_params=broadcast_params, extra_group_keys=extra_group_keys
+    )
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
     return optimizer
@@ -108,6 +114,7 @@ def get_optimizer_based_on_param_groups(
     *,
     pg_collection: Given = None,
     mesh: DeviceMesh | None = None,
+    broadcast_params: bool = False,
     rules: Registry | None = None,
     part: str = "",
     extra_group_keys: Collection[str] = (),
@@ -119,7 +126,7 @@ def get_optimizer_based_on_param_groups(
         model_chunks: as for `get_optimizer`; they give parameters their names.
         param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
             model that are in none are not trained.
-        pg_collection, mesh, rules: as for `get_optimizer`.
+        pg_collection, mesh, broadcast_params, rules: as for `get_optimizer`.
         extra_group_keys: as for `get_optimizer`, of entries that groups may have.
         part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
 
@@ -134,7 +141,16 @@ def get_optimizer_based_on_param_groups(
         lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
     )
     check_same_config(config, roles.everyone)
-    return _build(config, chunks, groups, roles, known, part=part, extra_group_keys=extra_group_keys)
+    return _build(
+        config,
+        chunks,
+        groups,
+        roles,
+        known,
+        part=part,
+        broadcast_params=broadcast_params,
+        extra_group_keys=extra_group_keys,
+    )
 
 
 def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
@@ -173,7 +189,8 @@ def _build(
     rules: Registry,
     *,
     part: str = "",
-    extra_group_keys: Collection[str] = (),
+    broadcast_params: bool,
+    extra_group_keys: Collection[str],
 ) -> Optimizer:
     """The one way from groups to an optimizer."""
     sizes = WorldSizes(
@@ -189,10 +206,13 @@ def _build(
     )
     params, metas = parameters_by_id(chunks), describe(chunks)
     check_peers(plan, groups, metas, roles)
+    if broadcast_params:
+        broadcast_replicas_(params, metas, roles)
+    check_replicas(params, metas, roles)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
-    model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks))
+    model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks, roles.everyone))
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     share_launch_order([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
@@ -257,7 +277,16 @@ def _chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
 
 
-def _device(chunks: Sequence[nn.Module]) -> torch.device:
-    """Where the model lives: also that of a rank on which nothing is trained, since it joins the step's collectives."""
+def _device(chunks: Sequence[nn.Module], everyone: Comm) -> torch.device:
+    """Where the model lives, and the step's statistics. A rank whose chunks hold no tensor follows the other ranks.
+
+    Raises ConfigError, on every rank, if ranks hold their models on different kinds of device.
+    """
     tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    device = next((tensor.device for tensor in tensors), None)
+    per_rank: list[str | None] = everyone.gather_objects(None if device is None else device.type)
+    kinds = [kind for kind in dict.fromkeys(per_rank) if kind is not None]
+    if len(kinds) > 1:
+        ranks = "; ".join(f"{kind} on ranks {[r for r, of in enumerate(per_rank) if of == kind]}" for kind in kinds)
+        raise ConfigError(f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind")
+    return device or torch.device(*kinds or ("cpu",))

@@ -30,6 +30,7 @@ from opt_distributed.buffers.grouping import (
 )
 from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
+from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.find import Given, find_roles
@@ -150,6 +151,8 @@ class DistributedDataParallel(nn.Module):
         groups: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or ready `Roles`). None: as for
             `opt_stack.get_optimizer`: all ranks are replicas, unless parameters say otherwise.
         mesh: a `DeviceMesh` over the whole world in place of `groups`.
+        broadcast_params: replicas take the first one's weights, as by the method of that name. False: they keep their
+            own; `opt_stack.get_optimizer` compares them, and refuses replicas that differ.
         is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
         calculate_per_token_loss: losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
@@ -168,6 +171,7 @@ class DistributedDataParallel(nn.Module):
         *,
         groups: Given = None,
         mesh: DeviceMesh | None = None,
+        broadcast_params: bool = False,
         is_whole: IsWhole = nothing_whole,
         calculate_per_token_loss: bool = False,
         chunk: int = 0,
@@ -182,6 +186,8 @@ class DistributedDataParallel(nn.Module):
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
         plans, memories = self._agreed_buffers(is_whole, shard_multiple)
+        if broadcast_params:
+            broadcast_replicas_(self._params, self.metas, self.roles)
         travels = [self._travel(plan) for plan in plans]
         buckets = [(number, index) for number, plan in enumerate(plans) for index in range(len(plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
@@ -315,12 +321,7 @@ class DistributedDataParallel(nn.Module):
     def broadcast_params(self) -> None:
         """Writes every parameter: the first replica's values."""
         self._param_sync.wait()
-        for id, param in self._params.items():
-            axes = self.roles.expert if self.metas[id].is_expert else self.roles.dense
-            value = param.data.contiguous()
-            axes.inter.broadcast_(value)
-            axes.dp.broadcast_(value)
-            param.data.copy_(value)
+        broadcast_replicas_(self._params, self.metas, self.roles)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's, under the module's own names, once its parameters are complete."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import did_you_mean
 from opt_distributed.comm.collectives import Comm, TorchComm, group_of
 from opt_distributed.comm.errors import ProcessGroupError
+from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep")
 AXES: Mapping[str, str] = MappingProxyType(
@@ -123,6 +124,20 @@ def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> t
         elif group is not None and not set(dist.get_process_group_ranks(group)) <= _ranks(mesh):
             return _along_root(mesh, name)
     return tuple(outside)
+
+
+def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
+    """Groups of tensor-parallel ranks outside of a DTensor's mesh, which hold copies of what this rank stores of it.
+
+    `peers` are those that the caller knows; the root of the mesh may have others.
+    """
+    mesh = mesh_of(param)
+    if is_outside(peers, mesh):
+        return (peers,)
+    root = root_of(mesh)
+    names, spanned = names_of(root), _spanned(root, mesh)
+    left_out = [axis for axis, name in enumerate(names) if name in TENSOR_PARALLEL_AXES and axis not in spanned]
+    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if root.size(axis) > 1)
 
 
 def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:

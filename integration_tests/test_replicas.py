@@ -1,0 +1,147 @@
+"""Replicas that start from different weights are refused on every rank, or broadcast; threads."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parity import Net, grads_of, roles_over
+from test_statistics_over_ranks import Net as Parts
+from test_statistics_over_ranks import Place, parts, run_grid
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.replicas import checksums
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_paramgroups import ParamId
+from opt_stack import get_optimizer
+
+CONFIGS = {
+    "replicated": OptimizerConfig(lr=0.01),
+    "flat": OptimizerConfig(lr=0.01, use_distributed_optimizer=True),
+    "layer-wise": OptimizerConfig(optimizer="muon", lr=0.01, use_layer_wise_distributed_optimizer=True),
+}
+MESSAGE = (
+    "ranks hold different values of '{name}': {ranks} differ from rank 0, but copies must start equal; call "
+    "torch.manual_seed with the same seed on all ranks before the model is made, load the same checkpoint, or pass "
+    "broadcast_params=True to get_optimizer (or DistributedDataParallel) to start from the first rank's values"
+)
+
+
+def refusal(build: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as caught:
+        build()
+    return str(caught.value)
+
+
+def wrap(net: nn.Module, groups: Any, **arguments: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(), net, groups=groups, **arguments)
+
+
+CHANGES: dict[str, Callable[[Tensor], None]] = {
+    "another value": lambda weight: weight.view(-1)[3].add_(1e-6),
+    "two elements exchanged": lambda weight: weight.view(-1)[:2].copy_(weight.view(-1)[:2].flip(0).clone()),
+    "the sign of a zero": lambda weight: weight.view(-1)[0].copy_(torch.tensor(-0.0)),
+    "a NaN": lambda weight: weight.view(-1)[5].fill_(math.nan),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("spread", [*CONFIGS, "wrapped"])
+def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, change: str) -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        net = Net(torch.float32)
+        with torch.no_grad():
+            net.second.weight[0, 0] = 0.0
+            if comm.rank == 2:
+                CHANGES[change](net.second.weight)
+        model = wrap(net, roles_over(comm)) if spread == "wrapped" else net
+        config = CONFIGS.get(spread, CONFIGS["replicated"])
+        return refusal(lambda: get_optimizer(config, [model], pg_collection=roles_over(comm)))
+
+    assert set(run_threads(3, rank_main)) == {MESSAGE.format(name="second.weight", ranks=[2])}
+
+
+def test_equal_nans_are_equal_weights() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        net = Net(torch.bfloat16)
+        with torch.no_grad():
+            net.second.weight[0, 0] = math.nan
+        get_optimizer(OptimizerConfig(lr=0.01, bf16=True), [net], pg_collection=roles_over(comm))
+
+    run_threads(2, rank_main)
+
+
+@pytest.mark.parametrize("spread", [*CONFIGS, "wrapped"])
+def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net: nn.Module = Net(torch.float32)
+        if comm.rank != seeds_from:
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.add_(comm.rank + 1)
+        roles = roles_over(comm)
+        model: nn.Module = wrap(net, roles, broadcast_params=True) if spread == "wrapped" else net
+        config = CONFIGS.get(spread, CONFIGS["replicated"])
+        optimizer = get_optimizer(config, [model], pg_collection=roles, broadcast_params=spread != "wrapped")
+        model(grads_of(0, 0, 2)).backward()
+        optimizer.step()
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    seeds_from = 0
+    first, second = run_threads(2, rank_main)
+    for name, weight in first.items():
+        assert torch.equal(second[name], weight)
+    (alone,) = run_threads(1, rank_main)
+    for name, weight in alone.items():
+        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", ["norm", "bias"])
+def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
+    """A dense norm, and an expert's bias, which both tensor-parallel ranks hold whole."""
+
+    def rank_main(place: Place) -> str:
+        net = Parts(place, 2)
+        named = {name.rstrip("01"): module for name, module in net.named_children()}
+        if place.world.rank == 1:
+            with torch.no_grad():
+                named[bad].weight.add_(1)
+        return refusal(lambda: get_optimizer(CONFIGS["replicated"], [net], {}, pg_collection=place.roles))
+
+    told = run_grid(rank_main, tp=2, ep=2, etp=2)
+    assert all("ranks hold different values of" in message and bad in message for message in told)
+
+
+def test_parts_of_one_matrix_and_other_experts_may_differ() -> None:
+    def rank_main(place: Place) -> None:
+        net = Parts(place, 2)
+        with torch.no_grad():
+            net.column.weight.add_(place.tp.rank)
+            for module in (module for name, module in net.named_children() if name.startswith(("up", "bias"))):
+                module.weight.add_(place.experts[0])
+        optimizer = get_optimizer(CONFIGS["replicated"], [net], {}, pg_collection=place.roles)
+        net(parts(place)).backward()
+        assert optimizer.step().success
+
+    run_grid(rank_main, tp=2, ep=2, etp=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_a_checksum_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    tensor = torch.linspace(-3, 3, (1 << 20) + 7).to(dtype)
+
+    def of(value: Tensor) -> int:
+        return checksums({ParamId(0, "w"): value})[ParamId(0, "w")]
+
+    bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    seen = {of(tensor), of(tensor.flip(0)) if dtype.itemsize > 1 else 1}
+    for at in (0, 12345, (1 << 20) - 1, 1 << 20, len(bits) - 1):
+        changed = bits.clone()
+        changed[at] ^= 1
+        seen.add(of(changed.view(dtype)))
+    assert len(seen) == 7
+    assert of(tensor.clone()) == of(tensor)
+    assert of(tensor.view(1, -1).t()) == of(tensor)

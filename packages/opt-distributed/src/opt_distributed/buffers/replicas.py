@@ -1,0 +1,150 @@
+"""Replicas start from the same weights: compared bit for bit when they are laid out, or broadcast where asked."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opt_config import ConfigError
+from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.mesh import mesh_of, replicas_outside, tensor_peers_outside
+from opt_paramgroups import ParamId, ParamMeta
+
+CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed 64-bit number
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Params = Mapping[ParamId, nn.Parameter]
+Metas = Mapping[ParamId, ParamMeta]
+
+
+class ReplicaError(ConfigError):
+    """Ranks that should hold copies of a parameter hold different values."""
+
+
+def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
+    """Compares the weights of all ranks that hold copies. Collective: every rank calls it.
+
+    One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
+
+    Raises:
+        ReplicaError, on every rank: the first parameter that differs, and the ranks.
+    """
+    sums = checksums({id: _local(param, metas[id]) for id, param in params.items()})
+    error = None
+    for comm, ids in _by_comm(params, metas, roles).items():
+        mine = {str(id): sums[id] for id in ids}
+        per_rank = comm.gather_objects(sha256(repr(sorted(mine.items())).encode()).hexdigest())
+        if any(digest != per_rank[0] for digest in per_rank):
+            difference = _difference(comm.gather_objects(mine), comm)  # also on ranks that have found one already
+            error = error or difference
+    agree(roles.everyone, error)
+
+
+@torch.no_grad()
+def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
+    """Writes every parameter: the values of the first rank that holds a copy. Collective: every rank calls it."""
+    for id, param in params.items():
+        stored = _local(param, metas[id])
+        value = stored.contiguous()
+        for comm in _comms(param, metas[id], roles):
+            comm.broadcast_(value)
+        stored.copy_(value)
+
+
+def checksums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, int]:
+    """A 64-bit checksum of the bits of each tensor, which depends on their order; one host read for each device."""
+    by_device: dict[torch.device, list[ParamId]] = {}
+    for id, tensor in tensors.items():
+        if not tensor.is_meta:
+            by_device.setdefault(tensor.device, []).append(id)
+    found = dict.fromkeys(tensors, 0)
+    for device, ids in by_device.items():
+        longest = min(CHUNK_NUMEL, max(1, *(tensors[id].numel() for id in ids)))
+        weights = _odd_weights(longest, device)
+        found.update(zip(ids, torch.stack([_checksum(tensors[id], weights) for id in ids]).tolist(), strict=True))
+    return found
+
+
+def _odd_weights(numel: int, device: torch.device) -> Tensor:
+    """(numel,) int64: pseudo-random odd numbers, so that no simple pattern of differences cancels."""
+    weights = torch.arange(numel, device=device).mul_(_ODD)
+    weights ^= weights >> 29
+    weights *= _ODD
+    weights ^= weights >> 32
+    return weights.mul_(2).add_(1)
+
+
+def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
+    """0-d int64. Products wrap around; odd weights lose no bit."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in torch.split(bits, CHUNK_NUMEL):
+        wide = chunk.to(torch.int64)
+        wide = wide ^ (wide >> 32)  # the sign of a float64 must not stay in the highest bit, where two of them cancel
+        total = total * _ODD + (wide * weights[: chunk.numel()]).sum()
+    return total
+
+
+def _by_comm(params: Params, metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
+    """The parameters that are compared over each group, in one order on all ranks; also where a rank holds none."""
+    same: dict[object, Comm] = {}
+    found: dict[Comm, list[ParamId]] = {}
+
+    def ids_over(comm: Comm) -> list[ParamId]:
+        key: object = comm.group if isinstance(comm, TorchComm) else comm
+        return found.setdefault(same.setdefault(key, comm), [])
+
+    for axes in (roles.dense, roles.expert):
+        for comm in _copies((axes.dp, axes.inter, axes.tp)):
+            ids_over(comm)
+    for id, param in params.items():
+        for comm in _comms(param, metas[id], roles):
+            ids_over(comm).append(id)
+    return found
+
+
+def _comms(param: nn.Parameter, meta: ParamMeta, roles: Roles) -> tuple[Comm, ...]:
+    """The groups along which the parameter is copied."""
+    axes = roles.expert if meta.is_expert else roles.dense
+    if meta.is_dtensor:
+        return tuple(_copies(_comms_of_dtensor(param, meta, axes)))
+    return tuple(_copies((axes.dp, axes.inter, Alone() if meta.tensor_parallel else axes.tp)))
+
+
+def _comms_of_dtensor(param: nn.Parameter, meta: ParamMeta, axes: Axes) -> Iterator[Comm]:
+    mesh = mesh_of(param)
+    for number, placed in enumerate(meta.placements):
+        if placed.shard_dim is None:
+            yield TorchComm(mesh.get_group(number))
+    yield from replicas_outside(param, (axes.dp, axes.inter), name=str(meta.id))
+    yield from tensor_peers_outside(param, axes.tp)
+
+
+def _copies(comms: Iterable[Comm]) -> Iterator[Comm]:
+    return (comm for comm in comms if comm.size > 1)
+
+
+def _local(param: nn.Parameter, meta: ParamMeta) -> Tensor:
+    value: Tensor = param.detach()
+    return value.to_local() if meta.is_dtensor else value  # type: ignore[attr-defined]
+
+
+def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
+    """The error for the first parameter of which ranks that hold it hold different values."""
+    first = per_rank[0]
+    for name, checksum in first.items():
+        others = [rank for rank, sums in enumerate(per_rank) if sums.get(name, checksum) != checksum]
+        if others:
+            group = group_of(comm)
+            numbers = list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
+            return ReplicaError(
+                f"ranks hold different values of {name!r}: {[numbers[rank] for rank in others]} differ from rank "
+                f"{numbers[0]}, but copies must start equal; call torch.manual_seed with the same seed on all ranks "
+                "before the model is made, load the same checkpoint, or pass broadcast_params=True to get_optimizer "
+                "(or DistributedDataParallel) to start from the first rank's values"
+            )
+    return None
