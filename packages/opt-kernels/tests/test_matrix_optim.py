@@ -208,3 +208,51 @@ def test_options_are_checked_when_an_optimizer_is_made(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         maker([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+# --- embeddings and output layers -------------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """A stock model: nothing is marked."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.wte, self.hidden = nn.Embedding(9, 4), nn.Linear(4, 4)
+        self.lm_head = nn.Linear(4, 9, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+def by_muon(net: nn.Module, optimizer: Any) -> set[str]:
+    rules = {id(p): optimizer.rule_of(group, p) for group in optimizer.param_groups for p in group["params"]}
+    return {name for name, p in net.named_parameters() if rules[id(p)] is optimizer.rule}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("cls", [Muon, AdaptiveMuon, SOAP])
+def test_given_the_model_embeddings_and_output_layers_are_not_moved_as_matrices(cls: Any, tied: bool) -> None:
+    net = Tagger(tied=tied)
+    assert by_muon(net, cls(net, scalar_optimizer="adam")) == {"hidden.weight"}
+
+
+@pytest.mark.parametrize(("name", "answer"), [("lm_head", False), ("hidden", True)])
+def test_an_attribute_of_a_parameter_has_the_last_word(name: str, answer: bool) -> None:
+    net = Tagger()
+    net.get_submodule(name).weight.is_embedding_or_output_parameter = answer  # type: ignore[union-attr]
+    assert (f"{name}.weight" in by_muon(net, Muon(net, scalar_optimizer="adam"))) is not answer
+
+
+def test_names_of_embeddings_and_heads_are_warned_of() -> None:
+    # Embeddings and heads of a Hugging Face GPT-2 were orthogonalised without a word.
+    with pytest.warns(UserWarning, match=r"'wte\.weight', 'lm_head\.weight': updated as hidden matrices"):
+        Muon(Tagger().named_parameters(), scalar_optimizer="adam")
+
+
+def test_names_are_not_warned_of_where_the_caller_chose(recwarn: pytest.WarningsRecorder) -> None:
+    net = Tagger()
+    named = dict(net.named_parameters())
+    groups = [{"params": list(named.items()), "use_matrix_rule": False}]
+    Muon(groups, scalar_optimizer="adam")
+    Muon(net, scalar_optimizer="adam")
+    assert not recwarn.list

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
 from opt_kernels.optim.base import Params
@@ -24,7 +24,7 @@ class AdaptiveMuon(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: Params | nn.Module,
         lr: float | Tensor = 3e-4,
         momentum: float = 0.95,
         weight_decay: float = 0.01,

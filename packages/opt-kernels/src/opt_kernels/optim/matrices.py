@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import MatrixSpec, Needs, Rule, Work
@@ -25,13 +26,17 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     embeddings and output layers, True for 3-d parameters that are stacks of matrices. A group's `split_rows` are the
     rows of q, k and v in one query group of its fused parameters, to be orthogonalised one by one.
 
+    Parameters alone do not tell which of them are embeddings or output layers. Given the model itself, an `nn.Module`
+    in place of `params`, the optimizer leaves these to the elementwise rule (`opt_kernels.optim.modules.groups_of`).
+    Given `named_parameters()`, it warns of names that look like theirs.
+
     `scalar_options` are fields of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
     `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
     """
 
     def __init__(
         self,
-        params: Params,
+        params: Params | nn.Module,
         rule: Rule,
         defaults: ParamGroup,
         *,
@@ -43,7 +48,9 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     ) -> None:
         self.scalar_rule = _scalar_rule(scalar_optimizer, scalar_options or {}, backend)
         of_groups: ParamGroup = {"use_matrix_rule": None, "split_rows": ()}
-        super().__init__(params, rule, defaults | of_groups, mains=mains, max_norm=max_norm)
+        given = groups_of(params) if isinstance(params, nn.Module) else params
+        super().__init__(given, rule, defaults | of_groups, mains=mains, max_norm=max_norm)
+        warn_of_suspects(self.param_groups)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         chosen = group["use_matrix_rule"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.optim.base import Params
@@ -40,7 +40,7 @@ class Muon(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: Params | nn.Module,
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

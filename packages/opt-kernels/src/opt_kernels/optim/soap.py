@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.matrices import MatrixOptimizer
@@ -20,7 +20,7 @@ class SOAP(MatrixOptimizer):
 
     def __init__(
         self,
-        params: Params,
+        params: Params | nn.Module,
         lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
