@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from opt_kernels import optim
+from opt_kernels.dtensor import spans
 
 WORLD = 2
 
@@ -30,6 +31,43 @@ def _steps(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: S
     for grad in grads:
         param.grad = grad
         optimizer.step()
+
+
+def _check_numbers(mesh: DeviceMesh) -> None:
+    """Every element that is here has its number in the whole, rows and columns cut evenly or not."""
+    for shape in ((256, 5), (5, 7), (3, 4, 5), (1, 6), (7,), (2, 0)):
+        for placement in (*map(Shard, range(len(shape))), Replicate()):
+            whole = torch.arange(torch.Size(shape).numel()).view(shape)
+            tensor = distribute_tensor(whole, mesh, [placement])
+            here = tensor.to_local().reshape(-1)
+            found = spans(tensor)
+            assert found is not None
+            numbers = torch.cat([torch.arange(first, first + numel) for _, numel, first in found] or [here])
+            assert torch.equal(numbers, here), (shape, placement)
+            begins = [sum(span.numel for span in found[:i]) for i in range(len(found))]
+            assert [span.begin for span in found] == begins
+
+
+def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
+    """Shards are rounded to the bits of the whole: elements were numbered by shard, and the second half differed."""
+    torch.manual_seed(1)
+    starts = [torch.randn(shape).bfloat16() for shape in ((64, 256), (65, 64), (192, 128))]
+    grads = [torch.randn_like(start) for start in starts]
+    for placements in ([Shard(0)] * 3, [Shard(1), Shard(0), Shard(1)]):
+        whole = [torch.nn.Parameter(start.clone()) for start in starts]
+        parts = [torch.nn.Parameter(distribute_tensor(s, mesh, [p])) for s, p in zip(starts, placements)]
+        one, other = (optim.AdamW(params, lr=1e-2, stochastic_rounding=True) for params in (whole, parts))
+        for _ in range(3):
+            for a, b, grad, placement in zip(whole, parts, grads, placements):
+                a.grad, b.grad = grad, distribute_tensor(grad, mesh, [placement])
+            one.step()
+            other.step()
+        for a, b in zip(whole, parts):
+            assert isinstance(b.data, DTensor)
+            assert torch.equal(b.data.full_tensor(), a.detach()), placements
+    columns = torch.nn.Parameter(distribute_tensor(starts[0], mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=r"share scales across rows, .* shard it by rows"):
+        optim.AdamW([columns], stochastic_rounding=True, exp_avg_dtype=torch.int8)
 
 
 def _rank(rank: int, port: int) -> None:
@@ -58,6 +96,8 @@ def _rank(rank: int, port: int) -> None:
         _steps(resumed, param, sharded[2:])
         assert isinstance(param.data, DTensor)
         assert torch.equal(param.data.full_tensor(), whole.detach())
+    _check_numbers(mesh)
+    _check_stochastic_rounding(mesh)
     with pytest.raises(ValueError, match="its norm spans ranks"):
         optim.AdamW([param], max_norm=1.0).step()
     dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """The one place of this package that recognises DTensors: to their local shards and back."""
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -59,3 +61,38 @@ def distributed_like(shard: Tensor, like: Tensor) -> Tensor:
     return type(like).from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+class Span(NamedTuple):
+    """A run of a tensor's elements that are numbered consecutively."""
+
+    begin: int  # of the tensor that is here, flat
+    numel: int
+    first: int  # number of its first element in the whole tensor, in C's order
+
+
+def spans(tensor: Tensor) -> tuple[Span, ...] | None:
+    """The elements that are here, by their numbers in the whole tensor; None where they cannot be told.
+
+    One span for a plain tensor and for rows of a DTensor; for columns, one for each row.
+    """
+    if not is_dtensor(tensor):
+        return (Span(0, tensor.numel(), 0),)
+    shard = tensor.to_local()
+    if not shard.numel():
+        return ()
+    # What torch.distributed.checkpoint saves a shard by.
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call, unused-ignore]
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(shard.shape) or not shard.is_contiguous():
+        return None
+    sizes, offsets, whole = tuple(shard.shape), tuple(chunks[0].offsets), tuple(tensor.shape)
+    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    # Behind the last dim that is cut, rows are whole and follow each other.
+    last_cut = max((dim for dim in range(len(whole)) if sizes[dim] != whole[dim]), default=0)
+    numel = prod(sizes[last_cut:])
+    base = sum(offset * stride for offset, stride in zip(offsets, strides))
+    firsts = (
+        base + sum(index * stride for index, stride in zip(indices, strides))
+        for indices in product(*map(range, sizes[:last_cut]))
+    )
+    return tuple(Span(number * numel, numel, first) for number, first in enumerate(firsts))

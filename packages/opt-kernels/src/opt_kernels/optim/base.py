@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.ops.grad_stats import grad_stats
 from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
-from opt_kernels.optim.params import check_available, check_param, for_dtype
+from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule
@@ -210,7 +210,13 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         rule, state = self.rule_of(of_group, param), self.state[param]
         if not state:
             state.update(init_state(rule, self.mains, param))
-        return Member(place, group, param, state, rule, self.matrix_of(of_group, param), first)
+        return Member(
+            place, group, param, state, rule, self.matrix_of(of_group, param), first, self._spans(rule, param)
+        )
+
+    def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
+        """The elements of `param` that are here, cut where stochastic rounding must number them apart."""
+        return (spans(param) or ()) if rounds_stochastically(rule, self.mains, param) else (Span(0, param.numel(), 0),)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
         """The numbers that `rule` reads of `group` at this step."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.dispatch import check_installed
-from opt_kernels.dtensor import local
+from opt_kernels.dtensor import is_dtensor, local, spans
 from opt_kernels.ops.elements import is_dense
 from opt_kernels.optim.mains import Mains, init_main
 from opt_kernels.rules.adam import Adam
@@ -37,6 +37,11 @@ def check_available(rule: Rule) -> None:
     check_installed(backend)
 
 
+def rounds_stochastically(rule: Rule, mains: Mains, param: Tensor) -> bool:
+    """Whether the elements of `param` are rounded by their numbers."""
+    return bool(getattr(rule, "stochastic_rounding", False)) and mains is Mains.PARAM and param.dtype is torch.bfloat16
+
+
 def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     """Raises ValueError for a parameter that no step of `rule` could update."""
     shard = local(param).detach()
@@ -54,8 +59,25 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | SOAP):
         raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; give float32 parameters")
     init_main(mains, shard.to("meta"))
+    if rounds_stochastically(rule, mains, param):
+        _check_spans(param, rule)
     if getattr(rule, "stochastic_rounding", False) and mains is Mains.PARAM and param.dtype is torch.float16:
         raise ValueError(
             "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; give "
             "mains='float32', or stochastic_rounding=False"
         )
+
+
+def _check_spans(param: Tensor, rule: Rule) -> None:
+    """Raises ValueError for a shard whose elements cannot be numbered as those of the whole parameter are."""
+    found = spans(param)
+    scaled = [name for name, codec in rule.codecs.items() if codec.block]
+    if found is not None and (len(found) <= 1 or not scaled):
+        return
+    placements = param.placements if is_dtensor(param) else ()
+    reason = f"its states {', '.join(scaled)} share scales across rows" if found else "its elements cannot be numbered"
+    raise ValueError(
+        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, and it "
+        "would be rounded otherwise than the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
+        "or bfloat16, or give mains='remainder'"
+    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.dtensor import Span, is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Works
@@ -37,6 +37,7 @@ class Member(NamedTuple):
     rule: Rule
     matrix: MatrixSpec
     first: int  # number of its first element among all
+    spans: tuple[Span, ...]  # of the elements that are here, numbered within the parameter
 
 
 class Steps:
@@ -68,7 +69,8 @@ class Row(NamedTuple):
     params: list[Tensor]
     states: list[dict[str, Tensor]]
     matrices: list[MatrixSpec]
-    firsts: tuple[int, ...]
+    firsts: tuple[int, ...]  # of the parameters where there are `spans`, else of what is here
+    spans: list[tuple[Span, ...]] | None  # None: every parameter is one span
     steps: Steps
 
     def holds(self, grad: Tensor | None) -> bool:
@@ -77,6 +79,8 @@ class Row(NamedTuple):
 
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """What is to be done with these, the local shards of DTensors."""
+        if self.spans is not None:
+            return self._works_by_span(params, grads, self.spans)
         kept = params if self.kind is None else [state[self.kind] for state in self.states]
         return Works(
             grads,
@@ -86,6 +90,24 @@ class Row(NamedTuple):
             remainders=kept if self.kind == REMAINDER else None,
             matrices=self.matrices,
             firsts=self.firsts,
+        )
+
+    def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
+        """A work for each span, as stochastic rounding must number them; the parameters are their own mains."""
+        cuts = [(index, span) for index, of_param in enumerate(spans) for span in of_param]
+
+        def cut(tensor: Tensor, span: Span) -> Tensor:
+            return tensor.view(-1)[span.begin : span.begin + span.numel]
+
+        grads = [grad.contiguous() for grad in grads]
+        return Works(
+            [cut(grads[index], span) for index, span in cuts],
+            mains=[cut(params[index], span) for index, span in cuts],
+            states=[
+                {name: cut(state, span) for name, state in self.states[index].items() if name != STEP}
+                for index, span in cuts
+            ],
+            firsts=tuple(self.firsts[index] + span.first for index, span in cuts),
         )
 
 
@@ -174,6 +196,7 @@ def _rows(members: Sequence[Member]) -> list[Row]:
 
 def _row(sweep: Sweep, group: int, kind: str | None, step: float, members: Sequence[Member]) -> Row:
     steps = Steps(step, len(members))
+    apart = any(len(member.spans) > 1 for member in members)
     for member, element in zip(members, steps.elements):
         member.state[STEP] = element
     return Row(
@@ -184,7 +207,8 @@ def _row(sweep: Sweep, group: int, kind: str | None, step: float, members: Seque
         params=[member.param for member in members],
         states=[member.state for member in members],
         matrices=[member.matrix for member in members],
-        firsts=tuple(member.first for member in members),
+        firsts=tuple(member.first + (0 if apart or not member.spans else member.spans[0].first) for member in members),
+        spans=[member.spans for member in members] if apart else None,
         steps=steps,
     )
 
