@@ -2,15 +2,17 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -19,7 +21,7 @@ from opt_distributed.comm.groups import ProcessGroups
 from opt_distributed.finalize import finalize_model_grads
 
 TIMEOUT_S = 60.0
-SHORT_TIMEOUT_S = 3.0
+SHORT_TIMEOUT_S = 1.0
 NUM_ITERATIONS = 3
 OVERLAP = DistributedDataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=100
@@ -47,11 +49,33 @@ def descend(ddp: DistributedDataParallel) -> None:
         buffer.publish_()
 
 
-def largest_difference(config: DistributedDataParallelConfig, groups: ProcessGroups | None) -> float:
+def as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    made: Any = torch.compile(module, backend="aot_eager")
+    return made
+
+
+def compiled_blocks(module: nn.Module) -> nn.Module:
+    for block in module.children():
+        block.compile(backend="aot_eager")
+    return module
+
+
+def largest_difference(
+    config: DistributedDataParallelConfig,
+    groups: ProcessGroups | None,
+    *,
+    before: Callable[[nn.Module], nn.Module] = as_it_is,  # what is wrapped
+    after: Callable[[nn.Module], nn.Module] = as_it_is,  # what is called
+) -> float:
     """Between weights trained here and weights that one process trains on the joined batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, model = make_model(), make_model()
-    ddp = DistributedDataParallel(config, model, groups=groups)
+    ddp = DistributedDataParallel(config, before(model), groups=groups)
+    forward = after(ddp)
     for iteration in range(NUM_ITERATIONS):
         x = samples(iteration, size)
         alone.zero_grad()
@@ -59,11 +83,10 @@ def largest_difference(config: DistributedDataParallelConfig, groups: ProcessGro
         for param in alone.parameters():
             assert param.grad is not None
             param.data.add_(param.grad, alpha=-0.1)
-        backward(ddp(x.chunk(size)[rank]).square().mean())
+        backward(forward(x.chunk(size)[rank]).square().mean())
         ddp.finish_grad_sync()
         descend(ddp)
         ddp.zero_grad_buffer()
-    ddp.finish_param_sync()
     return max((a - b).abs().max().item() for a, b in zip(alone.parameters(), model.parameters(), strict=True))
 
 
@@ -114,37 +137,56 @@ def finalizes(dp: dist.ProcessGroup, others: dist.ProcessGroup) -> bool:
     return found <= want and len(found) >= 2 and model.expert_bias.tolist() == [0.5, -0.5]
 
 
-def meets_no_peer(absence: Callable[[], None]) -> None:
-    """Rank 1 goes missing in the second backward; rank 0 must say what it waited for."""
+def trains_compiled() -> None:
+    """Overlap in both directions, in code that torch.compile made of the wrapper, the module or its blocks."""
+    print("wrapper", largest_difference(OVERLAP, None, after=compiled) < 1e-12)
+    print("module", largest_difference(OVERLAP, None, before=compiled) < 1e-12)
+    print("blocks", largest_difference(OVERLAP, None, before=compiled_blocks) < 1e-12)
+    print("blocks and wrapper", largest_difference(OVERLAP, None, before=compiled_blocks, after=compiled) < 1e-12)
+
+
+def meets_no_peer(*, dies: bool) -> None:
+    """Rank 1 goes missing after the first iteration; rank 0 must name what it waited for.
+
+    The timeout is short only for the one collective that cannot complete.
+    """
     ddp = DistributedDataParallel(OVERLAP, make_model(), groups=None)
-    for iteration in range(2):
-        if iteration == 1 and dist.get_rank() == 1:
-            absence()
-        before = [param.detach().clone() for param in ddp.parameters()]
-        try:
-            backward(ddp(samples(0, 1)).square().mean())
-            ddp.finish_grad_sync()
-        except CollectiveError as error:
-            print("error", error)
-            print("unchanged", all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)))
-            os._exit(0)  # the group is broken: no peer will answer its farewell
-        ddp.zero_grad_buffer()
+    backward(ddp(samples(0, 1)).square().mean())
+    ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if not dies:
+            default_store().wait(["rank 0 has seen the error"])
+        os._exit(0)
+    if not dies:
+        _set_pg_timeout(timedelta(seconds=SHORT_TIMEOUT_S), dist.group.WORLD)
+    before = [param.detach().clone() for param in ddp.parameters()]
+    try:
+        backward(ddp(samples(0, 1)).square().mean())
+        ddp.finish_grad_sync()
+    except CollectiveError as error:
+        print("error", error)
+        print("unchanged", all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)))
+    sys.stdout.flush()
+    default_store().set("rank 0 has seen the error", "")
+    os._exit(0)  # the group is broken: no peer will answer its farewell
 
 
 SCENARIOS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "trains": trains,
-        "dies": lambda: meets_no_peer(lambda: os._exit(0)),
-        "never comes": lambda: meets_no_peer(lambda: time.sleep(3 * SHORT_TIMEOUT_S)),
+        "trains compiled": trains_compiled,
+        "dies": lambda: meets_no_peer(dies=True),
+        "never comes": lambda: meets_no_peer(dies=False),
     }
 )
 
 
 def main(scenario: str, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
-    timeout = TIMEOUT_S if scenario == "trains" else SHORT_TIMEOUT_S
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
     SCENARIOS[scenario]()
     dist.barrier()
     sys.stdout.flush()

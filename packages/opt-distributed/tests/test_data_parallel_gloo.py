@@ -18,7 +18,7 @@ def run_world(scenario: str, *, size: int) -> list[list[str]]:
     pipe = subprocess.PIPE
     ranks = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
     try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
+        told = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -30,6 +30,11 @@ def run_world(scenario: str, *, size: int) -> list[list[str]]:
 def test_four_processes_train_what_one_process_trains() -> None:
     found = run_world("trains", size=4)
     assert found == [["overlap True", "fp32 sums True", "in the step True", "instances True", "finalized True"]] * 4
+
+
+def test_compiled_code_trains_what_one_process_trains() -> None:
+    found = run_world("trains compiled", size=2)
+    assert found == [["wrapper True", "module True", "blocks True", "blocks and wrapper True"]] * 2
 
 
 @pytest.mark.parametrize("absence", ["dies", "never comes"])

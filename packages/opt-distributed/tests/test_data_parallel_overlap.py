@@ -5,95 +5,24 @@ Time here is a number that layers and collectives advance, not a clock: the figu
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from delayed_comm import DELAY, DelayedComm, Timeline
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Op, Pending
+from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
 WIDTH = 16
 NUM_LAYERS = 12
-FORWARD, BACKWARD, DELAY = 1.0, 2.0, 1.0  # a collective takes no longer than the compute of its bucket
-
-
-@dataclass(slots=True)
-class Timeline:
-    """The time, and what happened when."""
-
-    now: float = 0.0
-    events: list[str] = field(default_factory=list)
-
-    def compute(self, what: str, duration: float) -> None:
-        self.now += duration
-        self.events.append(what)
-
-    def issued(self, kind: str) -> list[int]:
-        """Positions of the events of a kind."""
-        return [index for index, event in enumerate(self.events) if event.startswith(kind)]
-
-
-@dataclass(slots=True)
-class Late:
-    """A collective that is done, and that writes, only later."""
-
-    timeline: Timeline
-    done_at: float
-    write: Callable[[], object]
-    written: bool = False
-
-    def wait(self) -> None:
-        self.timeline.now = max(self.timeline.now, self.done_at)
-        if not self.written:
-            self.written = True
-            self.write()
-
-
-class DelayedComm:
-    """Rank 0 of two, whose peer always holds the same; collectives run one after another and each takes `DELAY`."""
-
-    rank = 0
-    size = 2
-
-    def __init__(self, timeline: Timeline):
-        self.timeline = timeline
-        self.free_at = 0.0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "DelayedComm":
-        raise TypeError("process groups cannot be copied")
-
-    def _later(self, kind: str, write: Callable[[], object], async_op: bool) -> Pending:
-        self.timeline.events.append(kind)
-        self.free_at = max(self.timeline.now, self.free_at) + DELAY
-        late = Late(self.timeline, self.free_at, write)
-        if not async_op:
-            late.wait()
-        return late
-
-    def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        return self._later("all_reduce", lambda: x.mul_(2 if op is Op.SUM else 1), async_op)
-
-    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        return self._later("reduce_scatter", lambda: shard.mul_(2), async_op)
-
-    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        return self._later("all_gather", lambda: full.copy_(shard.repeat(2)), async_op)
-
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        return self._later("all_to_all", lambda: out.copy_(x[: x.numel() // 2].repeat(2)), async_op)
-
-    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        return None
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value, value]
+FORWARD, BACKWARD = 1.0, 2.0
 
 
 class Timed(torch.autograd.Function):
@@ -346,25 +275,31 @@ def test_reduction_waits_for_parameters_that_no_forward_asked_for() -> None:
 
 def test_without_hooks_parameters_are_complete_after_each_step() -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    params = list(ddp.parameters())  # reads through the module would wait
+
+    def arrived(value: float) -> bool:
+        return all(bool((param == value).all()) for param in params)
+
     publish(ddp, 0.5)
     ddp.disable_forward_pre_hook()
-    assert all(bool((param == 0.5).all()) for param in ddp.parameters())
+    assert arrived(0.5)
     publish(ddp, 0.25)
-    assert all(bool((param == 0.25).all()) for param in ddp.parameters())
+    assert arrived(0.25)
     ddp.enable_forward_pre_hook()
     publish(ddp, 0.125)
-    assert not all(bool((param == 0.125).all()) for param in ddp.parameters())
+    assert not arrived(0.125)
     ddp.finish_param_sync()
-    assert all(bool((param == 0.125).all()) for param in ddp.parameters())
+    assert arrived(0.125)
 
 
 @pytest.mark.parametrize("force", [True, False], ids=["forced", "in the background"])
 def test_a_gather_can_be_asked_for(force: bool) -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
+    params = list(ddp.parameters())
     for buffer in ddp.synced_buffers:
         buffer.memory.param_shard(0, 0).fill_(2.0)
     ddp.start_param_sync(force_sync=force)
-    assert all(bool((param == 2.0).all()) for param in ddp.parameters()) == force
+    assert all(bool((param == 2.0).all()) for param in params) == force
     ddp.finish_param_sync()
     assert all(bool((param == 2.0).all()) for param in ddp.parameters())
 

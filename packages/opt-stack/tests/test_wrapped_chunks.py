@@ -118,7 +118,6 @@ def test_parameters_that_are_not_trained_keep_no_rank_from_seeing_the_others(
             backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
             assert optimizer.step().success
             ddp.zero_grad_buffer()
-        ddp.finish_param_sync()
         return {name: param.detach().clone() for name, param in net.named_parameters()}
 
     expected = trained_alone(names, 3)
@@ -147,7 +146,6 @@ def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
             if step % 2:
                 assert optimizers[1].step().success
             ddp.zero_grad_buffer()
-        ddp.finish_param_sync()
         return {name: param.detach().clone() for name, param in net.named_parameters()}
 
     net = Net()
@@ -192,8 +190,6 @@ def test_two_chunks_overlap_and_train_what_one_process_trains(skipping_step: int
             assert optimizer.step().success
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-        for chunk in chunks:
-            chunk.finish_param_sync()
         trained = nn.ModuleList(nets).named_parameters()
         return {name: param.detach().clone() for name, param in trained}, in_backward
 

@@ -29,7 +29,8 @@ from opt_distributed.buffers.grouping import (
     plan_buffers,
 )
 from opt_distributed.buffers.launch_order import share_order
-from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks
+from opt_distributed.buffers.param_reads import UseHooks
+from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
 from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
@@ -313,8 +314,7 @@ class DistributedDataParallel(nn.Module):
         if not self.config.overlap_param_gather:
             raise ValueError("overlap_param_gather=False: parameters are complete after each step, without hooks")
         if self._use_hooks is None:
-            ids = {param: id for id, param in self._params.items()}
-            self._use_hooks = UseHooks(self.module, ids, self._param_sync)
+            self._use_hooks = UseHooks(self.module, self._param_sync)
             self._param_sync.gathers = Gathers.BEFORE_USE
 
     @torch.no_grad()
@@ -350,6 +350,12 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.synced_buffers:
             buffer.memory.check_in_place()
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DistributedDataParallel holds process groups and memory shared with its module, so it is not copied or "
+            "pickled; copy or save its module (ddp.module), or its state_dict()"
+        )
 
     # --- construction ---------------------------------------------------------------------------
 
