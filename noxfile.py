@@ -253,6 +253,19 @@ def trainers(session: nox.Session) -> None:
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
 
 
+@nox.session(python="3.11", default=False)
+def megatron(session: nox.Session) -> None:
+    """Writes real directories with Megatron-Core in each of its formats, on gloo ranks, and reads them."""
+    install_torch(session, "==2.13.0")
+    install_packages(session, "opt-checkpoint")
+    session.install("--no-deps", "megatron-core==0.16.1")
+    session.install("numpy>=2", "packaging", "psutil")
+    old = Path(session.create_tmp()) / "megatron-0.12"  # the last versions that write `fully_sharded_model_space`
+    session.install("--no-deps", "--target", str(old), "megatron-core==0.12.3")
+    env = {"OPT_MEGATRON_OLD": str(old)}
+    session.run("pytest", "packages/opt-checkpoint/tests_megatron", *session.posargs, env=env)
+
+
 # --- kernels, faults, figures -----------------------------------------------------------------------------------------
 
 

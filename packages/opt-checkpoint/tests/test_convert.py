@@ -253,7 +253,7 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     model, optimizer = trained
     save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
     assert run(capsys, "convert", tmp_path / "x", tmp_path / "x.pt", "--to", "torch")[0] == 0
-    assert run(capsys, "convert", tmp_path / "x.pt", tmp_path / "y", "--to", "from-torch")[0] == 0
+    assert run(capsys, "convert", tmp_path / "x.pt", tmp_path / "y", "--from", "torch")[0] == 0
     assert run(capsys, "diff", tmp_path / "x", tmp_path / "y")[1] == "equal\n"
     code, text = run(
         capsys, "convert", tmp_path / "x", tmp_path / "s", "--to", "safetensors", "--tensor", "*exp_avg.*", "--strip",
@@ -263,7 +263,7 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     assert set(read_safetensors(tmp_path / "s" / "model.safetensors")) == {n for n, _ in model.named_parameters()}
     legacy_file(tmp_path / "l.pt")
     (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
-    legacy = ("convert", tmp_path / "l.pt", tmp_path / "l", "--to", "from-legacy")
+    legacy = ("convert", tmp_path / "l.pt", tmp_path / "l", "--from", "legacy")
     assert run(capsys, *legacy)[0] == 2
     assert run(capsys, *legacy, "--slots", tmp_path / "slots.json")[0] == 0
     assert "optimizer.state.fp32_param.w" in read_index(tmp_path / "l").tensors
@@ -290,16 +290,16 @@ def test_names_that_do_not_fit_are_refused(
 ) -> None:
     torch.save(torch.optim.AdamW(trained[0].parameters()).state_dict(), tmp_path / "x.pt")
     (tmp_path / "names.json").write_text(json.dumps(names))
-    command = ("convert", tmp_path / "x.pt", tmp_path / "y", "--to", "from-torch", "--names", tmp_path / "names.json")
+    command = ("convert", tmp_path / "x.pt", tmp_path / "y", "--from", "torch", "--names", tmp_path / "names.json")
     assert main([str(word) for word in command]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("to", ["from-torch", "from-legacy"])
+@pytest.mark.parametrize("form", ["torch", "legacy"])
 @pytest.mark.parametrize("content", ["junk", "hostile", "another form"])
 def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, content: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, content: str
 ) -> None:
     file = tmp_path / "x.pt"
     if content == "junk":
@@ -307,7 +307,7 @@ def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
     else:
         torch.save({"state": {}, "param_groups": Hostile()} if content == "hostile" else [[1]], file)
     (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
-    command = ("convert", file, tmp_path / "y", "--to", to, "--slots", tmp_path / "slots.json")
+    command = ("convert", file, tmp_path / "y", "--from", form, "--slots", tmp_path / "slots.json")
     assert main([str(word) for word in command]) == 2
     told = capsys.readouterr()
     assert told.err.startswith("error: ")
@@ -315,13 +315,13 @@ def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
     assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("to", ["from-legacy", "from-dp-reshardable"])
+@pytest.mark.parametrize("form", ["legacy", "megatron"])
 @pytest.mark.parametrize("slots", ['[{"nome": "w"}]', '["w"]', '{"name": "w"}', '[{"na'])
 def test_slots_that_are_none_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str, slots: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, slots: str
 ) -> None:
     (tmp_path / "slots.json").write_text(slots)
-    command = ("convert", tmp_path, tmp_path / "y", "--to", to, "--slots", tmp_path / "slots.json")
+    command = ("convert", tmp_path, tmp_path / "y", "--from", form, "--slots", tmp_path / "slots.json")
     assert main([str(word) for word in command]) == 2
     assert "slots.json" in capsys.readouterr().err
 

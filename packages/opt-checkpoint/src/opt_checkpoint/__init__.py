@@ -2,6 +2,7 @@
 
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import read_common, read_index
+from opt_checkpoint.disk.stored_objects import NUMPY_GLOBALS, NotLoaded
 from opt_checkpoint.disk.verify import verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "KEEP_VARS_HINT",
+    "NUMPY_GLOBALS",
     "REFERENCE_ALIASES",
     "AsyncSaver",
     "BlockScales",
@@ -72,6 +74,7 @@ __all__ = [
     "LikeParam",
     "LoadReport",
     "LocalNonpersistentObject",
+    "NotLoaded",
     "Opaque",
     "OptimizerLoadReport",
     "PerParam",

@@ -13,16 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from opt_checkpoint.convert import command
 from opt_checkpoint.convert.compare import differences, read_whole
-from opt_checkpoint.convert.foreign_files import read_names
-from opt_checkpoint.convert.megatron_buckets import dp_reshardable_to_checkpoint, read_bucket_slots
-from opt_checkpoint.convert.safetensors_export import export_safetensors
-from opt_checkpoint.convert.torch_file import (
-    checkpoint_to_torch_file,
-    legacy_file_to_checkpoint,
-    read_slots,
-    torch_file_to_checkpoint,
-)
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.files import LocalFiles
@@ -52,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when all is well, 1 when something was found (damage, differences), 2 when the command could not be carried
         out.
     """
-    parser = argparse.ArgumentParser(prog="python -m opt_checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="optckpt", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in _commands().items():
-        own = commands.add_parser(name, help=command.about, description=command.about)
-        command.arguments(own)
-        own.set_defaults(run=command.run)
+    for name, one in _commands().items():
+        own = commands.add_parser(name, help=one.about, description=one.about)
+        one.arguments(own)
+        own.set_defaults(run=one.run)
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -73,7 +65,7 @@ def _commands() -> dict[str, _Command]:
         "show": _Command("list what a checkpoint holds", _show_arguments, _show),
         "verify": _Command("read every byte and compare it with its checksum", _one_path, _verify),
         "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
-        "convert": _Command("to or from other formats", _convert_arguments, _convert),
+        "convert": _Command("convert from or to other formats", command.add_arguments, command.run),
         "gc": _Command("delete what interrupted saves left in a directory, after asking", _gc_arguments, _gc),
     }
 
@@ -174,51 +166,6 @@ def _diff(options: argparse.Namespace) -> int:
     if code == FINE:
         print("equal")
     return code
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
-    form = ("torch", "safetensors", "from-torch", "from-legacy", "from-dp-reshardable")
-    parser.add_argument("--to", choices=form, required=True, help="what to make; from-...: a checkpoint, from that")
-    parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
-    parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
-    parser.add_argument("--names", type=Path, help="from-torch: JSON list of parameter names in the optimizer's order")
-    slots = "from-legacy, from-dp-reshardable: JSON list of {name, shape, start, ...}"
-    parser.add_argument("--slots", type=Path, help=slots)
-    parser.add_argument("--step", type=int, help="the same: how many updates were made; without it none is stored")
-
-
-def _convert(options: argparse.Namespace) -> int:
-    if options.to == "torch":
-        checkpoint_to_torch_file(options.source, options.target)
-    elif options.to == "from-torch":
-        names = read_names(options.names) if options.names else None
-        torch_file_to_checkpoint(options.source, options.target, names=names)
-    elif options.to == "from-legacy":
-        legacy_file_to_checkpoint(options.source, read_slots(_slots(options)), options.target, step=options.step)
-    elif options.to == "from-dp-reshardable":
-        slots = read_bucket_slots(_slots(options))
-        dp_reshardable_to_checkpoint(options.source, slots, options.target, step=options.step)
-    else:
-        index = read_index(options.source)
-        keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
-        if not keys:
-            raise CheckpointingException(f"{options.source} holds no tensor that matches {options.tensor!r}")
-        for path in export_safetensors(index, {k: k.removeprefix(options.strip) for k in keys}, options.target):
-            print(path)
-        return FINE
-    print(options.target)
-    return FINE
-
-
-def _slots(options: argparse.Namespace) -> Path:
-    if options.slots is None:
-        raise CheckpointingException(
-            f"--to {options.to}: what it reads names no parameters; give --slots, where each one is in it"
-        )
-    slots: Path = options.slots
-    return slots
 
 
 def _gc_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,9 @@
-"""The reference's `dp_reshardable` directories, in: its optimizer's buckets as they lay in memory, cut into parameters.
+"""Megatron-Core's `dp_reshardable` directories, in: the optimizer's buckets of memory, cut into parameters.
 
 Such a directory holds one 1-D tensor per bucket and state, under the key
 `optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, Q).bucket_idx_K.{param,exp_avg,exp_avg_sq}`, and nothing
 about which parameter is where, or how many steps were made. Both follow from the run that saved it, and must be given.
-`opt_distributed.layout.flat_layout(..., shard_multiple=1)` makes the reference's buckets from a model's shapes.
+`opt_distributed.layout.flat_layout(..., shard_multiple=1)` makes Megatron-Core's buckets from a model's shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.torch_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
-from opt_checkpoint.state.sharded import Shape, ShardedTensor
+from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity
 
-START_MULTIPLE = 64  # of elements, on which the reference's parameters start: longer gaps are no padding
+START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 _KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
 
 
@@ -96,32 +96,45 @@ def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
 def dp_reshardable_to_checkpoint(
     source: PathLike, slots: Sequence[BucketSlot], path: PathLike, *, step: int | None = None
 ) -> None:
-    """Convert the optimizer state of a `dp_reshardable` directory; one process, its buckets in scratch files.
+    """Convert the optimizer state alone of a `dp_reshardable` directory; one process, its buckets in scratch files.
 
     Main weights go to `optimizer.state.fp32_param.<name>`, moments under their own names.
 
     Args:
         source: the directory.
-        slots: where each parameter is; together they must fill every bucket but for padding.
+        slots: where each parameter is; together they must fill every bucket except for padding.
         path: the checkpoint to write.
         step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
 
     Raises:
-        CheckpointingException: the directory holds no such buckets, or remainders instead of main weights; slots do
+        CheckpointingException: the directory holds no such buckets, or remainders in place of main weights; slots do
             not fit its buckets, or blocks their parameters.
     """
     index = read_index(source)
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
+        states = buckets_to_states(index, slots, Path(scratch))
+        save({"optimizer": {"state": states + counted({slot.name for slot in slots}, step)}}, path)
+
+
+def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> list[ShardedTensor]:
+    """The states of every parameter, cut from the buckets; raises as `dp_reshardable_to_checkpoint`.
+
+    Args:
+        index: the directory.
+        slots: where each parameter is.
+        scratch: an empty folder for the buckets; the states are views of files in it.
+    """
     buckets = _buckets(index)
     by_bucket: dict[BucketId, list[BucketSlot]] = defaultdict(list)
     for slot in slots:
         by_bucket[slot.bucket_id].append(slot)
     _check_slots(index, buckets, by_bucket)
     keys = [key for states in buckets.values() for key in states.values()]
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
-        flat = mapped_apart(Path(scratch), select(index, keys))
-        read_into(index, flat)
-        states = list(_states(buckets, by_bucket, flat))
-        save({"optimizer": {"state": states + counted({slot.name for slot in slots}, step)}}, path)
+    folder = scratch / "buckets"
+    folder.mkdir()
+    flat = mapped_apart(folder, select(index, keys))
+    read_into(index, flat)
+    return list(_states(buckets, by_bucket, flat))
 
 
 def counted(names: set[str], step: int | None) -> list[ShardedTensor]:
@@ -195,10 +208,24 @@ def _states(
     buckets: Mapping[BucketId, Mapping[str, str]],
     by_bucket: Mapping[BucketId, list[BucketSlot]],
     flat: Mapping[str, Tensor],
-) -> Iterator[Any]:
-    for bucket_id, states in buckets.items():
+) -> Iterator[ShardedTensor]:
+    """Every block of every state once; model-parallel ranks that hold the same block hold the same values.
+
+    Raises:
+        CheckpointingException: two groups hold different values of one block.
+    """
+    first: dict[ShardIdentity, Tensor] = {}
+    for place, states in buckets.items():
         for state, key in states.items():
             name = "fp32_param" if state == "param" else state
-            for slot in by_bucket[bucket_id]:
+            for slot in by_bucket[place]:
                 values = flat[key][slot.start : slot.stop].view(slot.shape)
-                yield slot.sharded(f"{PREFIX}{name}.{slot.name}", values)
+                block = slot.sharded(f"{PREFIX}{name}.{slot.name}", values)
+                if block.identity not in first:
+                    first[block.identity] = values
+                    yield block
+                elif not torch.equal(first[block.identity], values):
+                    raise CheckpointingException(
+                        f"{block.key} at {block.global_offset} has other values in group {place.group} than in an "
+                        f"earlier one: give slots of different parameters different names or offsets"
+                    )

@@ -19,7 +19,7 @@ from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected
 from opt_checkpoint.disk.detect import read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
-from opt_checkpoint.disk.torch_zip_reader import load_archive
+from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
@@ -78,6 +78,7 @@ class ShardedLoadPlanner(LoadPlanner):
         strict: what to do about keys on one side only.
         dtype: what to do about other dtypes.
         aliases: other prefixes under which a key may be stored.
+        safe_globals: classes and functions that stored objects may use.
     """
 
     def __init__(
@@ -89,9 +90,11 @@ class ShardedLoadPlanner(LoadPlanner):
         strict: StrictHandling,
         dtype: DtypeRule,
         aliases: Mapping[str, str],
+        safe_globals: SafeGlobals = (),
     ) -> None:
         self._state, self._index, self._common = state, index, common
         self._strict, self._dtype, self._aliases = strict, dtype, aliases
+        self._safe_globals = safe_globals
         self._flat: FlatState | None = None
         self._targets: list[_Target] = []
         self._to_zero: list[ShardedTensor] = []
@@ -129,9 +132,17 @@ class ShardedLoadPlanner(LoadPlanner):
         items = [item for path, shard in self.flat.tensors.items() for item in self._reads_of(path, shard)]
         for path, wanted in self.flat.objects.items():
             if path not in self.dropped:
-                where = MetadataIndex(wanted.unique_key)
-                items.append(ReadItem(LoadItemType.BYTE_IO, where, _NONE, where, _NONE, _NONE))
+                items += self._object_reads(wanted.unique_key)
         return LoadPlan(items, planner_data=_Wanted(self._asked_bits()))
+
+    def _object_reads(self, key: str) -> list[ReadItem]:
+        """Read an object of a foreign checkpoint now: whether it can be loaded must be known before memory changes."""
+        if self._index.kind is not Kind.OURS:
+            value = read_object(self._index, key, safe_globals=self._safe_globals)
+            self._loaded_objects[key] = loaded_whole(value, key)
+            return []
+        where = MetadataIndex(key)
+        return [ReadItem(LoadItemType.BYTE_IO, where, _NONE, where, _NONE, _NONE)]
 
     def _find_unexpected(self) -> None:
         stored, objects = self._index.tensors, self._index.objects
@@ -148,9 +159,9 @@ class ShardedLoadPlanner(LoadPlanner):
         for path in self.flat.common:
             value = lookup(self._common, path)
             if value is ABSENT and self._is_stock_object(path):
-                value = read_object(self._index, path_text(path))
+                value = read_object(self._index, path_text(path), safe_globals=self._safe_globals)
             if value is not ABSENT:
-                yield path, value
+                yield path, loaded_whole(value, path_text(path))
 
     def _is_stock_object(self, path: Path) -> bool:
         return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
@@ -236,7 +247,9 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep an object that was read; only what `torch.load(weights_only=True)` accepts."""
-        self._loaded_objects[read_item.dest_index.fqn] = self._index.kind.unwrapped(load_archive(value.getvalue()))
+        key = read_item.dest_index.fqn
+        loaded = load_object(value.getvalue(), allowed=self._safe_globals)
+        self._loaded_objects[key] = loaded_whole(self._index.kind.unwrapped(loaded), key)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The memory for one read, as a view."""

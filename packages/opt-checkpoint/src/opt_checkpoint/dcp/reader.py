@@ -151,7 +151,8 @@ class CheckpointReader(StorageReader):
         if not chunk.place.archive:
             return chunk.place
         if chunk not in self._values:
-            self._values[chunk] = find_values(file.read, chunk.place, dtype, chunk.box.sizes)
+            whole = find_values(file.read, chunk.place, dtype, chunk.archived or chunk.box.sizes)
+            self._values[chunk] = whole and whole.part(chunk.first * dtype.itemsize, chunk.box.numel * dtype.itemsize)
         return self._values[chunk]
 
     def _carry_out(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
@@ -203,10 +204,10 @@ class CheckpointReader(StorageReader):
 
 
 def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    tensor = load_archive(bytes(raw))
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.box.sizes or tensor.dtype != dtype:
-        raise CheckpointCorruptError(f"the archive at {chunk.place} does not hold {dtype} of shape {chunk.box.sizes}")
-    return tensor
+    tensor, shape = load_archive(bytes(raw)), chunk.archived or chunk.box.sizes
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise CheckpointCorruptError(f"the archive at {chunk.place} does not hold {dtype} of shape {shape}")
+    return tensor.reshape(-1)[chunk.first : chunk.first + chunk.box.numel].view(chunk.box.sizes)
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:

@@ -88,8 +88,8 @@ def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
     """State of a parameter that was saved under other names is not simply absent: say what is there."""
     if any(".bucket_idx_" in key for key in stored):
         return (
-            " (it holds buckets as they lay in memory, the reference's dp_reshardable, where parameters have no names; "
-            "convert it first: python -m opt_checkpoint convert ... --to from-dp-reshardable)"
+            " (it holds buckets as they lay in memory, Megatron-Core's dp_reshardable, where parameters have no names; "
+            "convert it first: optckpt convert ... --from megatron --slots ...)"
         )
     bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
     for key in unexpected:

@@ -32,6 +32,7 @@ from opt_checkpoint.disk.index import (
     check_index,
 )
 from opt_checkpoint.disk.inert_pickle import Made, Name, read_pickle
+from opt_checkpoint.disk.megatron_flat import unflattened
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
 
@@ -88,6 +89,9 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
             objects[key] = _only_place(key, places)
         else:
             raise _damaged(f"{key} is neither a tensor nor an object")
+    for key, shape in _flattened(metadata).items():
+        if key in tensors:
+            tensors[key] = unflattened(key, tensors[key], shape)
     files = {place.file for place in places.values()}
     index = CheckpointIndex(
         path=path,
@@ -107,6 +111,16 @@ def _megatron_metadata(metadata: Made) -> list[Name]:
     if type(of) is Name and of.name == "MCoreMetadata" and of.module.startswith("megatron.core."):
         return [of]
     return []
+
+
+def _flattened(metadata: Made) -> dict[str, Shape]:
+    """The shapes of the parameters whose tensors are stored as flattened blocks, by key."""
+    shapes = {}
+    for key, about in _entries(metadata.attributes.get("mcore_data") or {}, "mcore_data").items():
+        shape = _entries(about, "mcore_data").get("nd_reformulated_orig_global_shape")
+        if shape is not None:
+            shapes[str(key)] = _integers(shape, "nd_reformulated_orig_global_shape")
+    return shapes
 
 
 def _damaged(problem: str) -> CheckpointCorruptError:

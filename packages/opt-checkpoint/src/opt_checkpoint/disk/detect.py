@@ -1,4 +1,4 @@
-"""Finding out what is at a path: a checkpoint of ours, a stock or reference directory, or none."""
+"""Finding out what is at a path: a checkpoint of ours, a stock or Megatron-Core directory, or nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opt_checkpoint.disk.data_file import FILE_MARK, open_files, open_regular, r
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
-from opt_checkpoint.disk.torch_zip_reader import load_archive
+from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 
@@ -27,7 +27,7 @@ class Opened:
 def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
     """The index of the checkpoint at a path.
 
-    A manifest decides; only where there is none, `.metadata` is read, as that of a stock or reference directory.
+    A manifest decides; only where there is none, `.metadata` is read, as that of a stock or Megatron-Core directory.
 
     Args:
         path: the checkpoint's directory.
@@ -53,21 +53,28 @@ def _is_our_data(path: Path) -> bool:
         return file.read(len(FILE_MARK)) == FILE_MARK
 
 
-def read_common(index: CheckpointIndex) -> Any:
+def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
     """The common state: the plain values of the saved state, nested as they were; empty where none was stored.
+
+    Args:
+        index: the checkpoint.
+        safe_globals: classes and functions that may be used to load it, as for `torch.serialization.safe_globals`.
+
+    Returns:
+        The values. In a checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
     """
     if COMMON_KEY in index.objects:
-        return read_object(index, COMMON_KEY)
+        return read_object(index, COMMON_KEY, safe_globals=safe_globals)
     if index.kind is Kind.MEGATRON and (index.path / MEGATRON_COMMON).exists():
-        return load_archive(read_small_file(index.path / MEGATRON_COMMON))
+        return load_object(read_small_file(index.path / MEGATRON_COMMON), allowed=safe_globals)
     return {}
 
 
-def read_object(index: CheckpointIndex, unique_key: str) -> Any:
-    """One stored object.
+def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = ()) -> Any:
+    """One stored object; takes and returns values as `read_common`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
@@ -77,10 +84,11 @@ def read_object(index: CheckpointIndex, unique_key: str) -> Any:
         raw = files[place.file].read(place.start, place.nbytes)
     if place.crc is not None and crc32(raw) != place.crc:
         raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
-    return index.kind.unwrapped(load_archive(raw))
+    value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
+    return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+def open_checkpoint(path: str | os.PathLike[str], *, safe_globals: SafeGlobals = ()) -> Opened:
     """Index and common state of the checkpoint at a path; raises as `read_index` and `read_common`."""
     index = read_index(path)
-    return Opened(index=index, common=read_common(index))
+    return Opened(index=index, common=read_common(index, safe_globals=safe_globals))

@@ -53,13 +53,26 @@ class ByteRange:
     crc: int | None = None
     archive: bool = False
 
+    def part(self, offset: int, nbytes: int) -> ByteRange:
+        """A run of bytes within this one, without a checksum of its own."""
+        return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, and where its values are."""
+    """A box of a tensor, and where its values are.
+
+    Args:
+        box: the part of the tensor.
+        place: the bytes that hold it.
+        archived: shape of the tensor in the archive at `place`; None where it is the box's.
+        first: how many of its elements, in row-major order, come before the box.
+    """
 
     box: Box
     place: ByteRange
+    archived: Shape | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex
 from opt_checkpoint.disk.manifest import MANIFEST
-from opt_checkpoint.disk.torch_zip_reader import ReadAt, check_archive_size, load_archive
+from opt_checkpoint.disk.stored_objects import load_object
+from opt_checkpoint.disk.torch_zip_reader import ReadAt, check_archive_size
 from opt_checkpoint.errors import CheckpointCorruptError
 
 _PIECE_BYTES = 16 << 20
@@ -187,7 +188,7 @@ def _archive_problem(raw: bytes) -> str | None:
         check_archive_size(raw)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             bad = archive.testzip()
-        load_archive(raw)
+        load_object(raw)
     except Exception as error:  # zipfile raises many kinds on damaged archives
         return f"holds a damaged archive: {error}"
     return None if bad is None else f"holds a damaged archive: {bad} has changed"

@@ -25,6 +25,7 @@ from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_places, check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.run.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_everywhere
@@ -127,6 +128,7 @@ def load(
     dtype: Literal["exact", "cast"] = "exact",
     verify: Verify = "sizes",
     aliases: Mapping[str, str] = NO_ALIASES,
+    safe_globals: SafeGlobals = (),
     threads: int = 4,
 ) -> LoadReport:
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
@@ -145,6 +147,9 @@ def load(
         verify: `"sizes"`: every file is there, of its size, and of this save. `"chunks"`: also every chunk that a
             rank needs matches its checksum, which reads it once more. `"none"`.
         aliases: prefixes of keys by which they may be stored, for keys that are not stored under their own.
+        safe_globals: classes and functions that stored objects and plain values may use, as for
+            `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
+            loaded, and asking for one is an error.
         threads: how many reads a rank has under way.
 
     Returns:
@@ -162,8 +167,10 @@ def load(
     same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
     what = f"loading {source}"
     mode, rule = StrictHandling.parse(strict), DtypeRule.parse(dtype)
-    opened = agreed(ranks, lambda: _opened(source, verify), what)
-    planner = ShardedLoadPlanner(state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases)
+    opened = agreed(ranks, lambda: _opened(source, verify, safe_globals), what)
+    planner = ShardedLoadPlanner(
+        state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases, safe_globals=safe_globals
+    )
     reader = CheckpointReader(opened.index, threads=threads)
     if verify == "chunks":
         everyone(ranks, _error_of(lambda: _check_wanted(state, opened.index, aliases)), what)
@@ -181,8 +188,8 @@ def load(
     )
 
 
-def _opened(path: Path, verify: Verify) -> Opened:
-    opened = open_checkpoint(path)
+def _opened(path: Path, verify: Verify, safe_globals: SafeGlobals) -> Opened:
+    opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in ("sizes", "chunks", "none"):
         raise ValueError(f"verify={verify!r}; allowed: sizes, chunks, none")
     if verify != "none":

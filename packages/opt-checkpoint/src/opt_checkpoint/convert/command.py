@@ -1,0 +1,83 @@
+"""`optckpt convert`: checkpoints from and to other formats."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from opt_checkpoint.convert.foreign_files import read_names
+from opt_checkpoint.convert.megatron import megatron_to_checkpoint
+from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
+from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.torch_file import (
+    checkpoint_to_torch_file,
+    legacy_file_to_checkpoint,
+    read_slots,
+    torch_file_to_checkpoint,
+)
+from opt_checkpoint.disk.detect import read_index
+from opt_checkpoint.errors import CheckpointingException
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the command."""
+    parser.add_argument("source", type=Path, help="what to convert")
+    parser.add_argument("target", type=Path, help="what to write; it must not exist")
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument("--from", dest="from_", choices=_FROM, help="write a checkpoint from SOURCE, which is ...")
+    form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")
+    parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
+    parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
+    parser.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
+    parser.add_argument("--slots", type=Path, help="megatron, legacy: JSON list of {name, shape, start, ...}")
+    parser.add_argument("--step", type=int, help="megatron, legacy: number of optimizer steps taken")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print what was written.
+
+    Raises:
+        CheckpointingException: as the converters.
+    """
+    convert = _FROM[options.from_] if options.from_ else _TO[options.to]
+    for path in convert(options) or [options.target]:
+        print(path)
+    return 0
+
+
+def _from_torch(options: argparse.Namespace) -> None:
+    names = read_names(options.names) if options.names else None
+    torch_file_to_checkpoint(options.source, options.target, names=names)
+
+
+def _from_legacy(options: argparse.Namespace) -> None:
+    if options.slots is None:
+        raise CheckpointingException("--from legacy needs --slots: the file names no parameters")
+    legacy_file_to_checkpoint(options.source, read_slots(options.slots), options.target, step=options.step)
+
+
+def _from_megatron(options: argparse.Namespace) -> None:
+    slots = None if options.slots is None else read_bucket_slots(options.slots)
+    megatron_to_checkpoint(options.source, options.target, slots=slots, step=options.step)
+
+
+def _to_torch(options: argparse.Namespace) -> None:
+    checkpoint_to_torch_file(options.source, options.target)
+
+
+def _to_safetensors(options: argparse.Namespace) -> list[Path]:
+    index = read_index(options.source)
+    keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
+    if not keys:
+        raise CheckpointingException(f"{options.source} holds no tensor that matches {options.tensor!r}")
+    return export_safetensors(index, {k: k.removeprefix(options.strip) for k in keys}, options.target)
+
+
+_Convert = Callable[[argparse.Namespace], list[Path] | None]
+_FROM: Mapping[str, _Convert] = MappingProxyType(
+    {"torch": _from_torch, "megatron": _from_megatron, "legacy": _from_legacy}
+)
+_TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors})

@@ -1,0 +1,130 @@
+"""Directories that Megatron-Core wrote, kept in `golden/`: read, resharded, converted without Megatron installed.
+
+`tests_megatron` writes them anew with Megatron-Core itself; these are from its `write_megatron.py`, on two ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import load_as_ranks
+from megatron_truth import assert_holds, truth_of
+
+from opt_checkpoint import (
+    NUMPY_GLOBALS,
+    REFERENCE_ALIASES,
+    CheckpointCorruptError,
+    NotLoaded,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    read_common,
+    read_index,
+    save,
+    sharded_like,
+    verify_checkpoint,
+)
+from opt_checkpoint.__main__ import main
+from opt_checkpoint.convert.megatron import read_step
+from opt_checkpoint.disk.index import Kind
+from opt_checkpoint.disk.stored_objects import load_object
+
+GOLDEN = Path(__file__).parent / "golden"
+FORMS = {"megatron-0.16.1": "fully_reshardable", "megatron-0.12.3": "fully_sharded_model_space"}
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+
+
+@pytest.fixture(params=FORMS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with the directory and the truth about it."""
+    with zipfile.ZipFile(GOLDEN / f"{request.param}.zip") as archive:
+        archive.extractall(tmp_path)
+    (tmp_path / FORMS[request.param]).rename(tmp_path / "theirs")
+    return tmp_path
+
+
+def test_a_directory_of_megatron_holds_what_its_optimizer_held(written: Path) -> None:
+    assert read_index(written / "theirs").kind is Kind.MEGATRON
+    assert verify_checkpoint(written / "theirs") == []
+    truth = truth_of(written)
+    assert len(truth) == 3 * 13
+    assert_holds(written / "theirs", truth, aliases=REFERENCE_ALIASES)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_it_loads_as_flat_shards_of_any_number_of_ranks(written: Path, size: int) -> None:
+    key = f"optimizer.state.exp_avg.{FC1}"
+    whole = truth_of(written)[key]
+    cuts = [whole.numel() * n // size for n in range(size + 1)]
+    block = ShardedTensor.from_rank_offsets(key, whole)
+    states = [{"w": block.flat(torch.zeros(b - a), a, b)} for a, b in itertools.pairwise(cuts)]
+    loaded = load_as_ranks(states, written / "theirs")
+    assert torch.equal(torch.cat([state["w"] for state in loaded]), whole.reshape(-1))
+
+
+def test_tensors_and_plain_values_load_where_the_arguments_cannot(written: Path) -> None:
+    weight = torch.zeros(2, 64, 16, dtype=torch.bfloat16)
+    report = load({"model": sharded_like(FC1, weight), "iteration": None}, written / "theirs")
+    assert report.state["iteration"] == 3
+    assert weight.count_nonzero() == weight.numel()
+    index = read_index(written / "theirs")
+    common = read_common(index)
+    assert common["args"] == NotLoaded("argparse.Namespace")
+    assert read_step(index, common) == 3
+
+
+def test_arguments_and_generators_load_where_their_classes_are_allowed(written: Path) -> None:
+    with pytest.raises(CheckpointCorruptError, match=r"args cannot be loaded safely.*safe_globals=\[.*Namespace"):
+        load({"args": None}, written / "theirs")
+    allowed: list[Any] = [argparse.Namespace, *((dict, f"{m}.Attention") for m in ("__mp_main__", "__main__"))]
+    with pytest.raises(CheckpointCorruptError):  # an enum's member is not a dict
+        load({"args": None}, written / "theirs", safe_globals=allowed)
+    allowed = [argparse.Namespace, *((str, f"{m}.Attention") for m in ("__mp_main__", "__main__"))]
+    arguments = load({"args": None}, written / "theirs", safe_globals=allowed).state["args"]
+    assert (arguments.lr, arguments.attention, arguments.dtype) == (0.01, "1", torch.bfloat16)
+    shards = 2 if "rng_state/shard_1_2" in read_index(written / "theirs").objects else 1
+    rng = ShardedObject("rng_state", None, (shards,), (0,))
+    with pytest.raises(CheckpointCorruptError, match="NUMPY_GLOBALS of opt_checkpoint has those of numpy"):
+        load({"rng": rng}, written / "theirs")
+    (generators,) = load({"rng": rng}, written / "theirs", safe_globals=NUMPY_GLOBALS).state["rng"]
+    assert generators["numpy"][1].shape == (624,)
+
+
+def test_it_is_converted_with_its_step(written: Path) -> None:
+    assert main(["convert", str(written / "theirs"), str(written / "ours"), "--from", "megatron"]) == 0
+    assert_holds(written / "ours", truth_of(written))
+    step = torch.zeros(2, dtype=torch.int64)
+    load({"s": sharded_like(f"optimizer.state.step.{FC1}", step)}, written / "ours")
+    assert step.tolist() == [3, 3]
+    with pytest.raises(SystemExit):
+        main(["convert", str(written / "theirs"), str(written / "again")])
+
+
+def test_a_checkpoint_of_ours_is_not_converted_from_megatron(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"w": sharded_like("w", torch.ones(2))}, tmp_path / "x")
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "y"), "--from", "megatron"]) == 2
+    assert "was not written by Megatron-Core" in capsys.readouterr().err
+
+
+class Hidden:
+    """A class that no reader knows."""
+
+    def __reduce__(self) -> Any:
+        return Hidden, ()
+
+
+def test_what_stands_in_for_an_unknown_class_is_inert() -> None:
+    stream = io.BytesIO()
+    torch.save({"known": 1, "unknown": [Hidden(), (Hidden(), 2)]}, stream)
+    name = f"{Hidden.__module__}.Hidden"
+    loaded = load_object(stream.getvalue())
+    assert loaded == {"known": 1, "unknown": [NotLoaded(name), (NotLoaded(name), 2)]}

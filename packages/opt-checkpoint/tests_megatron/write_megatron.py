@@ -1,0 +1,217 @@
+"""Writes directories of a small GPT with Megatron-Core itself, on gloo ranks without a GPU.
+
+    python write_megatron.py FOLDER RANKS TENSOR_PARALLEL FORMAT ...
+
+FOLDER gets one directory per format, and from each rank `truth-<rank>.pt` (the optimizer's states as they are in
+memory, by parameter) and `slots-<rank>.json` (where each parameter is in the buckets). Megatron-Core asks for CUDA in a
+few places that a CPU serves as well; `_OnCpu` answers them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.overrides import TorchFunctionMode
+
+warnings.filterwarnings("ignore")
+STEPS = 3
+
+
+class Attention(enum.Enum):
+    """A class of the training script, as Megatron's arguments hold several."""
+
+    FLASH = 1
+
+
+class _OnCpu(TorchFunctionMode):
+    """Tensors asked for on a GPU are made on the CPU, and those on the CPU report the types of a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        out = func(*args, **kwargs)
+        return out.replace("torch.", "torch.cuda.", 1) if func is torch.Tensor.type and isinstance(out, str) else out
+
+
+def write(rank: int, folder: Path, ranks: int, tensor_parallel: int, formats: list[str]) -> None:
+    """One rank: train three steps on random gradients, then save in every format."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    for name in ("set_device", "empty_cache", "synchronize"):
+        setattr(torch.cuda, name, lambda *args: None)
+    if not hasattr(np, "product"):
+        np.product = np.prod  # type: ignore[attr-defined]  # Megatron-Core 0.12 was written for numpy 1
+    with _OnCpu():
+        model, optimizer = _train(tensor_parallel)
+        pieces = _pieces(model)
+        torch.save(_truth(model, optimizer, pieces), folder / f"truth-{rank}.pt")
+        (folder / f"slots-{rank}.json").write_text(json.dumps(_slots(model, pieces)))
+        for form in formats:
+            _save(model, optimizer, folder / form, form)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train(tensor_parallel: int) -> tuple[Any, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    torch.manual_seed(1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16}
+    unfused = {
+        f"{name}_fusion": False
+        for name in ("bias_activation", "gradient_accumulation", "masked_softmax", "bias_dropout")
+    }
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu, add_bias_linear=False, use_cpu_initialization=True,
+        tensor_model_parallel_size=tensor_parallel, pipeline_dtype=torch.bfloat16, apply_rope_fusion=False,
+        **bf16, **unfused,
+    )  # fmt: skip
+    gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=8)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, bucket_size=5000, grad_reduce_in_fp32=True
+    )
+    model = DistributedDataParallel(config, ddp_config, gpt.bfloat16())
+    options = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=0.0, **bf16)
+    optimizer = get_megatron_optimizer(options, [model])
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        for number, param in enumerate(model.parameters()):
+            seed = torch.Generator().manual_seed(100 * step + number)
+            param.main_grad.copy_(torch.randn(param.shape, generator=seed))
+        try:
+            optimizer.step()
+        except RuntimeError as error:  # 0.12 publishes the weights by Transformer Engine; the state is complete by then
+            if "Transformer Engine" not in str(error):
+                raise
+    return model, optimizer
+
+
+class _Piece(NamedTuple):
+    """A run of rows of a parameter that is a block of a stored tensor; SwiGLU's have two."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    first: int
+
+
+def _pieces(model: Any) -> dict[int, list[_Piece]]:
+    """The pieces of every parameter, by its id, from Megatron-Core's own sharded state."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    pieces: dict[int, list[_Piece]] = {}
+    for value in nested_values(model.module.sharded_state_dict()):
+        if isinstance(value, ShardedTensorFactory):
+            blocks = list(nested_values(value.build()))
+        elif isinstance(value, ShardedTensor):
+            blocks = [value]
+        else:
+            continue
+        first, own = 0, []
+        for block in blocks:
+            shape = (1,) * block.prepend_axis_num + tuple(block.local_shape)
+            own.append(_Piece(block.key, tuple(block.global_shape), tuple(block.global_offset), shape, first))
+            first += block.data.numel()
+        pieces[id(value.data)] = own
+    return pieces
+
+
+def _truth(model: Any, optimizer: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
+    """The elements of each parameter that this rank's optimizer holds, with its states."""
+    sharded = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+    rows = []
+    for param in model.parameters():
+        if param not in sharded.model_param_gbuf_map:
+            continue
+        held = sharded._get_model_param_range_map(param)["param"]
+        tensors = sharded._get_main_param_and_optimizer_states(param)
+        states = {name: tensors[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+        states["fp32_param"] = tensors.get("param", tensors.get("fp32_param")).clone()
+        rows.append({"pieces": [p._asdict() for p in pieces[id(param)]], "start": held.start, "states": states})
+    return rows
+
+
+def _slots(model: Any, pieces: dict[int, list[_Piece]]) -> list[dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    slots = []
+    group = parallel_state.get_tensor_model_parallel_rank()
+    for number, buffer in enumerate(model.buffers):
+        for param, (start, _, bucket) in buffer.param_index_map.items():
+            for piece in pieces[id(param)]:
+                in_bucket = start - buffer.buckets[bucket].offset + piece.first
+                slots.append({
+                    "name": piece.key, "shape": piece.shape, "start": in_bucket, "bucket": bucket, "buffer": number,
+                    "group": group, "global_shape": piece.global_shape, "global_offset": piece.offset,
+                })  # fmt: skip
+    return slots
+
+
+def _save(model: Any, optimizer: Any, path: Path, form: str) -> None:
+    from megatron.core import dist_checkpointing, parallel_state
+
+    sharded = model.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": form}
+    try:
+        state = optimizer.sharded_state_dict(sharded, metadata=metadata, is_loading=False)
+    except TypeError:  # 0.12 takes the format as an argument
+        state = optimizer.sharded_state_dict(sharded, sharding_type=form, is_loading=False)
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    generators = [{"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}]
+    rng = dist_checkpointing.ShardedObject(
+        "rng_state", generators, (ranks,), (parallel_state.get_tensor_model_parallel_rank(),),
+        replica_id=parallel_state.get_data_parallel_rank(),
+    )  # fmt: skip
+    path.mkdir(exist_ok=True)
+    dist.barrier()
+    arguments = argparse.Namespace(lr=0.01, attention=Attention.FLASH, dtype=torch.bfloat16)
+    content = {"model": sharded, "optimizer": state, "rng_state": rng, "iteration": STEPS, "args": arguments}
+    dist_checkpointing.save(content, str(path), validate_access_integrity=False)
+
+
+def _serve_old_writers() -> None:
+    """Megatron-Core 0.12 calls a function of torch 2.6's DCP, which has got another argument since."""
+    import inspect
+
+    from torch.distributed.checkpoint import filesystem
+
+    current = filesystem._write_item
+    if "serialization_format" in inspect.signature(current).parameters:
+        form = filesystem.SerializationFormat.TORCH_SAVE
+        filesystem._write_item = lambda *args, **options: current(*args, **{"serialization_format": form, **options})
+
+
+if __name__ == "__main__":
+    import megatron.core
+
+    target = Path(sys.argv[1])
+    if megatron.core.__version__ < "0.13":
+        _serve_old_writers()
+    size = int(sys.argv[2])
+    work = (target, size, int(sys.argv[3]), sys.argv[4:])
+    mp.start_processes(write, work, nprocs=size, start_method="fork" if megatron.core.__version__ < "0.13" else "spawn")
