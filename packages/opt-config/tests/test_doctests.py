@@ -24,7 +24,7 @@ def test_there_are_docstring_examples():
     assert sum(bool(test.examples) for tests in found.values() for test in tests) >= 5
 
 
-def test_readme_blocks_run(tmp_path, monkeypatch):
+def test_readme_blocks_run_and_print_what_their_comments_say(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -32,3 +32,6 @@ def test_readme_blocks_run(tmp_path, monkeypatch):
     scope: dict[str, object] = {}
     for block in blocks:
         exec(block, scope)
+    # The comment after a print, and the lines of comments alone, are what is printed.
+    shown = re.findall(r"^(?:print\(.*\)  )?# (.*)$", "\n".join(blocks), flags=re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == shown

@@ -12,6 +12,7 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, P
 from opt_paramgroups import (
     ParamId,
     describe,
+    get_matrix_rule_overrides,
     get_param_groups,
     get_param_groups_and_buffers,
     get_standard_config_overrides,
@@ -151,6 +152,17 @@ def test_the_callers_arguments_are_left_as_they_were():
     groups[1]["wd_mult"] = 7.0
     assert overrides == before
     assert config_before == CONFIG
+
+
+def test_no_parameter_and_no_config_is_written_to():
+    model, config = Model(), copy.deepcopy(CONFIG)
+    attributes = {name: dict(vars(param)) for name, param in model.named_parameters()}
+    values = copy.deepcopy(model.state_dict())
+    get_param_groups([model], config, None)
+    get_param_groups([model], config, get_matrix_rule_overrides(OptimizerConfig(optimizer="muon")))
+    assert {name: vars(param) for name, param in model.named_parameters()} == attributes
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
+    assert config == CONFIG
 
 
 def test_a_name_follows_from_the_keys_and_not_from_the_numbers():

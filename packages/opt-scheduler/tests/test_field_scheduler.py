@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,3 +110,18 @@ def test_what_has_no_groups_is_refused_by_its_type(given: Any) -> None:
     # model.parameters() was answered with AttributeError: 'generator' object has no attribute 'param_groups'.
     with pytest.raises(ScheduleError, match=r"has no param_groups; pass an optimizer such as torch\.optim\.AdamW"):
         FieldScheduler(given, {"lr": HALVING})
+
+
+@pytest.mark.parametrize(("relative", "expected"), [(False, 0.75), (True, 0.375)])
+def test_a_group_added_later_and_a_value_edited_by_hand_count(relative: bool, expected: float) -> None:
+    target = optimizer({"lr": 1.0})
+    scheduler = FieldScheduler(target, {"lr": HALVING}, relative=relative)
+    target.param_groups.append({"lr": 0.5})
+    target.param_groups[0]["lr"] = 7.0
+    scheduler.step(1)
+    assert [group["lr"] for group in target.param_groups] == [0.75, expected]
+
+
+def test_a_schedule_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        HALVING.steps = 8  # type: ignore[attr-defined]

@@ -227,3 +227,13 @@ def test_groups_that_do_not_fit_the_model_are_refused(case: str) -> None:
     with pytest.raises(ConfigError) as caught:
         get_optimizer_based_on_param_groups(OptimizerConfig(lr=1e-2), [MODEL], groups)
     assert str(caught.value) == message
+
+
+def test_fields_assigned_after_construction_are_checked_when_something_is_built() -> None:
+    config, ddp_config = OptimizerConfig(lr=1e-2), DistributedDataParallelConfig()
+    config.adam_beta1 = 2.0
+    with pytest.raises(ConfigError, match=r"adam_beta1=2\.0: must be in \[0, 1\)"):
+        get_optimizer(config, [make_model()])
+    ddp_config.bucket_size = -1
+    with pytest.raises(ConfigError, match="bucket_size=-1"):
+        DistributedDataParallel(ddp_config, make_model())
