@@ -1,4 +1,4 @@
-"""Muon, layer-wise: whole matrices dealt to ranks by cost, everything else on flat shards beside them.
+"""Muon, layer-wise: whole matrices are assigned to ranks by cost, all other parameters lie on flat shards.
 
 torchrun --nproc-per-node 2 examples/train_muon.py --steps 60
 """
@@ -28,9 +28,8 @@ def main() -> None:
     torch.manual_seed(0)
 
     gpt = CharGPT().bfloat16()
-    # Nothing in torch says which matrix is an embedding: these attributes, of the reference's names, do.
-    for module in (gpt.embedding, gpt.position, gpt.head):
-        module.weight.is_embedding_or_output_parameter = True
+    # Embeddings and the head are recognised by their modules and go to Adam. Where that fails, set the attribute
+    # is_embedding_or_output_parameter of the weight to True or False.
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=True
     )

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from opt_config import ConfigError, ParamKey, did_you_mean, has_attribute, many
 from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta
 from opt_paramgroups.names import ParamId
-from opt_paramgroups.overrides import Override
+from opt_paramgroups.overrides import DefaultEntries, Override
 from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
 
 logger = logging.getLogger("opt_paramgroups")
@@ -36,16 +36,23 @@ def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
 
 
 def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Match:
-    """The keys of `overrides` that mean a parameter, and their merged override.
+    """The keys of `overrides` that match a parameter, and their merged override.
 
-    Attributes that `meta` knows are asked of it, others of the tensor. Raises `ConfigError` where two keys contradict
-    each other, with both keys and the parameter.
+    Attributes that `meta` knows are asked of it, others of the tensor. `DefaultEntries` apply where no other key sets
+    the entry. Raises `ConfigError` where two keys contradict each other, with both keys and the parameter.
     """
     found = [key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))]
+    set_by_caller = {e for key in found if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
+    chosen = {
+        key: {entry: value for entry, value in overrides[key].items() if entry not in set_by_caller}
+        if isinstance(overrides[key], DefaultEntries)
+        else overrides[key]
+        for key in found
+    }
     try:
-        merged = combine_param_group_overrides([_as_override(overrides[key]) for key in found])
+        merged = combine_param_group_overrides([_as_override(override) for override in chosen.values()])
     except ValueError as error:
-        raise _contradiction(meta, {key: overrides[key] for key in found}) from error
+        raise _contradiction(meta, chosen) from error
     return Match(frozenset(key.label for key in found), param_group_override_to_tuple(merged) or None)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from opt_config import ConfigError, did_you_mean
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES, DTensorLayout, MeshPlacement, dtensor_layout
 from opt_paramgroups.names import ParamId, parameters_by_id
+from opt_paramgroups.vocabulary import vocabulary_roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class ParamMeta:
     average_gradients_across_tp: bool = False  # gradients are averaged over the tensor-parallel ranks
     is_embedding_or_output: bool = False
     is_embedding: bool = False
+    guess: str = ""  # why it counts as an embedding or output, where no module or attribute makes that certain
     use_muon: bool = True  # a matrix rule may move it
     grad_norm_group: str | None = None  # a norm and clip of its own
     qkv_split_shapes: tuple[int, ...] = ()  # rows of q, k and v in one query group; (): not fused
@@ -127,8 +129,8 @@ def describe(
 ) -> dict[ParamId, ParamMeta]:
     """What is known of every trainable parameter: tied ones once, under their first name; frozen ones never.
 
-    Read from Megatron-Core's attribute names and from DTensor placements; an embedding that is only an `nn.Embedding`
-    is not known to be one.
+    Read from Megatron-Core's attribute names, from DTensor placements, and, for embeddings and output layers without
+    the attribute `is_embedding_or_output_parameter`, from the modules (`vocabulary_roles`).
 
     Args:
         model_chunks: the model, or its virtual pipeline stages; wrappers do not change the names.
@@ -141,10 +143,15 @@ def describe(
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     roles = {id: _roles_read(id, param, frozenset(tensor_parallel_axes)) for id, param in params.items()}
+    for id, role in _roles_recognised(model_chunks, params).items():
+        if not roles[id].keys() & {"is_embedding_or_output", "is_embedding"}:
+            roles[id] |= role
     for which, fields in (overrides or {}).items():
         _check_fields(which, fields)
         for id in _meant(which, params):
             roles[id] |= fields
+            if "is_embedding_or_output" in fields:
+                roles[id].pop("guess", None)
     return {id: _meta(id, param, roles[id]) for id, param in params.items()}
 
 
@@ -158,6 +165,18 @@ def _meta(id: ParamId, param: nn.Parameter, roles: Mapping[str, Any]) -> ParamMe
         placements=layout.placements,
         **{**roles, "qkv_split_shapes": tuple(roles.get("qkv_split_shapes", ()))},
     )
+
+
+def _roles_recognised(
+    model_chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter]
+) -> dict[ParamId, dict[str, Any]]:
+    """The fields that the modules of embeddings and output layers tell."""
+    known = vocabulary_roles(model_chunks)
+    return {
+        param_id: {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
+        for param_id, param in params.items()
+        if (role := known.get(id(param))) is not None
+    }
 
 
 def _roles_read(id: ParamId, param: nn.Parameter, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:

@@ -11,6 +11,11 @@ from opt_scheduler import ParamGroupOverride
 Override = Mapping[str, Any]
 """Entries of a group, by name: those in `OVERRIDE_KEYS`, and those that the caller declares as `extra_group_keys`."""
 
+
+class DefaultEntries(dict[str, Any]):
+    """An override whose entries hold only where no other override sets them, instead of contradicting it."""
+
+
 ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Override]
 
 OVERRIDE_KEYS = (
@@ -78,7 +83,8 @@ def read_overrides(
             read[key] = _difference(config, override, key)
         elif isinstance(override, Mapping):
             _check_names(override, key, known)
-            read[key] = {entry: value for entry, value in override.items() if value is not None}
+            kind = DefaultEntries if isinstance(override, DefaultEntries) else dict
+            read[key] = kind({entry: value for entry, value in override.items() if value is not None})
         else:
             reason = "must be a ParamGroupOverride (a dict) or an OptimizerConfig"
             raise ConfigError(f"config_overrides[{key.label}]: {override!r}: {reason}")

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from opt_paramgroups.names import parameters_by_id
-from opt_paramgroups.overrides import Override
+from opt_paramgroups.overrides import DefaultEntries, Override
 
 MUON_FAMILY = ("muon", "adaptive_muon")
 """The rules for which `use_muon=False` on a parameter and `muon_scalar_optimizer` are meant."""
@@ -35,7 +35,9 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
 
 
 def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str | None = None) -> Overrides:
-    """What a matrix rule (Muon, SOAP) leaves to an elementwise one: all but matrices, embeddings and outputs.
+    """What a matrix rule (Muon, SOAP) leaves to an elementwise one: embeddings, outputs, and what is not a matrix.
+
+    An override of the caller that sets `optimizer` for such a parameter takes precedence.
 
     `scalar_optimizer` names the elementwise rule; None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
     Muon's family also leaves out parameters marked `use_muon=False`.
@@ -44,7 +46,7 @@ def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str 
     no_matrix = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
     spared = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
     key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(no_matrix, spared) if muon else no_matrix)
-    return {key: {"optimizer": scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam")}}
+    return {key: DefaultEntries(optimizer=scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam"))}
 
 
 def get_layer_decay_overrides(

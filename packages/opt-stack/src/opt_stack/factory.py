@@ -17,6 +17,8 @@ from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
+    ParamId,
+    ParamMeta,
     describe,
     get_matrix_rule_overrides,
     get_param_groups,
@@ -211,6 +213,8 @@ def _build(
     check_replicas(params, metas, roles)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
+    if roles.dense.dp.rank == 0:
+        warn_of_guesses(plan, metas)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
     model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks, roles.everyone))
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
@@ -264,6 +268,21 @@ def plan_of(
         bucket_size=default_bucket_size(sizes.dense),
         ready_buffers=ready,
     )
+
+
+def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
+    """Log a warning for each parameter that a guess keeps away from a matrix rule, or gives the decoupled rates."""
+    rules = [unit.rule.name for unit in plan.units if unit.rule.needs is Needs.MATRICES]
+    if not rules and plan.config.decoupled_lr is None:
+        return
+    for unit in plan.units:
+        for id in sorted(id for id in unit.ids if metas[id].guess and unit.rule.needs is not Needs.MATRICES):
+            logger.warning(
+                "parameter %r of shape %s is taken for an embedding or output layer, since %s: it is moved by %s%s. "
+                "Set its attribute is_embedding_or_output_parameter to True to confirm, or to False to treat it as a "
+                "hidden matrix",
+                str(id), metas[id].shape, metas[id].guess, unit.rule.name, f", not {rules[0]}" if rules else "",
+            )  # fmt: skip
 
 
 def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None) -> Roles:

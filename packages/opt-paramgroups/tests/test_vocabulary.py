@@ -1,0 +1,185 @@
+"""Embeddings and output layers are recognised by their modules, so that a matrix rule leaves them alone."""
+
+import pytest
+import torch
+from models import mark
+from torch import nn
+
+from opt_config import OptimizerConfig, ParamKey
+from opt_paramgroups import describe, get_matrix_rule_overrides, get_param_groups
+
+VOCAB, DIM = 11, 4
+
+
+class Layer(nn.Module):
+    """Hidden matrices; the first has the shape of an embedding of `hidden` entries."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
+
+
+class GPT(nn.Module):
+    """What people write: nothing is marked."""
+
+    def __init__(self, *, hidden: int = 16, tied: bool = False, head: str = "readout") -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(16, DIM)
+        self.layers = nn.ModuleList([Layer(hidden)])
+        self.norm = nn.LayerNorm(DIM)
+        self.register_module(head, nn.Linear(DIM, VOCAB, bias=False))
+        if tied:
+            getattr(self, head).weight = self.tokens.weight
+
+
+class Wrapper(nn.Module):
+    """As data-parallel wrappers hold a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Compiled(nn.Module):
+    """As torch.compile holds a model, without the seconds that its import takes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def recognised(*chunks: nn.Module, **options: object) -> dict[str, bool]:
+    """The embeddings and outputs by name, and whether each is a guess."""
+    metas = describe(chunks, **options).values()  # type: ignore[arg-type]
+    return {str(meta.id): bool(meta.guess) for meta in metas if meta.is_embedding_or_output}
+
+
+def moved_by_muon(*chunks: nn.Module) -> set[str]:
+    config = OptimizerConfig(optimizer="muon", lr=1e-2)
+    groups = get_param_groups(chunks, config, get_matrix_rule_overrides(config))
+    return {str(id) for group in groups if group["optimizer"] == "muon" for id in group["param_ids"]}
+
+
+HIDDEN = {"layers.0.up.weight", "layers.0.down.weight"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda model: model, Wrapper, Compiled, lambda model: Wrapper(Compiled(model))],
+    ids=["plain", "wrapped", "compiled", "compiled and wrapped"],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
+    # Embeddings and heads of every stock torch model were orthogonalised, without a word.
+    with torch.device(device):
+        model = wrap(GPT())
+    assert moved_by_muon(model) == HIDDEN
+    assert recognised(model) == {"tokens.weight": False, "positions.weight": False, "readout.weight": False}
+
+
+def test_a_tied_head_is_the_embedding():
+    assert moved_by_muon(GPT(tied=True)) == HIDDEN
+
+
+def test_a_head_tied_to_an_embedding_of_another_chunk_is_recognised():
+    first, last = nn.Embedding(VOCAB, DIM), nn.ModuleDict({"up": Layer().up, "readout": nn.Linear(DIM, VOCAB)})
+    last["readout"].weight = first.weight
+    assert moved_by_muon(first, last) == {"chunk 1: up.weight"}
+
+
+def test_a_hidden_matrix_that_happens_to_have_the_shape_of_the_head_is_still_moved():
+    assert moved_by_muon(GPT(hidden=VOCAB)) == HIDDEN
+    assert moved_by_muon(GPT(hidden=VOCAB, tied=True)) == HIDDEN
+
+
+def test_an_embedding_bag_is_an_embedding():
+    assert recognised(nn.ModuleDict({"bag": nn.EmbeddingBag(VOCAB, DIM)})) == {"bag.weight": False}
+
+
+def test_a_model_without_embeddings_keeps_its_last_linear():
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    assert moved_by_muon(model) == {"0.weight", "2.weight"}
+
+
+def test_the_one_linear_of_an_embeddings_shape_is_a_guess_where_it_is_not_the_last():
+    model = nn.ModuleDict({"readout": nn.Linear(DIM, VOCAB), "tokens": nn.Embedding(VOCAB, DIM), "layer": Layer()})
+    assert recognised(model) == {"readout.weight": True, "tokens.weight": False}
+
+
+def test_a_last_square_linear_is_a_guess():
+    model = nn.ModuleDict({"positions": nn.Embedding(DIM, DIM), "proj": nn.Linear(DIM, DIM)})
+    assert recognised(model) == {"positions.weight": False, "proj.weight": True}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "output_layer", "head", "unembed", "output"])
+def test_a_pipeline_stage_without_the_embedding_guesses_its_head_by_name(name):
+    stage = nn.ModuleDict({"layer": Layer(), name: nn.Linear(DIM, VOCAB)})
+    assert recognised(stage) == {f"{name}.weight": True}
+
+
+def test_a_projection_called_output_is_not_a_head():
+    model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(DIM, DIM)}), "layer": Layer()})
+    assert recognised(model) == {}
+
+
+def test_a_parameter_called_as_an_embedding_is_a_guess():
+    model = nn.Module()
+    model.pos_embed, model.weights = nn.Parameter(torch.zeros(16, DIM)), nn.Parameter(torch.zeros(16, DIM))
+    assert recognised(model) == {"pos_embed": True}
+
+
+def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():
+    class HuggingFaceLike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer, self.odd = nn.Linear(VOCAB, DIM), Layer(), nn.Linear(2 * DIM, VOCAB)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.table
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.odd
+
+    class Bare(HuggingFaceLike):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    assert recognised(Wrapper(HuggingFaceLike())) == {"table.weight": False, "odd.weight": False}
+    assert recognised(Bare()) == {}
+
+
+@pytest.mark.parametrize("name", ["tokens", "head"])
+def test_an_attribute_has_the_last_word(name):
+    model = GPT(head="head")
+    mark(getattr(model, name).weight, is_embedding_or_output_parameter=False)
+    assert f"{name}.weight" in moved_by_muon(model)
+    marked = GPT(head="head")
+    mark(marked.layers[0].up.weight, is_embedding_or_output_parameter=True)
+    assert moved_by_muon(marked) == HIDDEN - {"layers.0.up.weight"}
+
+
+def test_what_the_caller_says_has_the_last_word():
+    overrides = {"head.weight": {"is_embedding_or_output": False}}
+    stage = nn.ModuleDict({"layer": Layer(), "head": nn.Linear(DIM, VOCAB)})
+    assert recognised(stage, overrides=overrides) == {}
+    assert not any(meta.guess for meta in describe([stage], overrides=overrides).values())
+
+
+def test_decoupled_rates_reach_unmarked_embeddings():
+    groups = get_param_groups([GPT()], OptimizerConfig(lr=1.0, decoupled_lr=0.5), None)
+    decoupled = {str(id) for group in groups if group["is_decoupled_lr"] for id in group["param_ids"]}
+    assert decoupled == {"tokens.weight", "positions.weight", "readout.weight"}
+
+
+def test_an_override_of_the_callers_wins_over_the_scalar_optimizer():
+    config = OptimizerConfig(optimizer="muon", lr=1e-2)
+    overrides = {ParamKey(name="tokens.*"): {"optimizer": "lion"}, **get_matrix_rule_overrides(config)}
+    rule_of = {
+        str(id): group["optimizer"]
+        for group in get_param_groups([GPT()], config, overrides)
+        for id in group["param_ids"]
+    }
+    assert (rule_of["tokens.weight"], rule_of["positions.weight"]) == ("lion", "adam")

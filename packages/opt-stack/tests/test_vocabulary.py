@@ -1,0 +1,98 @@
+"""Muon and the embeddings of stock torch models: the optimizer, the wrapper and the plan tell the same."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.grouping import matrices_whole
+from opt_stack import DistributedDataParallel, get_optimizer
+from opt_stack.__main__ import main
+
+MUON = OptimizerConfig(optimizer="muon", lr=1e-2)
+
+
+class Tagger(nn.Module):
+    """An embedding, a hidden matrix, and a head that only its name tells: its shape is another than the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.hidden, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.hidden(self.tokens(x)))
+        return out
+
+
+def rules(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {str(id): group["optimizer"] for group in optimizer.param_groups for id in group["param_ids"]}
+
+
+EXPECTED = {
+    "tokens.weight": "adam",
+    "hidden.weight": "muon",
+    "hidden.bias": "adam",
+    "head.weight": "adam",
+    "head.bias": "adam",
+}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.LogCaptureFixture) -> None:
+    assert rules(get_optimizer(MUON, [Tagger()])) == EXPECTED
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage() == (
+        "parameter 'head.weight' of shape (3, 4) is taken for an embedding or output layer, since it is called 'head': "
+        "it is moved by adam, not muon. Set its attribute is_embedding_or_output_parameter to True to confirm, or to "
+        "False to treat it as a hidden matrix"
+    )
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_an_attribute_settles_it_and_the_warning_is_gone(answer: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = Tagger()
+    model.head.weight.is_embedding_or_output_parameter = answer  # type: ignore[assignment]
+    assert rules(get_optimizer(MUON, [model]))["head.weight"] == ("adam" if answer else "muon")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_nothing_is_said_where_all_parameters_have_one_rule(caplog: pytest.LogCaptureFixture) -> None:
+    get_optimizer(OptimizerConfig(lr=1e-2), [Tagger()])
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different(one_rank: None) -> None:
+    wrapped = DistributedDataParallel(
+        DistributedDataParallelConfig(use_distributed_optimizer=True), Tagger(), is_whole=matrices_whole
+    )
+    layer_wise = OptimizerConfig(optimizer="muon", lr=1e-2, use_layer_wise_distributed_optimizer=True)
+    assert rules(get_optimizer(layer_wise, [wrapped])) == EXPECTED
+    sharded = Tagger()
+    fully_shard(sharded.hidden)
+    fully_shard(sharded)
+    assert rules(get_optimizer(MUON, [sharded])) == EXPECTED
+    assert rules(get_optimizer(MUON, [nn.parallel.DistributedDataParallel(Tagger())])) == EXPECTED
+
+
+def test_the_plan_on_the_command_line_tells_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"lr": 1e-2, "optimizer": "muon"}))
+    assert main(["plan", str(config), "--model", f"{__name__}:Tagger"]) == 0
+    out = capsys.readouterr().out
+    assert "muon moves 1 parameters, 16 elements" in out
+    assert "adam moves 4 parameters, 55 elements" in out
+    assert "parameter 'head.weight'" in caplog.text
