@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from opt_distributed.comm.process_exit import Started
+
 Made = TypeVar("Made")
 
 
@@ -109,6 +111,10 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 _OPS = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX}
 
 
+def _pending(work: Any) -> Pending:
+    return DONE if work is None else Started(work)
+
+
 class TorchComm:
     """A `torch.distributed` process group. This rank must belong to it."""
 
@@ -118,17 +124,17 @@ class TorchComm:
         self.size = dist.get_world_size(group)
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        return dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=async_op) or DONE
+        return _pending(dist.all_reduce(x, op=_OPS[op], group=self.group, async_op=async_op))
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        return _reduce_scatter(shard, full, group=self.group, async_op=async_op) or DONE
+        return _pending(_reduce_scatter(shard, full, group=self.group, async_op=async_op))
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        return _all_gather(full, shard, group=self.group, async_op=async_op) or DONE
+        return _pending(_all_gather(full, shard, group=self.group, async_op=async_op))
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         received, sent = (None, None) if sizes is None else (list(sizes.received), list(sizes.sent))
-        return dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=async_op) or DONE
+        return _pending(dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=async_op))
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         dist.broadcast(x, src=dist.get_global_rank(self.group, src), group=self.group)
