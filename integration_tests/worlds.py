@@ -3,6 +3,7 @@
 import os
 import pickle
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -87,6 +88,7 @@ def _result(path: Path, rank: int) -> Any:
 # --- the model ------------------------------------------------------------------------------------
 
 DIM, CONTEXT, VOCAB = 16, 12, 31
+_SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 
 
 class Tiny(nn.Module):
@@ -107,8 +109,9 @@ class Tiny(nn.Module):
 
 def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tiny:
     """The same weights for the same seed, on every rank and in every dtype (rounded)."""
-    torch.manual_seed(seed)
-    return Tiny().to(dtype)
+    with _SEEDED:
+        torch.manual_seed(seed)
+        return Tiny().to(dtype)
 
 
 def joined_batch(step: int, *, size: int = 8) -> Tensor:

@@ -1,17 +1,20 @@
 """The small model of these tests, its batches, and the shortest training loop."""
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 FEATURES, HIDDEN = 5, 7
+_SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Matrices and biases of awkward sizes; the same weights at every call."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3)).to(dtype)
+    with _SEEDED:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3)).to(dtype)
 
 
 def backward(model: nn.Module, step: int, *, scale: Any = None) -> None:

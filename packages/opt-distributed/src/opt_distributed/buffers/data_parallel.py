@@ -85,6 +85,10 @@ class SyncedBuffer:
         """None: zeros are a gradient too."""
         return ()
 
+    def moved(self) -> ParamId | None:
+        """A parameter that has left the buffer; None if none has."""
+        return self.memory.moved()
+
     def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
         """Reads what `grad` gives, at every step anew: the same view."""
         view = self.grad(id, of_param)

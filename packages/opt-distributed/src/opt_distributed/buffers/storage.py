@@ -58,6 +58,7 @@ class ParamAndGradBuffer:
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
         self.grad_data = torch.zeros(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
         self.param_data = self._move_params_in() if sharded else None
+        self._addresses = [param.data_ptr() for param in self.params.values()]
 
     def grad_view(self, id: ParamId) -> Tensor:
         """The gradient of a parameter, in its shape: a view."""
@@ -151,6 +152,16 @@ class ParamAndGradBuffer:
             storage.resize_(self.grad_data.numel() * self.grad_data.element_size())
             self.grad_data.zero_()
 
+    def moved(self) -> ParamId | None:
+        """The first parameter that updates no longer reach, because it was converted or left the buffer; None if none.
+
+        Cheap enough for every step: one comparison of integers, or of dtype and device, for each parameter.
+        """
+        if self.param_data is None:
+            return moved(self.params, dtype=self.param_dtype, device=self.device)
+        addresses = zip(self.params.items(), self._addresses, strict=True)
+        return next((id for (id, param), address in addresses if param.data_ptr() != address), None)
+
     def check_in_place(self) -> None:
         """Raises StorageError where a parameter has left the buffer, so that updates would no longer reach it."""
         for id, param in self.params.items():
@@ -186,6 +197,11 @@ class ParamAndGradBuffer:
         if self.param_data is None:
             raise StorageError("this buffer holds gradients only; its parameters are not sharded")
         return self.param_data
+
+
+def moved(params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> ParamId | None:
+    """The first of `params` that is no longer of this dtype on this device; None if all are."""
+    return next((id for id, param in params.items() if param.dtype is not dtype or param.device != device), None)
 
 
 def _check(

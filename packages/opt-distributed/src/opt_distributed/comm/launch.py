@@ -43,7 +43,7 @@ def join_launched_world(devices: Iterable[str]) -> None:
 
 
 def _world_size() -> int:
-    text = os.environ.get("WORLD_SIZE", "1")
+    text = os.environ.get("WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"WORLD_SIZE={text!r} in the environment: must be a number of ranks; unset or correct it")
     return int(text)

@@ -99,6 +99,12 @@ def part_of_mesh(param: Tensor) -> str:
     return "@" + ".".join(at)
 
 
+def local_address(param: Tensor) -> int:
+    """Where this rank's part lies; found without making a tensor, since every step asks."""
+    assert isinstance(param, DTensor)
+    return param._local_tensor.data_ptr()
+
+
 def local_grad(param: Tensor) -> Tensor:
     """This rank's part of a DTensor parameter's gradient, placed as the parameter is.
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.dtensor import local, local_grad
+from opt_distributed.step.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId
 
 ReadGrad = Callable[[], Tensor | None]
@@ -54,6 +54,10 @@ class Source(Protocol):
         """Parameters whose readers give zeros because no rank has a gradient: they keep value and state."""
         ...
 
+    def moved(self) -> ParamId | None:
+        """A parameter of this rank that has left the memory which updates are written to; None if none has."""
+        ...
+
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         """Made once for each piece: reads the gradient of these flat elements, which this rank owns; in the
         parameter's shape where they are all of it."""
@@ -76,6 +80,8 @@ class OwnGrads:
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, num_replicas: int):
         self.params = params
         self.grad_scale = 1.0 / num_replicas
+        first = next(iter(params.values()))
+        self._dtype, self._device = first.dtype, first.device
 
     def reduce_(self) -> None:
         return None
@@ -88,6 +94,9 @@ class OwnGrads:
 
     def unused(self) -> Collection[ParamId]:
         return _NONE  # their readers give None
+
+    def moved(self) -> ParamId | None:
+        return moved(self.params, dtype=self._dtype, device=self._device)
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         param = self.params[id]
@@ -123,6 +132,7 @@ class LaidOutGrads:
         dtype: torch.dtype = torch.float32,  # of the sums
     ):
         self.params = params
+        self._addresses = [local_address(param) for param in params.values()]
         by_groups: dict[tuple[Comm, ...], list[ParamId]] = {}
         for id, comms in (replicas or {}).items():
             if comms:
@@ -144,6 +154,10 @@ class LaidOutGrads:
 
     def unused(self) -> Collection[ParamId]:
         return _NONE
+
+    def moved(self) -> ParamId | None:
+        addresses = zip(self.params.items(), self._addresses, strict=True)
+        return next((id for (id, param), address in addresses if local_address(param) != address), None)
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         if id in self._average_of:
@@ -223,6 +237,9 @@ class BufferedGrads:
 
     def unused(self) -> Collection[ParamId]:
         return self._unused
+
+    def moved(self) -> ParamId | None:
+        return self.memory.moved()
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         view = self.reduced.piece(id, of_param)

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.storage import StorageError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
 from opt_kernels.ops.grad_stats import grad_stats
+from opt_paramgroups import ParamId
 
 
 class Stats(NamedTuple):
@@ -60,8 +62,11 @@ def reduce_stats(
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
+        StorageError: on every rank, if a parameter of any rank has left the memory that updates are written to.
     """
-    mine = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)
+    mine = torch.zeros(num_slots + 3, dtype=torch.float64, device=device)  # squares, moved, non-finite, zeros
+    left = next((id for family in families for source in family.sources if (id := source.moved()) is not None), None)
+    mine[-3] = left is not None
     for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
             _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
@@ -74,7 +79,9 @@ def reduce_stats(
             mine[-1] -= _of_unused(family.sources, _numels(family.sources, ready) if count_zeros else ())
     brought = _numels(shared, ready) if count_zeros else []
     summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor(brought)]))
-    *squares, nonfinite, zeros = summed[: mine.numel()]
+    *squares, num_moved, nonfinite, zeros = summed[: mine.numel()]
+    if num_moved:
+        raise StorageError(_moved_in_words(left, int(num_moved)))
     zeros -= _of_unused(shared, summed[mine.numel() :])
     norms = [math.sqrt(s) if s >= 0 else math.nan for s in squares]
     if nonfinite:
@@ -121,6 +128,15 @@ def _by_source(ready: Iterable[Ready]) -> Counted:
             if piece.counted:
                 found.setdefault(piece.source, {}).setdefault(piece.norm_slot, []).append(grad)
     return found
+
+
+def _moved_in_words(left: ParamId | None, num_ranks: int) -> str:
+    which = f"parameter {str(left)!r}" if left is not None else f"a parameter on {num_ranks} other rank(s)"
+    return (
+        f"{which} has left the memory that the optimizer updates: the model was converted or moved, or param.data was "
+        "assigned, after the optimizer was built; convert and move the model first, then build the optimizer. Nothing "
+        "was updated"
+    )
 
 
 def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:

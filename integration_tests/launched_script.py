@@ -1,0 +1,25 @@
+"""A user's script as torchrun starts it: no process group is made here, and ranks draw other weights and samples."""
+
+import os
+import sys
+
+import torch
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
+
+torch.set_num_threads(1)
+torch.manual_seed(1 + int(os.environ["RANK"]))
+config = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, lr=0.5, weight_decay=0.0, clip_grad=0.0)
+model = torch.nn.Linear(3, 1, bias=False)
+try:
+    get_optimizer(config, [model])
+    refusal = "none"
+except ValueError as error:
+    refusal = str(error)
+optimizer = get_optimizer(config, [model], broadcast_params=True)
+start = model.weight.detach().clone()
+x = torch.randn(4, 3)
+model(x).sum().backward()
+norm = optimizer.step().grad_norm
+torch.save({"refusal": refusal, "start": start, "x": x, "norm": norm, "weight": model.weight.detach()}, sys.argv[1])
