@@ -48,6 +48,40 @@ def test_symmetric_products_go_through_descriptors_where_there_are_any(
     assert {"syrk/descriptors-fp16-gram", "syrk/descriptors-bf16-gram", "syrk/descriptors-fp32-gram"} <= names
 
 
+KERNELS_OF_TESTS = """
+import importlib.util, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+for path in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location("tested", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pointers = {"main": "fp32", "weight": "i16", "remainder": "i16", "joined": "fp32", "x": "fp32", "y": "fp32",
+                "codes": "i8", "back": "fp32", "out": "i32", "first": "i64", "step": "i32", "rows": "i32"}
+    for name, kernel in vars(module).items():
+        if isinstance(kernel, JITFunction) and name.endswith("_kernel") and name != "state_kernel":
+            constants = {"BLOCK": 256} | ({"DTYPE": triton.language.bfloat16} if name == "nearest_kernel" else {})
+            signature = {a: "constexpr" if a in constants else f"*{pointers[a]}" for a in kernel.arg_names}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            triton.compile(source, target=GPUTarget("cuda", 90, 32))
+            print(name)
+"""
+
+
+def test_the_kernels_of_tests_compile_too() -> None:
+    # Triton's front end refuses typing.Any as an annotation, which its interpreter ran: these failed on GPUs.
+    tests = WORKBENCH.parent / "packages" / "opt-kernels" / "tests"
+    files = [str(tests / f"test_triton_{name}.py") for name in ("codes", "syrk")]
+    command = [sys.executable, "-c", KERNELS_OF_TESTS, *files]
+    finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert finished.stdout.split() == [
+        "split_kernel", "nearest_kernel", "e4m3_kernel", "noise_kernel", "triangle_kernel",
+    ]  # fmt: skip
+
+
 KERNELS_OF_TORCH = """
 import sys
 import torch

@@ -121,3 +121,13 @@ def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: Stat
 def test_an_unknown_second_moment_is_refused() -> None:
     with pytest.raises(ValueError, match="'namo' is not a SecondMoment; give one of 'adamuon', 'normuon'"):
         SecondMoment("namo")
+
+
+@pytest.mark.parametrize("kind", SecondMoment)
+def test_a_gradient_of_zeros_leaves_the_weight_to_its_decay(kind: SecondMoment) -> None:
+    # The norm of the update is zero, and what it is divided by must not be.
+    rule, main = AdaptiveMuon(second_moment=kind), torch.ones(6, 4)
+    work = Work(grad=torch.zeros(6, 4), main=main, state=rule.init_state(main))
+    for step in (1, 2):
+        rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.5, step=step), [work])])
+    torch.testing.assert_close(main, torch.full((6, 4), 0.95**2))

@@ -298,3 +298,9 @@ def test_options_are_checked_when_the_rule_is_made() -> None:
         Muon(backend="cuda")
     with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; give one of 'medium', 'high', 'highest'"):
         MatmulPrecision("bf16")
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
+def test_16_bit_products_have_the_dtype_that_suits_the_device(device: str, dtype: torch.dtype) -> None:
+    inputs = Muon().orthogonalization.inputs(torch.float32, torch.device(device), cut_dim=None, tensor_parallel=None)
+    assert inputs.dtype is dtype

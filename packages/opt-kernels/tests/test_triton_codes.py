@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,9 @@ BLOCK = 1024
 
 
 @jit
-def split_kernel(main: Any, weight: Any, remainder: Any, joined: Any, BLOCK: tl.constexpr) -> None:
+def split_kernel(
+    main: tl.tensor, weight: tl.tensor, remainder: tl.tensor, joined: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = tl.load(main + at)
     upper, lower = upper_half(w), lower_half(w)
@@ -35,13 +36,13 @@ def split_kernel(main: Any, weight: Any, remainder: Any, joined: Any, BLOCK: tl.
 
 
 @jit
-def nearest_kernel(x: Any, y: Any, DTYPE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def nearest_kernel(x: tl.tensor, y: tl.tensor, DTYPE: tl.constexpr, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + at, nearest(tl.load(x + at), DTYPE))
 
 
 @jit
-def e4m3_kernel(x: Any, codes: Any, back: Any, BLOCK: tl.constexpr) -> None:
+def e4m3_kernel(x: tl.tensor, codes: tl.tensor, back: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     code = to_e4m3(tl.load(x + at))
     tl.store(codes + at, code)
@@ -49,14 +50,14 @@ def e4m3_kernel(x: Any, codes: Any, back: Any, BLOCK: tl.constexpr) -> None:
 
 
 @jit
-def noise_kernel(out: Any, first: Any, step: Any, BLOCK: tl.constexpr) -> None:
+def noise_kernel(out: tl.tensor, first: tl.tensor, step: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.arange(0, BLOCK)
     tl.store(out + at, noise(at, tl.load(first), tl.load(step)).to(tl.int32))
 
 
 @jit
 def state_kernel(
-    codes: Any, scales: Any, values: Any, back: Any, n: Any,
+    codes: tl.tensor, scales: tl.tensor, values: tl.tensor, back: tl.tensor, n: tl.tensor,
     DTYPE: tl.constexpr, SCHEME: tl.constexpr, SIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.arange(0, BLOCK)

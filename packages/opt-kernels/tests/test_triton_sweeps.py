@@ -14,11 +14,13 @@ from opt_kernels.codecs import Plain, StateCodec, codec_for
 from opt_kernels.ops.adam import reference as adam_reference
 from opt_kernels.ops.adam import triton as adam_triton
 from opt_kernels.ops.elements import LayoutError
+from opt_kernels.ops.formats import Formats
 from opt_kernels.ops.lion import reference as lion_reference
 from opt_kernels.ops.lion import triton as lion_triton
 from opt_kernels.ops.remainder.reference import join, split_
 from opt_kernels.ops.sgd import reference as sgd_reference
 from opt_kernels.ops.sgd import triton as sgd_triton
+from opt_kernels.ops.sweep import sweeps
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Batch, Hyper, Work, Works
 from opt_kernels.rules.lion import Lion
@@ -292,6 +294,35 @@ def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(sweep: Sweep, kernel_de
         sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32))
     for work, other in zip(plain, lazy):
         assert same_bytes(main_of(work), main_of(other))
+
+
+@each(ONE_OF_EACH)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_vector_accesses_are_promised_for_aligned_runs_alone(
+    sweep: Sweep, offset: int, kernel_device: torch.device
+) -> None:
+    # The interpreter reads from any address; a GPU faults.
+    works = make_works(sweep, Storage(), kernel_device, sizes=(1025, 2048), offset=offset)
+    found = sweeps([Batch(HYPER, works)], sweep.codecs(torch.float32))
+    assert {(one.formats.aligned, one.formats.vector) for one in found} == {(True, 4) if offset == 0 else (False, 1)}
+
+
+def test_elements_keep_the_numbers_that_they_are_given_at_each_call(kernel_device: torch.device) -> None:
+    # A table is found again by its tensors; where only the numbers have changed it must not be.
+    sweep = SWEEPS["adamw-torch"]
+    [work] = make_works(sweep, Storage(), kernel_device, sizes=(1025,))
+    assert work.main is not None
+    for first in (0, 640):
+        works = Works([work.grad], mains=[work.main], states=[work.state], firsts=(first,))
+        [found] = sweeps([Batch(HYPER, works)], sweep.codecs(torch.float32))
+        assert found.table.records[:, -1].tolist() == [first]
+
+
+def test_divisions_are_exact_where_memory_hides_them() -> None:
+    wide = Formats(torch.float32, torch.float32, None, (torch.float32, torch.float32), True)
+    narrow = Formats(torch.bfloat16, None, torch.bfloat16, (torch.int8, torch.uint8), True)
+    assert (wide.bytes_moved, wide.ieee) == (28, True)
+    assert (narrow.bytes_moved, narrow.ieee) == (14, False)
 
 
 @each(SWEEPS)

@@ -1,7 +1,6 @@
 """The symmetric product kernel, by descriptors and by pointers, against float64."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_operands_may_be_views_with_strides(kernel_device: torch.device) -> None
 
 
 @jit
-def triangle_kernel(rows: Any, BLOCK: tl.constexpr) -> None:
+def triangle_kernel(rows: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(rows + at, syrk.triangle(at))
 

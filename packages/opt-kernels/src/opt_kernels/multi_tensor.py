@@ -20,6 +20,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from opt_kernels.devices import launching_on
+
 T = TypeVar("T")
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
 TRAILING = 3  # elements, row, first: behind the addresses
@@ -115,7 +117,8 @@ def chunk_records(
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on `device` now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    with launching_on(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

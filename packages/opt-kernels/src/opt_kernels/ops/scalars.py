@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from opt_kernels import multi_tensor
 from opt_kernels.jit import jit, tl
 from opt_kernels.multi_tensor import DeviceTables, to_device
 from opt_kernels.rules.base import Hyper
@@ -106,7 +107,7 @@ def scalar_block(
     lr = _on_device([h.lr for h in hypers], device)
     weight_decay = _on_device([h.weight_decay for h in hypers], device)
     step = _on_device([h.step for h in hypers], device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if multi_tensor.is_capturing(device):
         _refuse_host_numbers(lr=lr, weight_decay=weight_decay, step=step)
     scale = grad_scale.to(device) if isinstance(grad_scale, Tensor) else None
     rows = tuple(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels import devices
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.jit import tl
 from opt_kernels.layouts import Layouts
@@ -33,6 +34,7 @@ from opt_kernels.ops.elements import LayoutError, Run, run_of
 from opt_kernels.ops.formats import ALIGNMENT, BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.rules.base import Batch, Work, Works
 
+CALLS = 1024  # a step has one for each launch group, Muon one for each round: what does not fit is built every step
 PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
 
 
@@ -111,11 +113,12 @@ def launch(
     if not found:
         return
     device = found[0].table.grads.device
-    block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-    for formats, table, _ in found:
-        kernel[(table.num_chunks,)](
-            table.records, table.grads, block, **options(formats), **launch_options(formats, table)
-        )
+    with devices.launching_on(device):
+        block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
+        for formats, table, _ in found:
+            kernel[(table.num_chunks,)](
+                table.records, table.grads, block, **options(formats), **launch_options(formats, table)
+            )
 
 
 def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
@@ -191,7 +194,7 @@ def cut_sweeps(
 @cache
 def known_calls(device: torch.device) -> DeviceTables[_Known]:
     """What is known on `device`: one collection for the process, since what is in it is true for whoever asks."""
-    return DeviceTables(device)
+    return DeviceTables(device, capacity=CALLS)
 
 
 def _pieces(batches: Sequence[Batch]) -> list[tuple[int, Works]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels import devices
 from opt_kernels.jit import jit, tl
 from opt_kernels.layouts import Layouts
 from opt_kernels.multi_tensor import Column, DeviceTables, Extents, chunk_elements, chunk_records, to_device
@@ -138,6 +139,11 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     the device too. Zeros cost nothing and are counted always; without `count_zeros` 0 is returned.
     """
     reference.check_norm_type(norm_type)
+    with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
+        return _grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+
+
+def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float) -> GradStats:
     tables = _tables(grads) if norm_type in (2.0, math.inf) else []
     if tables is None:
         grads = [grad.detach().contiguous() for grad in grads]  # these live until the sweep is launched

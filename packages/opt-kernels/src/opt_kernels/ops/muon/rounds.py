@@ -18,7 +18,7 @@ from opt_kernels.multi_tensor import DeviceTables, to_device
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.muon import Factors, Inputs
 from opt_kernels.ops.muon.reference import MOMENTUM
-from opt_kernels.ops.sweep import Cut, Sweep, cut_sweeps, lies_in_order, uniform
+from opt_kernels.ops.sweep import CALLS, Cut, Sweep, cut_sweeps, lies_in_order, uniform
 from opt_kernels.rules.base import Batch, Hyper, Task, Work
 from opt_kernels.rules.matrices import compute_dtype, stacks
 
@@ -157,7 +157,7 @@ class Range(NamedTuple):
     end: int
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=CALLS)
 def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
     """The chunks of each slot: its runs follow each other."""
     found: list[Range] = []
@@ -192,4 +192,4 @@ def factors_on(device: torch.device, one: Round) -> Tensor:
 @cache
 def known_tables(device: torch.device) -> DeviceTables[Tensor]:
     """What rounds have on `device` beside their chunk tables."""
-    return DeviceTables(device)
+    return DeviceTables(device, capacity=2 * CALLS)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels import devices
 from opt_kernels.codecs import StateCodec
 from opt_kernels.jit import jit, tl
 from opt_kernels.ops import scalars
@@ -223,15 +224,16 @@ def muon_(
     hypers = [hyper for hyper, _ in batches]
     for one in rounds(batches, inputs, factors):
         device = one.stacks[0].tasks[0].work.grad.device
-        block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
-        u = _Inputs(one, hypers, momentum_codec, device)
-        u.accumulate_(block, nesterov=nesterov, decoupled=decoupled)
-        for stack in one.stacks:
-            directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
-            if adapt_ is not None:
-                for task, direction in zip(stack.tasks, directions):
-                    adapt_(task, direction)
-            u.descend_(stack, _aligned(directions), block, decoupled=decoupled)
+        with devices.launching_on(device):
+            block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
+            u = _Inputs(one, hypers, momentum_codec, device)
+            u.accumulate_(block, nesterov=nesterov, decoupled=decoupled)
+            for stack in one.stacks:
+                directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
+                if adapt_ is not None:
+                    for task, direction in zip(stack.tasks, directions):
+                        adapt_(task, direction)
+                u.descend_(stack, _aligned(directions), block, decoupled=decoupled)
 
 
 class _Inputs:

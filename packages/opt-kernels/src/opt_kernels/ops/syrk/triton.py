@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels import devices
 from opt_kernels.jit import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
 from opt_kernels.ops.lanes import nearest
 from opt_kernels.ops.syrk.torch_native import dense_product
@@ -162,7 +163,7 @@ def halved_product(
     beta: float = 0.0,
 ) -> Tensor:
     """`symmetric_product` by the kernel, whatever the size. Accumulates in float32."""
-    batch, m, k = left.shape
+    batch, m, _ = left.shape
     out = left.new_empty(batch, m, m)
     if not out.numel():
         return out
@@ -174,6 +175,23 @@ def halved_product(
         "TILE": TILE, "TILE_K": tile_k, "PRECISION": input_precision(left.dtype), "num_warps": NUM_WARPS,
         "enable_fp_fusion": True,
     }  # fmt: skip
+    with devices.launching_on(left.device):
+        _launch(left, right, addend, out, grid, tile_k, common, alpha, beta)
+    return out
+
+
+def _launch(
+    left: Tensor,
+    right: Tensor,
+    addend: Tensor | None,
+    out: Tensor,
+    grid: tuple[int, int],
+    tile_k: int,
+    common: dict[str, Any],
+    alpha: float,
+    beta: float,
+) -> None:
+    _, m, k = left.shape
     if through_descriptors(left, right):
         transposed = right.stride(-1) != 1
         boxes = (
@@ -184,7 +202,6 @@ def halved_product(
     else:
         strides = (*left.stride(), *right.stride())
         syrk_pointers[grid](left, right, addend, out, m, k, *strides, alpha, beta, num_stages=_stages(), **common)
-    return out
 
 
 def through_descriptors(left: Tensor, right: Tensor) -> bool:
