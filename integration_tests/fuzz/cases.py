@@ -166,6 +166,17 @@ class Bad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """Fields of the configurations that make a case one that has to be refused."""
+
+    words: str  # that the refusal must hold
+    fields: tuple[tuple[str, Any], ...] = ()  # of OptimizerConfig
+    ddp_fields: tuple[tuple[str, Any], ...] = ()
+    rank: int | None = None  # the only rank that makes it; None: all
+    groups_none: bool = False  # pg_collection=None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One composition."""
 
@@ -176,6 +187,8 @@ class Case:
     setup: Setup = field(default_factory=Setup)
     resume: Setup | None = None  # the run is saved before step `resume_at` and goes on in this setup
     resume_at: int = 0
+    resume_numbers: str | None = None  # of the resumed run, where they are others
+    mistake: Mistake | None = None
     steps: int = 3
     clip: float = 0.0
     counts_zeros: bool = False
@@ -196,15 +209,15 @@ class Case:
     tp_mode: str = "blockwise"
     moment2: str = "adamuon"
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters that are not wide."""
-        if self.numbers == "fp32":
-            return torch.float32
-        return torch.float16 if self.numbers.startswith("fp16") else torch.bfloat16
+    def numbers_of(self, setup: Setup) -> str:
+        """In which the part of the case with this setup computes."""
+        return self.resume_numbers if setup is self.resume and self.resume_numbers else self.numbers
 
-    def dtype_of(self, param: Param) -> torch.dtype:
-        return torch.float32 if param.wide else self.dtype
+    def dtype_of(self, param: Param, setup: Setup) -> torch.dtype:
+        numbers = self.numbers_of(setup)
+        if numbers == "fp32" or param.wide:
+            return torch.float32
+        return torch.float16 if numbers.startswith("fp16") else torch.bfloat16
 
     def setup_at(self, step: int) -> Setup:
         return self.resume if self.resume is not None and step >= self.resume_at else self.setup

@@ -21,6 +21,7 @@ from fuzz.cases import (
     num_replicas,
     replica_of,
 )
+from fuzz.mistakes import with_mistake
 
 EMPTY = ((0,), (0, 8), (5, 0))
 VECTORS = ((1,), (7,), (63,), (64,), (65,), (127,), (), (3, 1, 5), (2, 1))
@@ -50,18 +51,22 @@ GRIDS = (
 NUMBERS = ("fp32", "fp32", "bf16", "bf16", "bf16_remainder", "fp16", "fp16_constant", "bf16_narrow", "bf16_grads")
 
 
+SAME_MAINS = ("bf16", "bf16_remainder", "bf16_grads", "fp16_constant")  # numbers between which nothing is lost
+
+
 def draw(seed: int) -> Case:
     """The case of a seed, the same in every process."""
     rng = random.Random(seed)
     rule = rng.choice((*RULES[:4], *RULES))
     numbers = _numbers(rng, rule)
     setup = _setup(rng, rule, numbers)
+    params = _params(rng, numbers, setup)
     case = Case(
         seed=seed,
         rule=rule,
         numbers=numbers,
-        params=_params(rng, rule, numbers, setup),
-        setup=setup,
+        params=params,
+        setup=_with_groups(setup, params),
         steps=rng.choice((1, 2, 3, 3, 4, 5)),
         clip=rng.choice((0.0, 0.0, 0.5, 3.0, 1e3)),
         counts_zeros=rng.random() < 0.4,
@@ -86,7 +91,8 @@ def draw(seed: int) -> Case:
     elif case.steps > 1 and rng.random() < 0.15:
         case = dataclasses.replace(case, reload_at=rng.randrange(1, case.steps))
     case = dataclasses.replace(case, skips=tuple(_skips(rng, case)) if rng.random() < 0.5 else ())
-    return dataclasses.replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
+    case = dataclasses.replace(case, bad=tuple(_bad(rng, case)) if rng.random() < 0.35 else ())
+    return with_mistake(rng, case) if rng.random() < 0.06 else case
 
 
 def _numbers(rng: random.Random, rule: str) -> str:
@@ -125,14 +131,18 @@ def _in_processes(rng: random.Random, setup: Setup) -> Setup:
     return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
 
 
-def _of_elements(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape if shape and 0 not in shape else (4,)
+def _has_rows(shape: tuple[int, ...]) -> bool:
+    return bool(shape) and 0 not in shape
+
+
+def _vector(param: Param) -> Param:
+    return Param(name=param.name, number=param.number, shape=(4,), left_out=param.left_out, frozen=param.frozen)
 
 
 def _laid_out(case: Case) -> Case:
     """The case, with a model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
     params = tuple(
-        dataclasses.replace(param, uses=1, over_tp=None, tied=False, shape=_of_elements(param.shape))
+        dataclasses.replace(param, uses=1, over_tp=None, tied=False) if _has_rows(param.shape) else _vector(param)
         for param in case.params
         if param.expert is None
     )
@@ -176,8 +186,16 @@ def _resumed(rng: random.Random, case: Case) -> Case:
     """The case, going on in another setup from a later step; as it is where no setup fits its parameters."""
     for _ in range(5):
         setup = _setup(rng, case.rule, case.numbers, processes=case.setup.processes)
+        numbers = rng.choice(SAME_MAINS) if case.numbers in SAME_MAINS and rng.random() < 0.3 else None
+        if (numbers or case.numbers) == "bf16_grads":
+            setup = dataclasses.replace(setup, reduce_in_fp32=False)
+        if setup.sum_in_fp32 and setup.reduce_in_fp32:
+            continue
+        setup = _with_groups(setup, case.params)
         if all(_fits(param, setup) for param in case.params) and (setup.layout == "plain" or case == _laid_out(case)):
-            return dataclasses.replace(case, resume=setup, resume_at=rng.randrange(1, case.steps))
+            return dataclasses.replace(
+                case, resume=setup, resume_at=rng.randrange(1, case.steps), resume_numbers=numbers
+            )
     return case
 
 
@@ -193,7 +211,14 @@ def _fits(param: Param, setup: Setup) -> bool:
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _params(rng: random.Random, rule: str, numbers: str, setup: Setup) -> tuple[Param, ...]:
+def _with_groups(setup: Setup, params: tuple[Param, ...]) -> Setup:
+    """Nobody can guess which ranks hold an expert."""
+    has_experts = any(param.expert is not None for param in params)
+    is_guess = setup.layout == "plain" and setup.grid.size > 1 and has_experts
+    return dataclasses.replace(setup, groups_none=False) if is_guess else setup
+
+
+def _params(rng: random.Random, numbers: str, setup: Setup) -> tuple[Param, ...]:
     count = rng.choice((1, 2, 3, 4, 6, 8))
     found = [_param(rng, number, numbers, setup, is_expert=False) for number in range(count)]
     if rng.random() < 0.45:

@@ -20,7 +20,7 @@ TOP = 255  # integers up to here are exact in bf16
 def first_weight(case: Case, param: Param) -> Tensor:
     """The whole parameter before the first step, float64, exact in its dtype."""
     values = torch.rand(param.shape, generator=_generator(case.seed, "weight", param.name)) - 0.5
-    return values.to(case.dtype_of(param)).double()
+    return values.to(case.dtype_of(param, case.setup)).double()
 
 
 def gradient(case: Case, param: Param, *, step: int, microbatch: int, replica: int, tp: int, is_copy: bool) -> Tensor:

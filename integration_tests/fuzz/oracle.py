@@ -175,16 +175,12 @@ def _hits(case: Case, bad: Any, step: int) -> bool:
 def _is_too_large(case: Case, scale: float, step: int) -> bool:
     """Whether the loss scale itself is infinite in fp16, and so are all gradients."""
     setup = case.setup_at(step)
-    return (
-        case.dtype is torch.float16
-        and scale >= 2**16
-        and any(
-            is_used(case, param, step=step, microbatch=microbatch, replica=replica)
-            for param in case.params
-            if is_trained(param) and not param.wide and 0 not in param.shape
-            for replica in range(num_replicas(param, setup.grid))
-            for microbatch in range(setup.microbatches)
-        )
+    return scale >= 2**16 and any(
+        is_used(case, param, step=step, microbatch=microbatch, replica=replica)
+        for param in case.params
+        if is_trained(param) and case.dtype_of(param, setup) is torch.float16 and 0 not in param.shape
+        for replica in range(num_replicas(param, setup.grid))
+        for microbatch in range(setup.microbatches)
     )
 
 

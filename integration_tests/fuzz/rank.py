@@ -1,5 +1,6 @@
 """What one rank of a case does with the project: builds its part of the model, trains it, and tells what it saw."""
 
+import dataclasses
 import io
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Chunk(nn.Module):
         place = setup.grid.place(rank)
         for param in case.params:
             if is_held(param, place, setup.grid) and chunk_of(param, setup) == chunk:
-                value = (part(first_weight(case, param), param, place, setup) + moved).to(case.dtype_of(param))
+                value = (part(first_weight(case, param), param, place, setup) + moved).to(case.dtype_of(param, setup))
                 self.add_module(param.name, Held(value.contiguous().clone()))
                 self.get_submodule(param.name).requires_grad_(not param.frozen)
         if setup.layout != "plain":
@@ -236,7 +237,7 @@ class Run:
         if not setup.wrapped:
             return net
         return DistributedDataParallel(
-            ddp_config(setup),
+            ddp_config(self.case, setup, self.rank),
             net,
             groups=self.groups,
             is_whole=matrices_whole if setup.sharding == "whole" and self.case.rule in MATRIX_RULES else nothing_whole,
@@ -245,7 +246,7 @@ class Run:
         )
 
     def _optimizer(self) -> Optimizer:
-        case, config = self.case, optimizer_config(self.case, self.setup)
+        case, config = self.case, optimizer_config(self.case, self.setup, self.rank)
         if any(param.left_out for param in case.params):
             return get_optimizer_based_on_param_groups(
                 config, self.models, self._own_groups(), pg_collection=self.groups
@@ -270,7 +271,7 @@ class Run:
         ]
 
 
-def optimizer_config(case: Case, setup: Setup) -> OptimizerConfig:
+def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
     """The case in the project's words."""
     numbers: dict[str, Any] = {
         "fp32": {},
@@ -290,8 +291,8 @@ def optimizer_config(case: Case, setup: Setup) -> OptimizerConfig:
             "hysteresis": case.hysteresis,
         },
         "fp16_constant": {"fp16": True, "loss_scale": case.scale},
-    }[case.numbers]
-    return OptimizerConfig(
+    }[case.numbers_of(setup)]
+    config = OptimizerConfig(
         optimizer=case.rule.removesuffix("_l2"),
         decoupled_weight_decay=case.rule != "adam_l2",
         lr=LR,
@@ -319,11 +320,14 @@ def optimizer_config(case: Case, setup: Setup) -> OptimizerConfig:
         overlap_param_gather_with_optimizer_step=setup.gathers_with_step,
         **numbers,
     )
+    if case.mistake is not None and case.mistake.rank in (None, rank):
+        return dataclasses.replace(config, **dict(case.mistake.fields))
+    return config
 
 
-def ddp_config(setup: Setup) -> DistributedDataParallelConfig:
+def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelConfig:
     """The wrapper's part of the setup."""
-    return DistributedDataParallelConfig(
+    config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=setup.reduce_in_fp32,
         overlap_grad_reduce=setup.overlap_grads,
         overlap_param_gather=setup.overlap_gather,
@@ -336,3 +340,6 @@ def ddp_config(setup: Setup) -> DistributedDataParallelConfig:
         reduce_scatter_with_fp32_accumulation=setup.sum_in_fp32,
         average_in_collective=setup.average_in_collective,
     )
+    if case.mistake is not None and case.mistake.rank in (None, rank):
+        return dataclasses.replace(config, **dict(case.mistake.ddp_fields))
+    return config

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.cases import Case, is_held
+from fuzz.cases import Case, Mistake, is_held
 from fuzz.drawing import draw
 from fuzz.failed import Failed
 from fuzz.gradients import kept_part
@@ -23,6 +23,8 @@ def failures(case: Case) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/checkpoint"
         first = run_part(case, case.setup, first_part, path)
+        if case.mistake is not None:
+            return _unless_refused(first, case.mistake)
         if case.setup.checks_nan and any(step.overflows for step in expected[: case.resume_at or case.steps]):
             return _unless_all_raise(first, "GradientError")
         if case.resume is None or _failed(first):
@@ -34,6 +36,16 @@ def failures(case: Case) -> list[str]:
     if _failed(second):
         return found + [f"resumed: {line}" for line in _failed(second)]
     return found + list(_differences(case, expected, second, range(case.resume_at, case.steps)))
+
+
+def _unless_refused(by_rank: Sequence[Any], mistake: Mistake) -> list[str]:
+    """What is wrong with the refusals of a mistake."""
+    quiet = [rank for rank, seen in enumerate(by_rank) if not (isinstance(seen, Failed) and seen.is_refusal)]
+    if quiet:
+        return [f"should be refused on every rank ({mistake.words}), but not on {quiet}", *_failed(by_rank)]
+    if not any(mistake.words in failed.text for failed in by_rank):
+        return [f"the refusal does not mention {mistake.words!r}", *_failed(by_rank)]
+    return []
 
 
 def _unless_all_raise(by_rank: Sequence[Any], kind: str) -> list[str]:

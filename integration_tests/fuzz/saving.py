@@ -27,11 +27,12 @@ def save_run(run: Run, path: str, everyone: Comm | None) -> None:
 def load_run(run: Run, path: str, everyone: Comm | None) -> None:
     """Sets model and optimizer to what was saved, on whatever ranks it was."""
     mine = sharded(run)
+    dtype: Any = "exact" if run.case.resume_numbers is None else "cast"
     if everyone is None:
-        run.optimizer.load_state_dict(load(mine, path).state["optimizer"])
+        run.optimizer.load_state_dict(load(mine, path, dtype=dtype).state["optimizer"])
         return
     with _ONE_AT_A_TIME:
-        loaded = load(_joined([mine]), path).state
+        loaded = load(_joined([mine]), path, dtype=dtype).state
     optimizer = {**loaded["optimizer"], "state": loaded["tensors"]["0"]["optimizer"]}
     run.optimizer.load_state_dict(optimizer)
 

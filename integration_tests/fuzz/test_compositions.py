@@ -29,11 +29,6 @@ def known_defect(case: Case) -> str | None:
     setups = [case.setup, *([case.resume] if case.resume else [])]
     if case.resume and case.setup.grid.instances > 1:
         return "several optimizer instances cannot be saved"
-    overlaps = any(setup.overlap_grads or setup.overlap_gather for setup in setups)
-    if overlaps and case.skips and any(setup.chunks > 1 or setup.grid.tp > 1 for setup in setups):
-        return "chunks and experts learn the order of their buckets apart from one another"
-    if any(setup.wrapped and setup.grid.ep > 1 for setup in setups) and _has_uneven_experts(case):
-        return "expert-parallel ranks with other parameters learn other orders of buckets"
     if (case.resume or case.reload_at is not None) and any(0 in param.shape for param in case.params):
         return "the state of a parameter without elements is saved by some layouts and asked for by others"
     if any(setup.layout == "tp_plan" and setup.grid.dp > 1 for setup in setups):
@@ -41,8 +36,3 @@ def known_defect(case: Case) -> str | None:
     if case.resume and case.setup.layout in ("tp_plan", "fsdp2_x_tp"):
         return "parameters outside of a tensor-parallel plan cannot be saved"
     return None
-
-
-def _has_uneven_experts(case: Case) -> bool:
-    numbers = [param.number for param in case.params if param.expert is not None]
-    return bool(numbers) and len(set(numbers)) == len(numbers)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fuzz import cases, drawing, gradients, oracle
+from fuzz import cases, drawing, gradients, mistakes, oracle
 from fuzz.drawing import draw
 from fuzz.running import check_seed
 from opt_distributed.buffers.data_parallel import SyncedBuffer
@@ -36,7 +36,16 @@ def test_the_oracle_imports_nothing_of_the_project() -> None:
     assert imported(oracle) <= {"dataclasses", "math", "torch", "typing", "fuzz.cases", "fuzz.gradients"}
     assert imported(gradients) <= {"torch", "zlib", "fuzz.cases"}
     assert imported(cases) <= {"collections", "dataclasses", "math", "torch", "types", "typing"}
-    assert imported(drawing) <= {"collections", "dataclasses", "math", "random", "typing", "fuzz.cases"}
+    assert imported(mistakes) <= {"collections", "dataclasses", "random", "torch", "typing", "fuzz.cases"}
+    assert imported(drawing) <= {
+        "collections",
+        "dataclasses",
+        "math",
+        "random",
+        "typing",
+        "fuzz.cases",
+        "fuzz.mistakes",
+    }
 
 
 def test_a_seed_draws_the_same_case_again() -> None:

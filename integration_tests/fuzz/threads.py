@@ -132,8 +132,11 @@ def _poison_(x: Tensor) -> None:
         x.fill_(torch.nan)
 
 
-def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late: bool) -> list[Any]:
-    """What `rank_main` returns on each rank, `Failed` where it raised; a rank that fails stops the others."""
+def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late: bool, patient: bool) -> list[Any]:
+    """What `rank_main` returns on each rank, `Failed` where it raised.
+
+    A rank that fails stops the others. If `patient`, one that refuses does not, since every rank has to by itself.
+    """
     groups = ThreadGroups(grid, late=late)
     hangs = Failed(kind="TimeoutError", text="the rank did not end: it hangs", where="", is_consequence=False)
     results: list[Any] = [hangs] * grid.size
@@ -143,7 +146,8 @@ def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late:
             results[rank] = rank_main(rank, groups.roles(rank), groups.embedding(rank))
         except Exception as error:
             results[rank] = Failed.of(error)
-            groups.abort()
+            if not (patient and results[rank].is_refusal):
+                groups.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(grid.size)]
     for thread in threads:

@@ -45,7 +45,10 @@ def run_part(case: Case, setup: Setup, part: Part, path: str) -> list[object]:
     if setup.processes:
         return run_processes(setup.grid.size, _on_process, case, setup, part, path)
     return run_ranks(
-        setup.grid, lambda rank, roles, embedding: part(case, rank, roles, embedding, path), late=setup.late
+        setup.grid,
+        lambda rank, roles, embedding: part(case, rank, roles, embedding, path),
+        late=setup.late,
+        patient=case.mistake is not None,
     )
 
 
