@@ -313,7 +313,7 @@ MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
     "block cut": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(1), BlockScales(block=4), "multiple of 4"),
     "text": (block(0, 1, 0), "text", PerParam(), "declare it Opaque"),
     "function factory": (
-        ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "declared by segments",
+        ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "factory by segments",
     ),
     "text like a parameter": (block(0, 1, 0), "text", Reduced(dims=(0,)), "declare it Opaque"),
 }  # fmt: skip

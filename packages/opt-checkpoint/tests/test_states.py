@@ -12,6 +12,7 @@ from checkpoint_ranks import load_as_ranks, save_as_ranks
 from opt_checkpoint import (
     CheckpointingException,
     LocalNonpersistentObject,
+    PerParam,
     Segment,
     ShardedTensor,
     ShardedTensorFactory,
@@ -21,6 +22,7 @@ from opt_checkpoint import (
     apply_prefix_mapping,
     load,
     make_sharded_optimizer_tensor,
+    make_sharded_state,
     replace_prefix_for_sharding,
     save,
     sharded_like,
@@ -191,3 +193,55 @@ def test_local_objects_are_not_stored_and_come_back(tmp_path: Path) -> None:
 def test_states_that_would_lose_something_are_refused(tmp_path: Path, state: Any, text: str) -> None:
     with pytest.raises(CheckpointingException, match=text):
         save(state, tmp_path / "x")
+
+
+def test_a_function_that_cuts_rows_is_declared_by_the_rows_that_it_cuts() -> None:
+    data = torch.randn(6, 5)
+    declared = swiglu_built(1, 2, data).declared()
+    assert declared.segments == swiglu_declared(1, 2, 6, 5).segments
+    assert [piece.data.tolist() for piece in declared.build()] == [half.tolist() for half in data.chunk(2)]
+
+
+def test_a_function_that_cuts_columns_stays_a_function() -> None:
+    def build(key: str, data: torch.Tensor, replica_id: object, flat: object) -> list[ShardedTensor]:
+        return [sharded_like(f"{key}{half}", part) for half, part in enumerate(data.chunk(2, dim=1))]
+
+    factory = ShardedTensorFactory("up", torch.randn(4, 6), build, lambda loaded: torch.cat(loaded, dim=1))
+    assert factory.declared() is factory
+    made = make_sharded_state(factory, 3.0, "step", PerParam())
+    assert (made.key, made.global_shape, made.replica_id) == ("optimizer.state.step.up", (), 0)
+
+
+def test_a_block_twice_on_one_rank_is_saved_once_if_its_values_are_equal(tmp_path: Path) -> None:
+    first, second = sharded_like("w", torch.ones(3)), sharded_like("w", torch.ones(3))
+    save({"chunk0": {"w": first}, "chunk1": {"w": second}}, tmp_path / "equal")
+    targets = [torch.zeros(3), torch.zeros(3)]
+    load({str(i): sharded_like("w", t) for i, t in enumerate(targets)}, tmp_path / "equal")
+    assert [target.tolist() for target in targets] == [[1.0] * 3] * 2
+    second.data.add_(1)
+    with pytest.raises(CheckpointingException, match="Different tensors need different keys, as add_prefix") as caught:
+        save({"chunk0": {"w": first}, "chunk1": {"w": second}}, tmp_path / "different")
+    assert "replica_id" not in str(caught.value)
+
+
+def test_a_wider_parameter_is_read_from_its_mains_and_mains_from_a_wider_parameter(tmp_path: Path) -> None:
+    exact = torch.randn(5)
+    mains = "optimizer.state.fp32_param.w"
+    save({"w": sharded_like("w", exact.bfloat16()), "m": sharded_like(mains, exact)}, tmp_path / "bf16")
+    wide = sharded_like("w", torch.zeros(5))
+    wide.has_mains = True
+    report = load({"w": wide}, tmp_path / "bf16")
+    assert torch.equal(wide.data, exact)
+    assert report.missing == ()
+    save({"w": sharded_like("w", exact)}, tmp_path / "fp32")
+    narrow, main = sharded_like("w", torch.zeros(5).bfloat16()), sharded_like(mains, torch.zeros(5))
+    narrow.has_mains = True
+    load({"w": narrow, "m": main}, tmp_path / "fp32")
+    assert torch.equal(main.data, exact)
+    assert torch.equal(narrow.data, exact.bfloat16())
+
+
+def test_a_tensor_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    save({"w": sharded_like("w", torch.ones(3))}, tmp_path / "x")
+    with pytest.raises(CheckpointingException, match="w is on the meta device"):
+        load({"w": sharded_like("w", torch.empty(3, device="meta"))}, tmp_path / "x")

@@ -158,6 +158,7 @@ def _pieces(
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
                 inspected=inspected,
+                replica=axes.inter.rank if buffer.layout.num_shards > 1 else None,
                 part=_part(meta, axes),
                 matrix=placed[id].spec,
                 stage=placed[id].stage,

@@ -28,7 +28,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
         return ParamState(read_state(held.unit, held.piece), held)
 
     def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
-        unit, piece, _ = self._held[param]
+        unit, piece = self._held[param]
         check_state(unit, piece, saved)
         load_state_(unit, piece, saved)
 
@@ -64,7 +64,7 @@ class ParamState(PieceState):
     def __setitem__(self, name: str, value: Tensor) -> None:
         changed = {**self, name: value}
         if self._held is not None:
-            unit, piece, _ = self._held
+            unit, piece = self._held
             check_state(unit, piece, changed)
             load_state_(unit, piece, changed)
         super().__setitem__(name, value)

@@ -68,8 +68,7 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._built = True
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
-        sharded = {shape.id for b in plan.buffers if b.layout.num_shards > 1 for shape in b.params}
-        self._held = {p.id: Held(unit, p, p.id in sharded) for unit in stepper.units for p in unit.pieces}
+        self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self._live = LiveState({held.piece.param: held for held in self._held.values()})
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -174,7 +173,7 @@ class Optimizer(torch.optim.Optimizer):
         slots = self.stepper.limits.slots
         if name not in slots:
             raise ValueError(f"grad_norm_group {name!r}: {', '.join(map(repr, slots))} are allowed")
-        mine = any(piece.norm_slot == slots.index(name) for _, piece, _ in self._held.values())
+        mine = any(piece.norm_slot == slots.index(name) for _, piece in self._held.values())
         return any(self._everyone.gather_objects(mine))
 
     def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
@@ -332,17 +331,16 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def _read(self, id: ParamId) -> dict[str, Tensor]:
-        unit, piece, _ = self._held[id]
-        return read_state(unit, piece)
+        return read_state(*self._held[id])
 
     def _load_local(self, state_dict: Mapping[str, Any]) -> None:
         check_form(state_dict, version=VERSION, layout_id=self._layout_id)
         saved_groups = match_groups(state_dict, self.param_groups)
         by_id = match_state(state_dict, self.param_groups, saved_groups)
-        for id, (unit, piece, _) in self._held.items():
+        for id, (unit, piece) in self._held.items():
             check_state(unit, piece, by_id.get(id, {}))
         scaler = saved_scaler(state_dict, self.stepper.scaler)
-        for id, (unit, piece, _) in self._held.items():
+        for id, (unit, piece) in self._held.items():
             load_state_(unit, piece, by_id.get(id, {}))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             set_group_(group, saved)
@@ -381,7 +379,7 @@ class Optimizer(torch.optim.Optimizer):
         return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
 
     def _move(self, device: torch.device) -> None:
-        for _, piece, _ in self._held.values():
+        for _, piece in self._held.values():
             for tensor in (*piece.state.values(), piece.main.copy, piece.main.remainder):
                 if tensor is not None:
                     tensor.data = tensor.data.to(device)

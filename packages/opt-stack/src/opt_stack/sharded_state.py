@@ -31,11 +31,10 @@ RULE = "optimizer"  # a group's field that names what moves it
 
 
 class Held(NamedTuple):
-    """This rank's piece of a parameter, the unit whose rule moves it, and whether no data-parallel rank has it too."""
+    """This rank's piece of a parameter and the unit whose rule moves it."""
 
     unit: Unit
     piece: OwnedPiece
-    is_sole: bool
 
 
 class Described(NamedTuple):
@@ -49,7 +48,8 @@ class Described(NamedTuple):
 def describe_params(
     model_sharded_state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[list[Described]]:
-    """The parameters of each group.
+    """The parameters of each group. Marks them in `model_sharded_state_dict` as having main values, by which `load`
+    goes on exactly in another precision.
 
     Raises:
         ValueError: a parameter is not in the model's sharded state.
@@ -59,6 +59,9 @@ def describe_params(
     missing = [index for index in range(len(params)) if index not in found]
     if missing:
         raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{KEEP_VARS_HINT}")
+    for sharded in found.values():
+        sharded.has_mains = True
+    found = {i: s.declared() if isinstance(s, ShardedTensorFactory) else s for i, s in found.items()}
     indices = iter(range(len(params)))
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
@@ -72,10 +75,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """What `opt_checkpoint.save` and `load` take. All ranks call it together: groups name every rank's parameters."""
     state = {}
-    for own in _flat(described):
-        if own.id in held:
-            unit, piece, is_sole = held[own.id]
-            state[own.name] = read_piece(unit, piece).sharded(own.sharded, is_owner=is_sole)
+    for own, at in _held_entries(described, held):
+        state[at] = read_piece(*held[own.id]).sharded(own.sharded)
     kept = [{key: value for key, value in group.items() if key not in _OF_THIS_RUN} for group in groups]
     return {
         "version": VERSION,
@@ -104,10 +105,11 @@ def load_sharded_(
     """
     names = [[own.name for own in of_group] for of_group in described]
     saved = _of_same_rule(loaded["groups"], groups, names)
-    mine = [(held[own.id], loaded["state"].get(own.name, {})) for own in _flat(described) if own.id in held]
+    mine = [(held[own.id], loaded["state"].get(at, {})) for own, at in _held_entries(described, held)]
+    mine += [(held[own.id], {}) for own in _flat(described) if own.id in held and _is_empty(own)]
     error: ValueError | None = None
     try:
-        for (unit, piece, _), values in mine:
+        for (unit, piece), values in mine:
             check_loaded(unit, piece, values)
         untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
         apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
@@ -116,7 +118,7 @@ def load_sharded_(
     agree(everyone, error)
     _warn_of_another_rule(loaded, groups, names)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
-    for (unit, piece, _), values in mine:
+    for (unit, piece), values in mine:
         read_piece(unit, piece).take_(values)
     if loaded["grad_scaler"]:
         scaler.load_state_dict(loaded["grad_scaler"])
@@ -149,6 +151,25 @@ def _of_same_rule(
         for group, own in zip(saved.get("groups", ()), saved.get("names", ()), strict=True)
     ]
     return {"groups": saved.get("groups", ()), "names": kept}
+
+
+def _held_entries(
+    described: Sequence[Sequence[Described]], held: Mapping[ParamId, Held]
+) -> Iterator[tuple[Described, str]]:
+    """What is saved of this rank's pieces, with a place in the state of its own: two model chunks may share a key.
+
+    A parameter without elements has no state on most layouts, and so is saved on none.
+    """
+    places: set[str] = set()
+    for own in _flat(described):
+        if own.id in held and not _is_empty(own):
+            at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
+            places.add(at)
+            yield own, at
+
+
+def _is_empty(own: Described) -> bool:
+    return isinstance(own.sharded, ShardedTensor) and not all(own.sharded.global_shape)
 
 
 def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from opt_checkpoint.boxes.box import FlatBox, boxes_of
 from opt_checkpoint.boxes.reshard import Copy, StoredBoxes
+from opt_checkpoint.dcp.main_values import may_convert, stored_name
 from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected
 from opt_checkpoint.disk.detect import read_object
@@ -56,16 +57,6 @@ class _Wanted(NamedTuple):
     """What ranks tell each other about the keys they ask for: one bit per stored key, in sorted order."""
 
     asked: bytes
-
-
-def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """The stored name of a key: itself if stored, else with the first prefix of `aliases` replaced that gives one."""
-    if key in stored:
-        return key
-    for old, new in aliases.items():
-        if key.startswith(old) and new + key.removeprefix(old) in stored:
-            return new + key.removeprefix(old)
-    return key
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -146,7 +137,7 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _find_unexpected(self) -> None:
         stored, objects = self._index.tensors, self._index.objects
-        tensors = ((p, t.key, aliased(t.key, stored, self._aliases)) for p, t in self.flat.tensors.items())
+        tensors = ((p, t.key, stored_name(t, stored, self._aliases)) for p, t in self.flat.tensors.items())
         absent = [(path, key) for path, key, name in tensors if name not in stored]
         absent += [(p, o.unique_key) for p, o in self.flat.objects.items() if o.unique_key not in objects]
         self._plain = dict(self._plain_values())
@@ -167,7 +158,8 @@ class ShardedLoadPlanner(LoadPlanner):
         return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
 
     def _asked_bits(self) -> bytes:
-        keys = {aliased(t.key, self._index.tensors, self._aliases) for t in self.flat.tensors.values()}
+        keys = {stored_name(t, self._index.tensors, self._aliases) for t in self.flat.tensors.values()}
+        keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
         keys |= {o.unique_key for o in self.flat.objects.values()} | {COMMON_KEY}
         keys |= {path_text(path) for path in self._plain if self._is_stock_object(path)}
         return np.packbits([key in keys for key in _stored_keys(self._index)]).tobytes()
@@ -175,7 +167,7 @@ class ShardedLoadPlanner(LoadPlanner):
     def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
         if path in self.dropped:
             return []
-        key = aliased(shard.key, self._index.tensors, self._aliases)
+        key = stored_name(shard, self._index.tensors, self._aliases)
         stored = self._index.tensors[key]
         self._check_description(shard, stored)
         if shard.data is None:
@@ -197,8 +189,13 @@ class ShardedLoadPlanner(LoadPlanner):
                     f"{list(shard.global_shape)}; set allow_shape_mismatch if the difference is padding"
                 )
             self._to_zero.append(shard)
+        if shard.data is not None and shard.data.is_meta:
+            raise CheckpointMismatchError(
+                f"{shard.key} is on the meta device, which has no memory to load into; materialise it first, as "
+                f"model.to_empty(device=...) does"
+            )
         if shard.dtype != stored.dtype:
-            if self._dtype is DtypeRule.EXACT:
+            if self._dtype is DtypeRule.EXACT and not may_convert(shard, stored):
                 raise CheckpointMismatchError(
                     f"{shard.key} is stored as {stored.dtype}, asked for as {shard.dtype}; pass dtype='cast' to convert"
                 )

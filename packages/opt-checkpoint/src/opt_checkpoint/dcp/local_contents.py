@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.flat_state import FlatState
-from opt_checkpoint.state.sharded import Shape, ShardedTensor, is_main_replica
+from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tree import path_text
 
 
@@ -28,6 +28,7 @@ class LocalTensor(NamedTuple):
         shape: its global shape.
         boxes: the parts held here, none empty.
         main: whether this is the main replica of them.
+        digest: of the values, where other ranks may hold the same boxes as main replicas; None elsewhere.
     """
 
     key: str
@@ -35,6 +36,7 @@ class LocalTensor(NamedTuple):
     shape: Shape
     boxes: tuple[Box, ...]
     main: bool
+    digest: int | None = None
 
 
 class LocalObject(NamedTuple):
@@ -68,8 +70,9 @@ def local_contents(flat: FlatState) -> LocalContents:
     Raises:
         CheckpointingException: a tensor has no data, or a dtype that cannot be stored.
     """
+    seen: dict[ShardIdentity, ShardedTensor] = {}
     return LocalContents(
-        tensors=tuple(_local_tensor(t) for t in flat.tensors.values()),
+        tensors=tuple(_local_tensor(t, is_copy=_is_copy(t, seen)) for t in flat.tensors.values()),
         objects=tuple(
             LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id))
             for o in flat.objects.values()
@@ -78,14 +81,55 @@ def local_contents(flat: FlatState) -> LocalContents:
     )
 
 
-def _local_tensor(shard: ShardedTensor) -> LocalTensor:
+def with_one_main_each(per_rank: Sequence[LocalContents]) -> list[LocalContents]:
+    """The contents of all ranks, where of blocks that may repeat and have equal values the first is the main replica.
+
+    Blocks with other values stay main replicas, which validation refuses.
+    """
+    first: dict[tuple[str, tuple[Box, ...]], int] = {}
+
+    def settled(tensor: LocalTensor) -> LocalTensor:
+        if not tensor.main or tensor.digest is None or not tensor.boxes:
+            return tensor
+        at = tensor.key, tensor.boxes
+        is_repeated = at in first and first[at] == tensor.digest
+        first.setdefault(at, tensor.digest)
+        return tensor._replace(main=not is_repeated)
+
+    return [replace(own, tensors=tuple(map(settled, own.tensors))) for own in per_rank]
+
+
+def _is_copy(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> bool:
+    """Whether this rank holds the same block twice with equal values, as a parameter that two model chunks share."""
+    if shard.data is None or not is_main_replica(shard.replica_id):
+        return False
+    first = seen.setdefault(shard.identity, shard)
+    return first is not shard and first.data is not None and _are_equal(first.data, shard.data)
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: 1-D, uint8, on its device."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _digest(tensor: Tensor) -> int:
+    """A number equal for equal values; on a device a sum, so that values need not come to the host."""
+    return fingerprint(tensor) if tensor.device.type == "cpu" else int(bits_of(tensor).sum(dtype=torch.int64))
+
+
+def _local_tensor(shard: ShardedTensor, *, is_copy: bool) -> LocalTensor:
     if shard.data is None:
         raise CheckpointingException(f"{shard.key} has no data to save")
     if not is_storable(shard.dtype):
         raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
     boxes = tuple(held.box for held in boxes_of(shard))
-    main = is_main_replica(shard.replica_id)
-    return LocalTensor(shard.key, dtype_name(shard.dtype), shard.global_shape, boxes, main)
+    main = is_main_replica(shard.replica_id) and not is_copy
+    digest = _digest(shard.data) if main and shard.may_repeat else None
+    return LocalTensor(shard.key, dtype_name(shard.dtype), shard.global_shape, boxes, main, digest)
 
 
 def fingerprint(value: Any) -> int:

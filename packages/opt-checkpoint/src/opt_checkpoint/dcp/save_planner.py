@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from opt_checkpoint.boxes.box import Box, FlatBox, boxes_of
 from opt_checkpoint.dcp.balance import Part, assign_parts
-from opt_checkpoint.dcp.local_contents import LocalContents, local_contents
+from opt_checkpoint.dcp.local_contents import LocalContents, local_contents, with_one_main_each
 from opt_checkpoint.dcp.validation import common_differences, validate_sharding_integrity
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import COMMON_KEY
@@ -123,7 +123,7 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointingException: they do not fit together.
         """
-        per_rank: list[LocalContents] = [plan.planner_data for plan in all_plans]
+        per_rank = with_one_main_each([plan.planner_data for plan in all_plans])
         validate_sharding_integrity(per_rank)
         self._judge_common(per_rank)
         parts = assign_parts(per_rank)

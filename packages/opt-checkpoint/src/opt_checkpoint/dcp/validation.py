@@ -71,9 +71,11 @@ def _coverage_problem(key: str, held: Sequence[tuple[int, LocalTensor]]) -> str 
     pair = first_overlap([part.box for part in parts])
     if pair is not None:
         a, b = (parts[i] for i in pair)
+        copies = "" if a.rank == b.rank or a.box != b.box else "; of equal copies, only one may have replica_id 0"
         return (
             f"{key}: Invalid access pattern: rank {a.rank} holds {_span(a.box)} and rank {b.rank} {_span(b.box)}, "
-            f"both as main replica; give one of them another replica_id"
+            f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
+            f"different keys, as add_prefix_for_sharding gives them{copies}"
         )
     if covered != total:
         ranks = sorted({part.rank for part in parts})

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner, aliased
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.main_values import stored_name
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
@@ -200,7 +201,7 @@ def _opened(path: Path, verify: Verify, safe_globals: SafeGlobals) -> Opened:
 def _check_wanted(state: ShardedStateDict, index: CheckpointIndex, aliases: Mapping[str, str]) -> None:
     """Every chunk and object that this rank needs matches its checksum."""
     flat = flatten_state(state)
-    keys = {aliased(t.key, index.tensors, aliases) for t in flat.tensors.values()} & index.tensors.keys()
+    keys = {stored_name(t, index.tensors, aliases) for t in flat.tensors.values()} & index.tensors.keys()
     objects = {o.unique_key for o in flat.objects.values()} & index.objects.keys()
     wanted_boxes = {k: [c.place for c in index.tensors[k].chunks] for k in sorted(keys)}
     check_places(index, {**wanted_boxes, **{k: [index.objects[k]] for k in sorted(objects)}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -49,6 +50,7 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         global_offset=offset if local.numel() else (0,) * len(offset),
         axis_fragmentations=None,
         replica_id=_replica_of(tensor),
+        may_repeat=tensor.device_mesh.size() < dist.get_world_size(),
     )
 
 
@@ -117,7 +119,10 @@ def _cuts(tensor: DTensor, dim: int) -> list[Cut]:
 
 
 def _replica_of(tensor: DTensor) -> ReplicaId:
-    """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica."""
+    """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica.
+
+    A mesh that is a part of the world, as `mesh["dp"]` of dp and tp, knows nothing of replicas outside it.
+    """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointingException("this rank is not on the tensor's device mesh")

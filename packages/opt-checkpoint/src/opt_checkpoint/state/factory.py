@@ -8,10 +8,11 @@ whole blocks only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
@@ -56,6 +57,7 @@ class ShardedTensorFactory(ShardedBase):
         flattened_range: `[start, stop)` of the flattened local block that `data` holds; segments only.
         segments: rows of the local block and where each belongs; they must tile axis 0 in order.
         local_shape: shape of the whole local block; segments only.
+        has_mains: see `ShardedTensor`.
 
     Raises:
         CheckpointingException: both forms, neither, segments with holes, or a flat range with `build_fn`.
@@ -69,6 +71,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
     segments: tuple[Segment, ...] = ()
     local_shape: Shape = ()
+    has_mains: bool = False
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
@@ -105,6 +108,7 @@ class ShardedTensorFactory(ShardedBase):
         """The same factory with `data=None`."""
         return dataclasses.replace(self, data=None)
 
+    @torch.no_grad()
     def build(self) -> Any:
         """The sharded tensors behind this factory: a list for segments, what `build_fn` returns otherwise.
 
@@ -152,6 +156,31 @@ class ShardedTensorFactory(ShardedBase):
             flattened_range=flat,
         )
 
+    def built_tensors(self) -> list[ShardedTensor]:
+        """What `build` gives, without the nest."""
+        return list(_tensors(self.build()))
+
+    def declared(self) -> ShardedTensorFactory:
+        """The same factory by segments, where a function cuts the local tensor into runs of rows; else itself.
+
+        Found by building from the numbers of the elements. Segments, unlike functions, work on flat ranges.
+        """
+        if self.segments or self.build_fn is None or self.data is None or self.data.dim() == 0 or not self.data.numel():
+            return self
+        numbers = torch.arange(self.data.numel()).view(self.data.shape)
+        built = list(_tensors(self.build_fn(self.key, numbers, self.replica_id, None)))
+        segments = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
+        if any(segment is None for segment in segments):
+            return self
+        ordered = sorted((s for s in segments if s is not None), key=lambda segment: segment.row_start)
+        stops = [0, *(segment.row_stop for segment in ordered)]
+        if [segment.row_start for segment in ordered] != stops[:-1] or stops[-1] != len(numbers):
+            return self
+        return dataclasses.replace(
+            self, build_fn=None, merge_fn=None, segments=tuple(ordered), local_shape=tuple(self.data.shape)
+        )
+
+    @torch.no_grad()
     def merge(self, loaded: Any) -> Tensor:
         """One tensor from the loaded pieces; segments were views of `data`, so it is `data` itself."""
         if self.merge_fn is not None:
@@ -160,3 +189,38 @@ class ShardedTensorFactory(ShardedBase):
         if self.data is None:
             raise CheckpointingException(f"factory {self.key} has no data to merge into")
         return self.data
+
+
+def _tensors(built: Any) -> Iterator[ShardedTensor]:
+    if isinstance(built, ShardedTensor):
+        yield built
+    elif isinstance(built, dict):
+        for value in built.values():
+            yield from _tensors(value)
+    elif isinstance(built, list | tuple):
+        for value in built:
+            yield from _tensors(value)
+
+
+def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_numel: int) -> Segment | None:
+    """The rows of the local tensor that a piece built from element numbers holds; None if it is not a run of rows."""
+    numbers = piece.data
+    if numbers is None or not numbers.numel() or row_numel == 0:
+        return None
+    start, count = int(numbers.view(-1)[0]) if numbers.is_contiguous() else -1, numbers.numel()
+    is_run = start >= 0 and torch.equal(numbers.reshape(-1), torch.arange(start, start + count))
+    is_plain = (
+        piece.key.startswith(factory.key)
+        and piece.replica_id == factory.replica_id
+        and piece.flattened_range is None
+        and not piece.allow_shape_mismatch
+    )
+    if not (is_run and is_plain) or start % row_numel or count % row_numel:
+        return None
+    return Segment(
+        row_start=start // row_numel,
+        row_stop=(start + count) // row_numel,
+        global_shape=piece.global_shape,
+        global_offset=piece.global_offset,
+        suffix=piece.key.removeprefix(factory.key),
+    )

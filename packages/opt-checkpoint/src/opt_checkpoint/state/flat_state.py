@@ -82,7 +82,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     for path, value in leaves(state):
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
-            _take_built(flat, path)
+            _take_built(flat, path, has_mains=value.has_mains)
         elif isinstance(value, ShardedTensor):
             flat.tensors[path] = value
         elif isinstance(value, ShardedObject):
@@ -94,12 +94,13 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     return flat
 
 
-def _take_built(flat: FlatState, path: Path) -> None:
+def _take_built(flat: FlatState, path: Path, *, has_mains: bool) -> None:
     for inner, piece in leaves(flat.built[path]):
         if not isinstance(piece, ShardedTensor):
             raise CheckpointingException(
                 f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors may be"
             )
+        piece.has_mains = has_mains
         flat.tensors[path + inner] = piece
 
 

@@ -136,8 +136,8 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
         )
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
-        return dataclasses.replace(model_param, key=key, data=values)
-    return dataclasses.replace(model_param, key=key, data=values, dtype=values.dtype)
+        return dataclasses.replace(model_param, key=key, data=values, has_mains=False)
+    return dataclasses.replace(model_param, key=key, data=values, dtype=values.dtype, has_mains=False)
 
 
 def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:

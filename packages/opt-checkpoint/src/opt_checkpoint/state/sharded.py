@@ -72,6 +72,9 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: leading global axes the local block lacks (layer or expert number); its size there is 1.
         allow_shape_mismatch: on load the stored global shape may differ: the overlap is read, the rest becomes zero.
         flattened_range: `[start, stop)` of the row-major flattened local block that `data` holds.
+        may_repeat: other ranks may hold this block as their main replica, too; one is saved if all values are equal.
+        has_mains: an optimizer keeps fp32 main values of this parameter, or did: where they are stored and this is
+            asked for as fp32, they are read; where fp32 is stored, this may be asked for in 16 bits.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -88,6 +91,8 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
+    may_repeat: bool = False
+    has_mains: bool = False
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)

@@ -81,6 +81,7 @@ class _Held(NamedTuple):
     prepended: int
     flat: tuple[int, int] | None
     replica_id: ReplicaId
+    may_repeat: bool
 
     @property
     def own_offset(self) -> Shape:
@@ -138,9 +139,10 @@ def _held(param: ShardedTensor | ShardedTensorFactory) -> _Held:
     flat = None if param.flattened_range is None else flat_bounds(param.flattened_range)
     if isinstance(param, ShardedTensor):
         block = param.local_shape, param.global_shape, param.global_offset, param.prepend_axis_num
-        return _Held(*block, flat, param.replica_id)
+        return _Held(*block, flat, param.replica_id, param.may_repeat)
+    param = param.declared()
     if not param.segments:
-        raise CheckpointingException(f"state not shaped like {param.key} needs that factory declared by segments")
+        return _held_of_built(param)
     first, rank = param.segments[0], len(param.local_shape)
     return _Held(
         param.local_shape,
@@ -149,7 +151,20 @@ def _held(param: ShardedTensor | ShardedTensorFactory) -> _Held:
         len(first.global_shape) - rank,
         flat,
         param.replica_id,
+        may_repeat=False,
     )
+
+
+def _held_of_built(factory: ShardedTensorFactory) -> _Held:
+    """A factory whose function does more than cut rows: it begins where one of its tensors begins."""
+    built = factory.built_tensors()
+    if not built or any(piece.prepend_axis_num for piece in built):
+        raise CheckpointingException(
+            f"state of {factory.key} that is not shaped like it needs to know the rows that the factory's function "
+            f"cuts; declare the factory by segments"
+        )
+    first = next((piece for piece in built if not any(piece.global_offset)), built[0])
+    return _Held(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
 
 
 def _sharded(held: _Held, tensor: Tensor, key: str, own: tuple[Shape, Shape], main: bool) -> ShardedTensor:
@@ -165,6 +180,7 @@ def _sharded(held: _Held, tensor: Tensor, key: str, own: tuple[Shape, Shape], ma
         axis_fragmentations=None,
         replica_id=held.replica_if(main),
         prepend_axis_num=held.prepended,
+        may_repeat=held.may_repeat,
     )
 
 
@@ -214,6 +230,7 @@ def _block_scales(held: _Held, tensor: Tensor, key: str, block: int) -> ShardedT
         replica_id=held.replica_id,
         prepend_axis_num=held.prepended,
         flattened_range=_flat_of_blocks(held, key, block),
+        may_repeat=held.may_repeat,
     )
 
 
@@ -238,4 +255,5 @@ def _layout_bound(held: _Held, tensor: Tensor, key: str, fingerprint: str) -> Sh
         global_offset=(0,) * len(shape),
         axis_fragmentations=(1,) * len(shape),
         replica_id=held.replica_id,
+        may_repeat=held.may_repeat,
     )

@@ -43,10 +43,11 @@ class SavedPiece:
     specs: dict[str, StateSpec] = field(default_factory=dict)
     of_whole: set[str] = field(default_factory=set)  # those of them that belong to a matrix of which this is a part
 
-    def sharded(self, param: ShardedParam, *, is_owner: bool) -> dict[str, ShardedBase]:
-        """Each tensor as its spec says, under the parameter's key. `is_owner`: no other data-parallel rank has it."""
-        held = _held(param, self.piece, is_owner=is_owner)
-        whole = _whole(param, self.piece, is_owner=is_owner)
+    def sharded(self, param: ShardedParam) -> dict[str, ShardedBase]:
+        """Each tensor as its spec says, under the parameter's key."""
+        param = replace(param, replica_id=_replica_of(param.replica_id, self.piece))
+        held = _held(param, self.piece)
+        whole = _whole(param, self.piece)
         found = {}
         for name, tensor in self.tensors.items():
             if name not in self.of_whole:
@@ -104,10 +105,8 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     return saved
 
 
-def _held(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedParam:
+def _held(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
     """The parameter's description, narrowed to the piece."""
-    if is_owner:
-        param = replace(param, replica_id=_sole_replica(param.replica_id))
     if piece.is_whole:
         return param
     if isinstance(param, ShardedTensor):
@@ -115,7 +114,7 @@ def _held(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedP
     return replace(param, data=None, flattened_range=piece.of_param)
 
 
-def _whole(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> ShardedTensor | None:
+def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
     """The description of the block of the parameter that is one matrix to the rule, of which the piece is a part.
 
     None where the parts do not make up the parameter as it is saved: rows of fused ones may be saved in another order.
@@ -127,14 +126,14 @@ def _whole(param: ShardedParam, piece: OwnedPiece, *, is_owner: bool) -> Sharded
     if param.global_shape[prepended:] != stage.shape(piece.id):
         return None
     block = stage.whole(piece.id)
-    replica_id = _sole_replica(param.replica_id) if is_owner else param.replica_id
     return replace(
         param,
         data=None,
         local_shape=block.shape,
         global_offset=(*param.global_offset[:prepended], *block.offset),
         axis_fragmentations=None,
-        replica_id=replica_id if stage.counts(piece.id) else 1,
+        replica_id=param.replica_id if stage.counts(piece.id) else 1,
+        may_repeat=param.may_repeat and stage.counts(piece.id),
     )
 
 
@@ -144,9 +143,12 @@ def _bound(piece: OwnedPiece) -> StateSpec:
     return LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
 
 
-def _sole_replica(replica_id: Any) -> Any:
-    """By the convention (pipeline, tensor, data): a piece that one data-parallel rank owns has no data replica."""
-    return (*replica_id[:-1], 0) if isinstance(replica_id, tuple) else 0
+def _replica_of(replica_id: Any, piece: OwnedPiece) -> Any:
+    """The piece's replica number. By convention that is (pipeline, tensor, data), and a shard has no data replicas in
+    its own optimizer instance."""
+    if piece.replica is None:
+        return replica_id
+    return (*replica_id[:-1], piece.replica) if isinstance(replica_id, tuple) else piece.replica
 
 
 def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:

@@ -31,6 +31,7 @@ class OwnedPiece:
     counted: bool = True  # False where another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank looks for infinities and NaNs here; always where it counts
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
+    replica: int | None = None  # its number among data-parallel replicas, where these do not hold the same parts
     part: str = ""  # names what is stored here of a plain parameter that tensor-parallel ranks share
     stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
     step: int = 0  # updates made so far; the only state a step keeps on the host
