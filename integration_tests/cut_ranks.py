@@ -69,6 +69,12 @@ def replicas_of_tp(net: Net) -> None:
     _distribute(net, mesh, lambda name: [Replicate(), Shard(1 if name == "row" else 0)])
 
 
+def tp_on_a_part_of_the_mesh(net: Net) -> None:
+    """Each data-parallel replica on a mesh of its own, which knows nothing of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _distribute(net, mesh["tp"], lambda name: [Shard(1 if name == "row" else 0)])
+
+
 def two_axes(net: Net) -> None:
     """No plan of torch's: rows cut twice, or rows and columns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -105,6 +111,18 @@ def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, pat
     save(_state_of(net, optimizer), path)
     _step(net, optimizer, shapes, lay_out, STEPS - 1)
     return _weights(net)
+
+
+def save_apart(path: str) -> str:
+    """What is raised where the replicas of a tensor have come apart."""
+    net = _laid_out(EVEN, 0, tp_on_a_part_of_the_mesh)
+    with torch.no_grad():
+        net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
+    try:
+        save(sharded_model(net), path)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:

@@ -19,7 +19,9 @@ from cut_ranks import (
     replicas_of_tp,
     resume,
     resume_by_attributes,
+    save_apart,
     tp,
+    tp_on_a_part_of_the_mesh,
     train,
     train_and_save,
     two_axes,
@@ -67,7 +69,14 @@ JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment
 BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
 BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
-SAVED = {"soap": (SOAP, UNEVEN, fsdp), "normuon": (NORMUON, OBLONG, hsdp), "adamuon": (ADAMUON, OBLONG, tp)}
+SAVED = {
+    "soap": (SOAP, UNEVEN, fsdp),
+    "normuon": (NORMUON, OBLONG, hsdp),
+    "adamuon": (ADAMUON, OBLONG, tp),
+    "adam, a vector outside the tensor-parallel plan": (config("adam"), EVEN, fsdp_x_tp),
+    "muon, a vector outside the tensor-parallel plan": (DUPLICATED, EVEN, fsdp_x_tp),
+    "adam, replicas of tensor parallelism": (config("adam"), EVEN, tp_on_a_part_of_the_mesh),
+}
 
 
 MODELS = {
@@ -89,6 +98,7 @@ class Four(NamedTuple):
     paths: dict[str, str]
     by_attributes: dict[str, list[dict[int, dict[str, Tensor]]]]
     blocks: list[list[Trained]]
+    apart: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +109,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"blocks, {lay_out.__name__}": Job(train, (BLOCKWISE, EVEN, lay_out)) for lay_out in BLOCKS}
+    jobs["apart"] = Job(save_apart, (str(tmp_path_factory.mktemp("apart") / "checkpoint"),))
     for name, (saved, loaded) in BY_ATTRIBUTES.items():
         path = str(tmp_path_factory.mktemp("by_attributes") / "checkpoint")
         jobs[f"attributes, {name}"] = Job(resume_by_attributes, (saved, loaded, EVEN, path))
@@ -111,6 +122,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         paths,
         {name: made[f"attributes, {name}"] for name in BY_ATTRIBUTES},
         [made[f"blocks, {lay_out.__name__}"] for lay_out in BLOCKS],
+        made["apart"],
     )
 
 
@@ -188,6 +200,12 @@ def test_a_saved_run_goes_on_where_matrices_are_cut_otherwise_or_whole(name: str
     for param, want in train(rule, shapes).weights.items():
         for got in (*four.uninterrupted[name], *four.resumed[name], alone):
             torch.testing.assert_close(got[param], want, rtol=1e-6, atol=1e-7)
+
+
+def test_replicas_that_have_come_apart_are_refused_on_every_rank(four: Four) -> None:
+    for message in four.apart:
+        assert "column.weight: Invalid access pattern: rank 0" in message
+        assert "their values differ" in message
 
 
 @pytest.mark.parametrize("name", BY_ATTRIBUTES)

@@ -71,7 +71,7 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
     segments: tuple[Segment, ...] = ()
     local_shape: Shape = ()
-    has_mains: bool = False
+    has_mains: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()

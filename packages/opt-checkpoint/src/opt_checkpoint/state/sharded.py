@@ -91,8 +91,8 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
-    may_repeat: bool = False
-    has_mains: bool = False
+    may_repeat: bool = field(default=False, kw_only=True)
+    has_mains: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)
