@@ -183,10 +183,9 @@ def test_a_row_contiguous_reshard_reads_only_what_it_needs(tmp_path: Path, cut: 
     ]
     save_as_ranks(states, tmp_path / "x")
     target = torch.zeros(cut[1] - cut[0])
-    report = load({"w": sharded_like("w", whole).flat(target, *cut)}, tmp_path / "x")
+    report = load({"w": sharded_like("w", whole).flat(target, *cut)}, tmp_path / "x", verify="none")
     assert torch.equal(target, whole.view(-1)[slice(*cut)])
-    common = report.bytes_wanted
-    assert report.bytes_read <= 1.05 * common
+    assert report.bytes_read <= 1.05 * report.bytes_wanted
 
 
 # ----- who writes what

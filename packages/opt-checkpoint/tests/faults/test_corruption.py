@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
+from old_format import to_old_format
 from states import assert_is_step, state_at
 
-from opt_checkpoint import CheckpointCorruptError, CheckpointingException, load, verify_checkpoint
+from opt_checkpoint import (
+    CheckpointCorruptError,
+    CheckpointingException,
+    CheckpointManager,
+    LoadReport,
+    ShardedTensor,
+    load,
+    read_index,
+    save,
+    sharded_like,
+    verify_checkpoint,
+)
 
 SIZE = 2
 
@@ -99,7 +112,9 @@ def test_damage_met_while_reading_says_that_memory_was_touched(tmp_path: Path) -
     raw = file.read_bytes()
     file.write_bytes(raw.replace(b"seedq", b"seedx", 1))
     assert file.read_bytes() != raw
-    with pytest.raises(CheckpointCorruptError, match=r"partly overwritten, load again.*\n.*rng/shard_0_1 has changed"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"partly overwritten, load again.*\n.*values of rng/shard_0_1 have"
+    ):
         load(state_at(0, 0, 1, filled=False), tmp_path / "x")
 
 
@@ -112,3 +127,97 @@ def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_pat
     assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(tmp_path / "2"))
     with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to another save"):
         load(state_at(0, 0, 1, filled=False), tmp_path / "2")
+
+
+def flip_bit(file: Path, at: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 4]))
+
+
+PIECE = 1 << 20
+
+
+@pytest.mark.parametrize("rows", [(0, 64), (0, 1), (63, 64), (20, 40)], ids=["all", "first", "last", "middle"])
+def test_a_default_load_compares_what_it_reads_and_reads_no_more_pieces_than_it_needs(
+    tmp_path: Path, rows: tuple[int, int]
+) -> None:
+    """One chunk of 6.4 MB in pieces of 1 MiB, of which some rows are wanted."""
+    whole = torch.randn(64, 25_000)
+    save({"w": sharded_like("w", whole)}, tmp_path / "x")
+    place = read_index(tmp_path / "x").tensors["w"].chunks[0].place
+    file, row = tmp_path / "x" / place.file, 25_000 * 4
+
+    def load_rows() -> LoadReport:
+        part = torch.zeros(rows[1] - rows[0], 25_000)
+        shard = ShardedTensor("w", part, torch.float32, tuple(part.shape), (64, 25_000), (rows[0], 0), None)
+        report = load({"w": shard}, tmp_path / "x")
+        assert torch.equal(part, whole[rows[0] : rows[1]])
+        return report
+
+    first, last = rows[0] * row // PIECE, -(-rows[1] * row // PIECE)
+    report = load_rows()
+    assert report.bytes_read == min(last * PIECE, place.nbytes) - first * PIECE
+    for at in {rows[0] * row, (rows[0] + rows[1]) * row // 2, rows[1] * row - 1}:
+        flip_bit(file, place.start + at)
+        with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is damaged: the values of w have changed"):
+            load_rows()
+        flip_bit(file, place.start + at)
+    for at in {first * PIECE - 1, last * PIECE} & set(range(place.nbytes)):
+        flip_bit(file, place.start + at)  # in a piece that holds none of the rows
+        load_rows()
+        flip_bit(file, place.start + at)
+
+
+@pytest.mark.parametrize("numel", [10, 100_000, 3_000_000], ids=["tiny", "small", "pieces"])
+@pytest.mark.parametrize("turned", [False, True], ids=["run", "columns"])
+def test_a_changed_bit_is_noticed_however_the_values_are_read(tmp_path: Path, numel: int, turned: bool) -> None:
+    whole = torch.randn(numel // 10, 10)
+    neighbours = {f"n{i}": sharded_like(f"n{i}", torch.ones(5)) for i in range(3)}
+    save({"w": sharded_like("w", whole), **neighbours}, tmp_path / "x")
+    place = read_index(tmp_path / "x").tensors["w"].chunks[0].place
+    flip_bit(tmp_path / "x" / place.file, place.start + place.nbytes // 2)
+    target = torch.zeros(10, numel // 10).t() if turned else torch.zeros(numel // 10, 10)
+    with pytest.raises(CheckpointCorruptError, match="the values of w have changed"):
+        load({"w": sharded_like("w", target), **neighbours}, tmp_path / "x")
+    load({"w": sharded_like("w", target), **neighbours}, tmp_path / "x", verify="none")
+
+
+def test_a_changed_bit_in_format_1_is_noticed_where_a_chunk_is_read_as_a_whole(tmp_path: Path) -> None:
+    save_as_ranks([state_at(1, 0, 1)], tmp_path / "x")
+    to_old_format(tmp_path / "x")
+    place = read_index(tmp_path / "x").tensors["large"].chunks[0].place
+    flip_bit(tmp_path / "x" / place.file, place.start + 5)
+    with pytest.raises(CheckpointCorruptError, match="the values of large have changed"):
+        load(state_at(0, 0, 1, filled=False), tmp_path / "x")
+
+
+def test_verifying_first_reads_just_the_chunks_that_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [{"w": sharded_like("w", torch.ones(4, 9)).flat(torch.ones(18), a, a + 18)} for a in (0, 18)]
+    save_as_ranks(states, tmp_path / "x")
+    second = tmp_path / "x" / read_index(tmp_path / "x").tensors["w"].chunks[1].place.file
+    place = read_index(tmp_path / "x").tensors["w"].chunks[1].place
+    flip_bit(second, place.start)
+    part = torch.zeros(1, 9)
+    load({"w": ShardedTensor("w", part, torch.float32, (1, 9), (4, 9), (0, 0), None)}, tmp_path / "x", verify="chunks")
+    assert (part == 1).all()
+
+
+def test_more_files_than_may_be_open_load_and_verify(tmp_path: Path) -> None:
+    size = 1100
+    whole = torch.arange(2.0 * size)
+    states = [{"w": sharded_like("w", whole).flat(whole[2 * r : 2 * r + 2], 2 * r, 2 * r + 2)} for r in range(size)]
+    save_as_ranks(states, tmp_path / "step-000000001")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        target = torch.zeros(2 * size)
+        manager = CheckpointManager(tmp_path, in_background=False)
+        assert manager.latest() == 1
+        manager.load({"w": sharded_like("w", target)}, verify="chunks")
+        assert verify_checkpoint(tmp_path / "step-000000001") == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(target, whole)

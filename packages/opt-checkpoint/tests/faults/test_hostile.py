@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
+from old_format import manifest_body, rewrite, to_old_format
 from states import state_at
 from torch.distributed.checkpoint import save as dcp_save
 
@@ -28,6 +29,7 @@ from opt_checkpoint import (
     save,
     verify_checkpoint,
 )
+from opt_checkpoint.disk.columns import decode_columns, encode_columns
 
 
 class Hostile:
@@ -42,8 +44,9 @@ class Hostile:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
+    """A checkpoint of format 1, whose manifest is easy to forge."""
     save_as_ranks([state_at(1, 0, 1)], tmp_path / "ours")
-    return tmp_path / "ours"
+    return to_old_format(tmp_path / "ours")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -89,16 +92,6 @@ def test_a_hostile_stock_chunk_is_refused(tmp_path: Path) -> None:
         load({"w": ShardedTensor.from_rank_offsets("w", data)}, tmp_path / "x")
     assert (data == 7).all()
     assert not (tmp_path / "ran").exists()
-
-
-def manifest_body(path: Path) -> bytes:
-    return (path / "manifest.json").read_bytes().rpartition(b"\n#crc32=")[0]
-
-
-def rewrite(path: Path, content: Any) -> None:
-    """A manifest with a right checksum: what a forger, not an accident, would leave."""
-    body = json.dumps(content).encode()
-    (path / "manifest.json").write_bytes(body + f"\n#crc32={zlib.crc32(body):08x}\n".encode())
 
 
 def place_outside(name: str) -> Callable[[Any], None]:
@@ -159,13 +152,76 @@ def test_a_manifest_that_lies_is_refused_before_any_file_is_opened(
     wanted = state_at(0, 0, 1, filled=False)
     with pytest.raises(CheckpointCorruptError):
         load(wanted, ours, verify="none")
-    assert opened == [str(ours / "manifest.json")]
+    assert opened == [str(ours / "manifest.bin"), str(ours / "manifest.json")]  # the first is not there
+    assert (wanted["w"].data == -1).all()
+
+
+def column(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda header, columns: columns.__setitem__(name, change(columns[name].copy()))
+
+
+def put(position: Any, value: int) -> Callable[[Any], Any]:
+    def change(array: Any) -> Any:
+        array[position] = value
+        return array
+
+    return change
+
+
+def rename_file(header: dict[str, Any], columns: dict[str, Any]) -> None:
+    header["files"] = [["../secret" if name.endswith(".distcp") else name, *rest] for name, *rest in header["files"]]
+
+
+COLUMN_LIES = {
+    "a path upwards": rename_file,
+    "a negative size of a file": lambda h, c: h["files"][0].__setitem__(1, -1),
+    "a start beyond the file": column("start", put(-1, 1 << 50)),
+    "a negative start": column("start", put(-1, -8)),
+    "a huge start": column("start", put(-1, (1 << 63) - 1)),
+    "a file that is not listed": column("file", put(-1, 99)),
+    "a chunk outside the tensor": column("offsets", put((-1, 0), 5)),
+    "a huge chunk": column("sizes", put((-1, slice(None)), 1 << 40)),
+    "an empty chunk": column("sizes", put((-1, 0), 0)),
+    "a huge shape": column("shape", put((-1, slice(None)), 1 << 61)),
+    "a negative shape": column("shape", put((-1, 0), -12)),
+    "more axes than there are": column("ndim", put(-1, 7)),
+    "an axis less": column("ndim", put(-1, 1)),
+    "an unknown dtype": lambda h, c: h.__setitem__("dtypes", ["os.system"]),
+    "a dtype that is not listed": column("dtype", put(-1, 9)),
+    "a chunk too many": column("chunks", put(-1, 2)),
+    "chunks of nobody": column("chunks", put(-1, 0)),
+    "a checksum too few": column("sums", lambda a: a[1:]),
+    "a key too long": column("key_bytes", put(0, 1 << 30)),
+    "a key that is not text": column("keys", put(0, 0xFF)),
+    "no column of keys": lambda h, c: c.pop("keys"),
+    "a column of another dtype": lambda h, c: c.__setitem__("start", c["file"]),
+    "no files": lambda h, c: h.pop("files"),
+    "an object beyond the file": lambda h, c: h["objects"][0].__setitem__(2, 1 << 50),
+}
+
+
+@pytest.mark.parametrize("lie", COLUMN_LIES.values(), ids=COLUMN_LIES.keys())
+def test_columns_that_lie_are_refused_before_any_file_is_opened(
+    tmp_path: Path, lie: Callable[[Any, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_as_ranks([state_at(1, 0, 1)], tmp_path / "x")
+    manifest, first_line = tmp_path / "x" / "manifest.bin", b"opt-checkpoint manifest 2\n"
+    header, columns = decode_columns(first_line, manifest.read_bytes(), "manifest")
+    lie(header, columns)
+    manifest.write_bytes(encode_columns(first_line, header, columns))
+    opened: list[str] = []
+    os_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(str(path)) or os_open(path, *a, **k))
+    wanted = state_at(0, 0, 1, filled=False)
+    with pytest.raises(CheckpointCorruptError):
+        load(wanted, tmp_path / "x", verify="none")
+    assert opened == [str(manifest)]
     assert (wanted["w"].data == -1).all()
 
 
 def test_a_truncated_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Path) -> None:
     (ours / "manifest.json").unlink()
-    with pytest.raises(CheckpointCorruptError, match=r"written by opt-checkpoint, but its manifest\.json is gone"):
+    with pytest.raises(CheckpointCorruptError, match=r"written by opt-checkpoint, but its manifest\.bin is gone"):
         load({}, ours)
 
 

@@ -48,7 +48,7 @@ def litter(folder: Path) -> set[str]:
         age(folder / name)
     (folder / step_name(50)).mkdir()
     (folder / step_name(60)).mkdir()
-    (folder / step_name(60) / "manifest.json").write_bytes(b"{}")
+    (folder / step_name(60) / "manifest.bin").write_bytes(b"{}")
     (folder / "step-70").mkdir()
     (folder / "notes.tmp-mine").mkdir()
     (folder / step_name(80)).write_text("a file")
@@ -69,7 +69,7 @@ def test_the_newest_whole_step_is_chosen_and_only_our_garbage_removed(tmp_path: 
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("name", ["step-000000002", "manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["step-000000002", "manifest.bin", "__0_0.distcp"])
 def test_an_error_of_the_file_system_is_not_an_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, name: str
 ) -> None:

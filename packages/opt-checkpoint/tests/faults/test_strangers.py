@@ -11,6 +11,7 @@ import shutil
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
+from old_format import to_old_format
 from states import state_at
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import save as dcp_save
@@ -160,7 +162,7 @@ def test_a_small_archive_of_much_is_refused_without_unpacking_it(stock: Path, wa
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "fifo", "folder"])
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.bin", "__0_0.distcp"])
 def test_what_is_not_a_regular_file_is_refused(ours: Path, tmp_path: Path, kind: str, name: str) -> None:
     (ours / name).rename(tmp_path / "moved")
     if kind == "symbolic link":
@@ -282,14 +284,18 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
         capsys.readouterr()
 
 
-def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool) -> None:
+@pytest.mark.parametrize("old", [False, True], ids=["format 2", "format 1"])
+def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool, old: bool) -> None:
     """Damage below a checksum that is right."""
-    import zlib
-
-    body = (ours / "manifest.json").read_bytes().rpartition(b"\n#crc32=")[0]
-    for seed in range(3000 if full else 150):
+    if old:
+        to_old_format(ours)
+    name = "manifest.json" if old else "manifest.bin"
+    raw = (ours / name).read_bytes()
+    body = raw.rpartition(b"\n#crc32=")[0] if old else raw[:-4]
+    for seed in range(3000 if full else 120):
         changed = damage(body, random.Random(seed))
-        (ours / "manifest.json").write_bytes(changed + f"\n#crc32={zlib.crc32(changed):08x}\n".encode())
+        crc = zlib.crc32(changed)
+        (ours / name).write_bytes(changed + (f"\n#crc32={crc:08x}\n".encode() if old else crc.to_bytes(4, "little")))
         assert_only_our_errors(ours, seed)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import DataFile, open_files
+from opt_checkpoint.disk.checked_values import CheckedValues, check_bytes
+from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
+from opt_checkpoint.disk.data_file import DataFile, DataFiles
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredChunk
-from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
+from opt_checkpoint.disk.read_region import FilePosition, Readable, Region, read_region
 from opt_checkpoint.disk.torch_zip_reader import find_values, load_archive
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 
@@ -39,12 +41,21 @@ _MAX_THREADS = 4
 
 
 class _Read(NamedTuple):
-    """One run of bytes to bring in, and what becomes of it."""
+    """One run of bytes to bring in, and what becomes of it.
+
+    Args:
+        file: the data file.
+        start: first byte.
+        nbytes: how many.
+        item: what wants them.
+        chunk: where the values of the chunk begin, if it has several pieces with checksums of their own.
+    """
 
     file: str
     start: int
     nbytes: int
     item: ReadItem
+    chunk: int | None = None
 
 
 @dataclass(slots=True)
@@ -62,10 +73,22 @@ class CheckpointReader(StorageReader):
     Args:
         index: from `read_index`.
         threads: how many reads are under way at once.
+        check: when to compare what is read with its checksums: while reading it, also before any memory is written
+            (which reads it twice), or never. Foreign checkpoints have no checksums that could be trusted.
+        describe: whether `read_metadata` describes the checkpoint; planners other than ours need that.
     """
 
-    def __init__(self, index: CheckpointIndex, *, threads: int = _MAX_THREADS) -> None:
+    def __init__(
+        self,
+        index: CheckpointIndex,
+        *,
+        threads: int = _MAX_THREADS,
+        check: Literal["reading", "before", "never"] = "reading",
+        describe: bool = True,
+    ) -> None:
         self.index = index
+        self._describe = describe
+        self._check = check
         self.count = ReadCount()
         self._threads = threads
         self._values: dict[StoredChunk, ByteRange | None] = {}
@@ -86,6 +109,8 @@ class CheckpointReader(StorageReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """The index in DCP's words, for planners other than ours."""
+        if not self._describe:
+            return Metadata({})
         state: dict[str, Any] = {key: BytesStorageMetadata() for key in self.index.objects}
         for key, tensor in self.index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
@@ -96,7 +121,22 @@ class CheckpointReader(StorageReader):
         """Nothing to set up: the index came with the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """The plan as it is, once the chunks and objects it needs match their checksums, where `check` is "before".
+
+        Raises:
+            CheckpointCorruptError: one does not match, or there are no checksums.
+            OSError: a file cannot be read.
+        """
+        if self._check == "before":
+            wanted = {(self._place(item), item.storage_index.fqn): None for item in plan.items}
+            if self.index.save_id is None and wanted:
+                raise CheckpointCorruptError(
+                    f"{self.index.path} was written by {self.index.kind.value} and has no checksums to verify; "
+                    f"load with verify='sizes'"
+                )
+            with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
+                for done in [pool.submit(check_bytes, files[place.file], place, key) for place, key in wanted]:
+                    done.result()
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -110,13 +150,12 @@ class CheckpointReader(StorageReader):
             CheckpointCorruptError: a file is missing, too short, of another save, or holds something else.
             OSError: a file cannot be read.
         """
-        names = {self._place(item).file for item in plan.items}
-        with open_files(self.index, names) as files, ThreadPoolExecutor(self._threads) as pool:
+        with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
             reads = sorted((self._read_of(files, item) for item in plan.items), key=lambda r: (r.file, r.start))
             batches = list(_batches(reads))
             for done in [pool.submit(self._carry_out, files[b[0].file], b, planner) for b in batches]:
                 done.result()
-            self.count.read += sum(file.bytes_read for file in files.values())
+            self.count.read += files.bytes_read
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -134,8 +173,8 @@ class CheckpointReader(StorageReader):
             return self.index.objects[item.storage_index.fqn]
         return self._chunk(item).place
 
-    def _read_of(self, files: dict[str, DataFile], item: ReadItem) -> _Read:
-        """The run of bytes that holds what an item wants: from its first value to its last."""
+    def _read_of(self, files: DataFiles, item: ReadItem) -> _Read:
+        """The run of bytes that holds what an item wants: from its first value to its last; a small chunk whole."""
         place = self._place(item)
         if item.type is LoadItemType.BYTE_IO:
             return _Read(place.file, place.start, place.nbytes, item)
@@ -143,8 +182,11 @@ class CheckpointReader(StorageReader):
         values = self._values_of(files[place.file], chunk, dtype)
         if values is None:
             return _Read(place.file, place.start, place.nbytes, item)
+        if self._check != "never" and values.crc is not None and values.nbytes <= PIECE_BYTES:
+            return _Read(place.file, values.start, values.nbytes, item)
         first, last = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths)).span
-        return _Read(place.file, values.start + first * dtype.itemsize, (last - first) * dtype.itemsize, item)
+        pieced = values.start if values.pieces and self._check != "never" else None
+        return _Read(place.file, values.start + first * dtype.itemsize, (last - first) * dtype.itemsize, item, pieced)
 
     def _values_of(self, file: DataFile, chunk: StoredChunk, dtype: torch.dtype) -> ByteRange | None:
         """The bare values of a chunk; a stock archive is opened once to find them."""
@@ -158,8 +200,9 @@ class CheckpointReader(StorageReader):
     def _carry_out(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
         """Read one run of a file, which several small items may share, and put each item's values where they belong."""
         first, last = batch[0], max(batch, key=lambda r: r.start + r.nbytes)
-        if len(batch) == 1 and first.item.type is LoadItemType.TENSOR and self._is_bare(first.item):
-            self._fill_one(file, first, planner)
+        alone = len(batch) == 1 and first.item.type is LoadItemType.TENSOR and self._is_bare(first.item)
+        if alone or first.chunk is not None:
+            self._fill(file, batch, planner)
             return
         raw = bytearray(last.start + last.nbytes - first.start)
         file.read_into(first.start, memoryview(raw))
@@ -171,28 +214,40 @@ class CheckpointReader(StorageReader):
         chunk = self._chunk(item)
         return not chunk.place.archive or self._values[chunk] is not None
 
-    def _fill_one(self, file: DataFile, read: _Read, planner: LoadPlanner) -> None:
-        target = planner.resolve_tensor(read.item).detach()
-        region = Region(self._chunk(read.item).box.sizes, tuple(read.item.storage_offsets), tuple(read.item.lengths))
-        dtype = self.index.tensors[read.item.storage_index.fqn].dtype
-        read_region(target, region, dtype, FilePosition(file, read.start))
-        self._commit(read.item, target, planner)
+    def _fill(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
+        """Read bare values of one chunk straight to where they belong."""
+        first = batch[0].item
+        chunk, dtype = self._chunk(first), self.index.tensors[first.storage_index.fqn].dtype
+        values = self._values_of(file, chunk, dtype)
+        if values is None:
+            raise RuntimeError(f"{first.storage_index} is not stored as bare values")
+        source: Readable = file
+        if self._check != "never":
+            source = CheckedValues(file, values, first.storage_index.fqn)
+        for read in batch:
+            target = planner.resolve_tensor(read.item).detach()
+            region = Region(chunk.box.sizes, tuple(read.item.storage_offsets), tuple(read.item.lengths))
+            start = values.start + region.span.start * dtype.itemsize
+            read_region(target, region, dtype, FilePosition(source, start))
+            self._commit(read.item, target, planner)
 
     def _take(self, raw: memoryview, item: ReadItem, planner: LoadPlanner) -> None:
         """Put bytes in memory already where they belong."""
+        place = self._place(item)
+        if self._check != "never" and place.crc is not None and len(raw) == place.nbytes and crc32(raw) != place.crc:
+            raise CheckpointCorruptError(
+                f"{self.index.path / place.file} is damaged: the values of {item.storage_index.fqn} have changed"
+            )
         if item.type is LoadItemType.BYTE_IO:
-            expected = self._place(item).crc
-            if expected is not None and crc32(raw) != expected:
-                raise CheckpointCorruptError(
-                    f"{self._place(item).file} is damaged: {item.storage_index.fqn} has changed"
-                )
             planner.load_bytes(item, io.BytesIO(raw))
             return
         chunk, dtype = self._chunk(item), self.index.tensors[item.storage_index.fqn].dtype
         region = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths))
         target = planner.resolve_tensor(item).detach()
         if self._is_bare(item):
-            target.copy_(region.of_bytes(raw, dtype))
+            whole = len(raw) == math.prod(chunk.box.sizes) * dtype.itemsize
+            values = raw[region.span.start * dtype.itemsize :] if whole else raw
+            target.copy_(region.of_bytes(values, dtype))
         else:
             target.copy_(region.of_tensor(_archived(raw, chunk, dtype)))
         self._commit(item, target, planner)
@@ -211,16 +266,24 @@ def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor
 
 
 def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
-    """Small reads that lie near each other, together; every other one alone."""
+    """Small reads that lie near each other, together; those of one large chunk, together; every other one alone."""
     batch: list[_Read] = []
     end = 0
     for read in reads:
-        near = bool(batch) and read.file == batch[0].file and read.start - end <= _NEAR_BYTES
-        fits = bool(batch) and read.start + read.nbytes - batch[0].start <= _BATCH_BYTES
-        if batch and not (near and fits and max(read.nbytes, batch[0].nbytes) <= _SMALL_BYTES):
+        if batch and not _belongs(batch, end, read):
             yield batch
             batch, end = [], 0
         batch.append(read)
         end = max(end, read.start + read.nbytes)
     if batch:
         yield batch
+
+
+def _belongs(batch: list[_Read], end: int, read: _Read) -> bool:
+    first = batch[0]
+    if read.file != first.file or read.chunk != first.chunk:
+        return False
+    if read.chunk is not None:
+        return True
+    near = read.start - end <= _NEAR_BYTES and read.start + read.nbytes - first.start <= _BATCH_BYTES
+    return near and max(read.nbytes, first.nbytes) <= _SMALL_BYTES

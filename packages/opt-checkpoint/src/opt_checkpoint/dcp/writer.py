@@ -8,6 +8,7 @@ rename there is no checkpoint, after it there is a whole one.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,15 +21,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, bytes_view, crc32, crc32_combine
+from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32
 from opt_checkpoint.disk.data_file import file_header
-from opt_checkpoint.disk.data_file_writer import DataFileWriter, Sum
+from opt_checkpoint.disk.data_file_writer import DataFileWriter, ItemSums
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_dcp_metadata, encode_megatron_mark
 from opt_checkpoint.disk.files import Files, LocalFiles, discard, make_parents, new_file, write_file
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
+from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
 
@@ -56,24 +58,26 @@ class Written(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """One item in the file; its sum may still be on its way."""
+    """One item in the file; its sums may still be on their way."""
 
     item: WriteItem
     archive_start: int
     archive_end: int
     values_start: int
     values_nbytes: int
-    crc: Sum
+    sums: ItemSums
 
     def written(self, file: str) -> Written:
-        """Where the item is, with its sum."""
-        crc = self.crc if isinstance(self.crc, int) else self.crc.result()
+        """Where the item is, with its sums."""
+        sums = self.sums.settled()
         bare = self.item.type is WriteItemType.BYTE_IO
         nbytes = self.archive_end - self.archive_start
-        return Written(
-            ByteRange(file=file, start=self.values_start, nbytes=self.values_nbytes, crc=crc, archive=bare),
-            ByteRange(file=file, start=self.archive_start, nbytes=nbytes, archive=True),
-        )
+        values = ByteRange(file=file, start=self.values_start, nbytes=self.values_nbytes, archive=bare)
+        if bare or len(sums.pieces) <= 1:
+            values = replace(values, crc=sums.whole)
+        else:
+            values = replace(values, pieces=tuple(sums.pieces))
+        return Written(values, ByteRange(file=file, start=self.archive_start, nbytes=nbytes, archive=True))
 
 
 class CheckpointWriter(StorageWriter):
@@ -239,35 +243,38 @@ def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> 
     data, start = planner.resolve_data(item), output.position
     if not isinstance(data, Tensor):
         raw = data.getvalue()
-        output.put(raw)
-        return _Placed(item, start, output.position, start, len(raw), crc32(raw))
+        return _Placed(item, start, start + len(raw), start, len(raw), _put_small(output, memoryview(raw)))
     nbytes = data.numel() * data.element_size()
     framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
     output.put(framing.header)
     values_start = output.position
-    crc = _put_values(output, data, nbytes)
-    output.put_trailer(framing, crc)
-    return _Placed(item, start, output.position, values_start, nbytes, crc)
+    sums = _put_values(output, data, nbytes)
+    output.put_trailer(framing, sums)
+    return _Placed(item, start, output.position, values_start, nbytes, sums)
 
 
-def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> Sum:
+def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
     """Values in row-major order; straight from memory where they lie so there, else through bounded copies."""
-    if data.device.type == "cpu" and data.is_contiguous():
-        view = bytes_view(data)
-        return output.put_large(view) if nbytes > _SMALL_BYTES else _put_small(output, view)
     if nbytes <= _SMALL_BYTES:
-        return _put_small(output, bytes_view(data.to("cpu").contiguous()))
-    crc = 0
-    for part in _bounded_parts(data):
-        view = bytes_view(part.to("cpu").contiguous())
-        # Waiting for the sum here lets go of each copy before the next is made.
-        crc = crc32_combine(crc, output.put_large(view).result(), len(view))
-    return crc
+        return _put_small(output, bytes_view(contiguous(data)))
+    sums = PieceSums()
+    if data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        item = ItemSums(sums, output.put_large(bytes_view(data), sums))
+    else:
+        for part in _bounded_parts(data):
+            # Waiting for the sum here lets go of each copy before the next is made.
+            done = output.put_large(bytes_view(contiguous(part)), sums)
+            done.result()
+        item = ItemSums(sums, done)
+    output.end_large(item, nbytes)
+    return item
 
 
-def _put_small(output: DataFileWriter, view: memoryview) -> int:
+def _put_small(output: DataFileWriter, view: memoryview) -> ItemSums:
     output.put(view)
-    return crc32(view)
+    sums = PieceSums()
+    sums.add(view)
+    return ItemSums(sums)
 
 
 def _bounded_parts(data: Tensor) -> list[Tensor]:

@@ -1,13 +1,16 @@
-"""A data file open for positional reads, checked to belong to the save that the manifest tells of."""
+"""Data files for positional reads, each checked to belong to the save that the manifest describes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
+from types import TracebackType
 
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointCorruptError
@@ -49,64 +52,128 @@ def read_small_file(path: Path) -> bytes:
 
 
 class DataFile:
-    """One data file of a checkpoint, open for positional reads by any number of threads.
+    """One data file of a checkpoint, for positional reads by any number of threads; it is opened when first read.
 
     Args:
         path: the file.
         header: what it must begin with; None for foreign files.
-
-    Raises:
-        CheckpointCorruptError: it is missing, or belongs to another save.
+        files: closes the file again when many others are open.
     """
 
-    __slots__ = ("_fd", "bytes_read", "path")
+    __slots__ = ("_files", "_header", "bytes_read", "fd", "path", "readers")
 
-    def __init__(self, path: Path, header: bytes | None) -> None:
-        self.path, self.bytes_read = path, 0
+    def __init__(self, path: Path, header: bytes | None, files: DataFiles) -> None:
+        self.path, self._header, self._files = path, header, files
+        self.bytes_read, self.readers = 0, 0
+        self.fd: int | None = None
+
+    def open(self) -> int:
+        """A descriptor of the file, which is of the right save.
+
+        Raises:
+            CheckpointCorruptError: it is missing, or belongs to another save.
+            OSError: it cannot be opened.
+        """
         try:
-            self._fd = open_regular(path)
+            fd = open_regular(self.path)
         except FileNotFoundError:
-            raise CheckpointCorruptError(f"data file {path} is missing") from None
-        if header is not None and os.pread(self._fd, len(header), 0) != header:
-            self.close()
-            raise CheckpointCorruptError(f"data file {path} belongs to another save than the manifest beside it")
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self._fd)
+            raise CheckpointCorruptError(
+                f"data file {self.path} is missing; a checkpoint must lie where all ranks see it"
+            ) from None
+        try:
+            if self._header is not None and os.pread(fd, len(self._header), 0) != self._header:
+                raise CheckpointCorruptError(f"data file {self.path} belongs to another save than the manifest")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `start` on.
 
         Raises:
-            CheckpointCorruptError: the file ends before.
+            CheckpointCorruptError: the file is missing, belongs to another save, or ends before.
             OSError: it cannot be read.
         """
-        self.bytes_read += len(view)
-        while len(view):
-            count = os.preadv(self._fd, [view[: 1 << 30]], start)
-            if count == 0:
-                raise CheckpointCorruptError(f"data file {self.path} ends at {start}, where more was stored")
-            start, view = start + count, view[count:]
+        with self._files.reading(self) as fd:
+            self.bytes_read += len(view)
+            while len(view):
+                count = os.preadv(fd, [view[: 1 << 30]], start)
+                if count == 0:
+                    raise CheckpointCorruptError(f"data file {self.path} ends at {start}, where more was stored")
+                start, view = start + count, view[count:]
 
     def read(self, start: int, nbytes: int) -> bytes:
         """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
-        if start + nbytes > os.fstat(self._fd).st_size:
-            raise CheckpointCorruptError(f"data file {self.path} ends before {start + nbytes}, where more was stored")
+        with self._files.reading(self) as fd:
+            if start + nbytes > os.fstat(fd).st_size:
+                raise CheckpointCorruptError(
+                    f"data file {self.path} ends before {start + nbytes}, where more was stored"
+                )
         buffer = bytearray(nbytes)
         self.read_into(start, memoryview(buffer))
         return bytes(buffer)
 
 
-@contextmanager
-def open_files(index: CheckpointIndex, names: set[str]) -> Iterator[dict[str, DataFile]]:
-    """The named data files of a checkpoint, opened and checked to be of its save, for the time of the block."""
-    header = None if index.save_id is None else file_header(index.save_id)
-    files: dict[str, DataFile] = {}
-    try:
-        for name in sorted(names):
-            files[name] = DataFile(index.path / name, header)
-        yield files
-    finally:
-        for file in files.values():
-            file.close()
+class DataFiles:
+    """The data files of a checkpoint, each opened when first read; at most about `limit` are open at a time.
+
+    Args:
+        index: the checkpoint.
+        limit: how many files stay open; a checkpoint of a thousand ranks has a thousand.
+    """
+
+    def __init__(self, index: CheckpointIndex, limit: int = 64) -> None:
+        self._path, self._limit = index.path, limit
+        self._header = None if index.save_id is None else file_header(index.save_id)
+        self._files: dict[str, DataFile] = {}
+        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one read longest ago first
+        self._lock = Lock()
+
+    def __enter__(self) -> DataFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            for file in self._open.values():
+                _close(file)
+            self._open.clear()
+
+    def __getitem__(self, name: str) -> DataFile:
+        with self._lock:
+            return self._files.setdefault(name, DataFile(self._path / name, self._header, self))
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from all files so far."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    @contextmanager
+    def reading(self, file: DataFile) -> Iterator[int]:
+        """The descriptor of a file, which stays open for the time of the block."""
+        with self._lock:
+            if file.fd is None:
+                self._make_room()
+                file.fd = file.open()
+                self._open[file.path.name] = file
+            self._open.move_to_end(file.path.name)
+            file.readers += 1
+        try:
+            yield file.fd
+        finally:
+            with self._lock:
+                file.readers -= 1
+
+    def _make_room(self) -> None:
+        idle = [file for file in self._open.values() if not file.readers]
+        for file in idle[: max(0, len(self._open) + 1 - self._limit)]:
+            del self._open[file.path.name]
+            _close(file)
+
+
+def _close(file: DataFile) -> None:
+    if file.fd is not None:
+        os.close(file.fd)
+        file.fd = None

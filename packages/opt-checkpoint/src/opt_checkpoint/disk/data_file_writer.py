@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from opt_checkpoint.disk.checksums import crc32, crc32_combine, pieces
+from opt_checkpoint.disk.checksums import PieceSums, crc32, crc32_combine, pieces
 from opt_checkpoint.disk.files import Files, write_all, write_all_at
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import StoredFile
@@ -19,21 +19,33 @@ from opt_checkpoint.disk.torch_zip_writer import Framing
 
 _BUFFER_BYTES = 4 << 20
 _WRITEBACK_BYTES = 4 << 20  # also what ranges are rounded to, so that no page that is still growing is sent twice
-Sum: TypeAlias = "int | Future[int]"
+
+
+class ItemSums(NamedTuple):
+    """The checksums of an item's values; complete once `last` is done."""
+
+    sums: PieceSums
+    last: Future[None] | None = None
+
+    def settled(self) -> PieceSums:
+        """The checksums, after waiting for them."""
+        if self.last is not None:
+            self.last.result()
+        return self.sums
 
 
 class _Trailer(NamedTuple):
     """What stands behind a large item, once its sum is known."""
 
     framing: Framing
-    crc: Future[int]
+    item: ItemSums
     position: int
 
 
 class _Part(NamedTuple):
     """A run of the file and its sum."""
 
-    crc: Sum | _Trailer
+    crc: int | ItemSums | _Trailer
     nbytes: int
 
 
@@ -64,28 +76,34 @@ class DataFileWriter:
         if len(self._gathered) >= _BUFFER_BYTES:
             self.flush()
 
-    def put_large(self, view: memoryview) -> Future[int]:
-        """Append many bytes from where they are; their CRC-32, later. The memory may not change until it is there."""
-        self.flush()
-        crc: Future[int] | None = None
-        for piece in pieces(view):
-            crc = self.hasher.submit(piece, crc)
-            self._write(piece)
-        if crc is None:
-            raise ValueError("put_large was given nothing to put")
-        self._parts.append(_Part(crc, len(view)))
-        self.position += len(view)
-        return crc
+    def put_large(self, view: memoryview, sums: PieceSums) -> Future[None]:
+        """Append many bytes from where they are, and have them added to `sums`.
 
-    def put_trailer(self, framing: Framing, crc: Sum) -> None:
+        The memory may not change until the future is done.
+        """
+        self.flush()
+        done: Future[None] | None = None
+        for piece in pieces(view):
+            done = self.hasher.submit(piece, sums)
+            self._write(piece)
+        if done is None:
+            raise ValueError("put_large was given nothing to put")
+        self.position += len(view)
+        return done
+
+    def end_large(self, item: ItemSums, nbytes: int) -> None:
+        """Count what `put_large` has written since the last flush as one part, whose sums are `item`."""
+        self._parts.append(_Part(item, nbytes))
+
+    def put_trailer(self, framing: Framing, item: ItemSums) -> None:
         """Append what follows an item's values; where their sum is not known yet, room for it."""
-        if isinstance(crc, int):
-            self.put(framing.trailer(crc))
+        if item.last is None:
+            self.put(framing.trailer(item.sums.whole))
             return
         self.flush()
         room = framing.trailer(0)  # as long as the true one
         self._write(room)
-        self._parts.append(_Part(_Trailer(framing, crc, self.position), len(room)))
+        self._parts.append(_Part(_Trailer(framing, item, self.position), len(room)))
         self.position += len(room)
 
     def flush(self) -> None:
@@ -114,12 +132,12 @@ class DataFileWriter:
             total = crc32_combine(total, self._settled(part.crc), part.nbytes)
         return StoredFile(size=self.position, crc=total)
 
-    def _settled(self, crc: Sum | _Trailer) -> int:
+    def _settled(self, crc: int | ItemSums | _Trailer) -> int:
         """The sum of a part; a trailer is written now."""
         if isinstance(crc, int):
             return crc
-        if isinstance(crc, Future):
-            return crc.result()
-        content = crc.framing.trailer(crc.crc.result())
+        if isinstance(crc, ItemSums):
+            return crc.settled().whole
+        content = crc.framing.trailer(crc.item.settled().whole)
         write_all_at(self.files, self.fd, content, crc.position)
         return crc32(content)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import FILE_MARK, open_files, open_regular, read_small_file
+from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, open_regular, read_small_file
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
-from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
+from opt_checkpoint.disk.manifest import MANIFEST, has_manifest, read_manifest
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 
@@ -37,7 +37,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
         CheckpointCorruptError: it is damaged.
     """
     where = Path(path)
-    if (where / MANIFEST).exists():
+    if has_manifest(where):
         return read_manifest(where)
     if not where.is_dir():
         raise CheckpointNotFoundError(f"{where} does not exist, or is no directory")
@@ -80,7 +80,7 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
         CheckpointCorruptError: it is damaged, or would need code to be run.
     """
     place = index.objects[unique_key]
-    with open_files(index, {place.file}) as files:
+    with DataFiles(index) as files:
         raw = files[place.file].read(place.start, place.nbytes)
     if place.crc is not None and crc32(raw) != place.crc:
         raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")

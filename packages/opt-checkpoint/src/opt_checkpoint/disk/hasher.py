@@ -12,13 +12,13 @@ from threading import Thread
 from types import TracebackType
 from typing import NamedTuple
 
-from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.checksums import PieceSums
 
 
 class _Job(NamedTuple):
     piece: memoryview
-    before: Future[int] | None
-    total: Future[int]
+    sums: PieceSums
+    done: Future[None]
 
 
 class Hasher:
@@ -38,13 +38,13 @@ class Hasher:
         self._jobs.put(None)
         self._thread.join()
 
-    def submit(self, piece: memoryview, before: Future[int] | None) -> Future[int]:
-        """The sum of a piece, going on from what was before; the memory may not change until it is there."""
-        job = _Job(piece, before, Future())
+    def submit(self, piece: memoryview, sums: PieceSums) -> Future[None]:
+        """Add a piece to `sums`; the memory may not change until the future is done."""
+        job = _Job(piece, sums, Future())
         self._jobs.put(job)
-        return job.total
+        return job.done
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            # One thread works in order, so what was before is done already.
-            job.total.set_result(crc32(job.piece, job.before.result() if job.before else 0))
+            job.sums.add(job.piece)
+            job.done.set_result(None)

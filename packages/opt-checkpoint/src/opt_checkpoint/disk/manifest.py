@@ -1,130 +1,97 @@
-"""The manifest: what makes a directory a checkpoint, as JSON with its own checksum on the last line.
+"""The manifest: what makes a directory a checkpoint, with its own checksum.
 
 A checkpoint is committed exactly when its manifest is there and the manifest's checksum is right. Our reader needs
-nothing else: no pickle is executed to load what we wrote. Fields it does not know are ignored; a newer `format` is
-refused.
+nothing else to find the values: stored objects aside, which are archives of `torch.save`, no pickle is read. Fields it
+does not know are ignored; a newer format is refused. Format 1 was JSON (`manifest_json`) and is still read.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
-from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.data_file import read_small_file
-from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
-from opt_checkpoint.disk.index import (
-    MAX_DIMS,
-    ByteRange,
-    CheckpointIndex,
-    Kind,
-    StoredChunk,
-    StoredFile,
-    StoredTensor,
-    check_index,
-)
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile, check_index
+from opt_checkpoint.disk.manifest_json import OLD_MANIFEST, decode_old_manifest
+from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.state.sharded import Shape
 
-MANIFEST = "manifest.json"
-FORMAT = 1
-_LAST_LINE = re.compile(rb"\n#crc32=([0-9a-f]{8})\n\Z")
+MANIFEST = "manifest.bin"
+FORMAT = 2
+_FIRST_LINE = b"opt-checkpoint manifest %d\n"
+_ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether a directory has a manifest of any format; that of a damaged checkpoint counts too."""
+    return any((path / name).exists() for name in (MANIFEST, OLD_MANIFEST))
 
 
 def encode_manifest(index: CheckpointIndex) -> bytes:
     """A manifest as the bytes of its file."""
-    content = {
-        "format": FORMAT,
+    tensors = StoredTensors.of(index.tensors, index.files)
+    header = {
+        "details": dict(index.details),
         "save_id": index.save_id,
-        **index.details,
-        "files": {name: {"size": f.size, "crc32": f.crc} for name, f in sorted(index.files.items())},
-        "objects": {key: _place_row(place) for key, place in sorted(index.objects.items())},
-        "tensors": {key: _tensor_row(tensor) for key, tensor in sorted(index.tensors.items())},
+        "files": [[name, file.size, file.crc] for name, file in index.files.items()],
+        "objects": [[key, p.file, p.start, p.nbytes, p.crc] for key, p in sorted(index.objects.items())],
+        "dtypes": list(tensors.dtypes),
     }
-    body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    return body + f"\n#crc32={zlib.crc32(body):08x}\n".encode()
-
-
-def _place_row(place: ByteRange) -> list[Any]:
-    return [place.file, place.start, place.nbytes, place.crc]
-
-
-def _tensor_row(tensor: StoredTensor) -> dict[str, Any]:
-    chunks = [[list(c.box.offsets), list(c.box.sizes), *_place_row(c.place)] for c in tensor.chunks]
-    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "chunks": chunks}
+    return encode_columns(_FIRST_LINE % FORMAT, header, tensors.columns)
 
 
 def read_manifest(path: Path) -> CheckpointIndex:
-    """The index of a checkpoint of ours.
+    """The index of a checkpoint of ours, of format 1 or 2.
 
     Args:
         path: the checkpoint's directory.
 
     Raises:
         CheckpointCorruptError: the manifest is damaged, contradicts itself, or has a format this version cannot read.
+        FileNotFoundError: there is no manifest.
         OSError: it cannot be read.
     """
-    return decode_manifest(path, read_small_file(path / MANIFEST))
+    try:
+        raw = read_small_file(path / MANIFEST)
+    except FileNotFoundError:
+        return decode_old_manifest(path, read_small_file(path / OLD_MANIFEST))
+    return decode_manifest(path, raw)
 
 
 def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
     """The index in the bytes of a manifest; raises as `read_manifest`."""
-    content = _checked_content(path, raw)
-    if content.get("format") != FORMAT:
+    what = str(path / MANIFEST)
+    first = _ANY_FIRST_LINE.match(raw)
+    if first is not None and int(first[1]) != FORMAT:
         raise CheckpointCorruptError(
-            f"{path / MANIFEST} has format {content.get('format')!r}; this version of opt-checkpoint reads {FORMAT}, "
-            f"install one that reads the other"
+            f"{what} has format {int(first[1])}; this version of opt-checkpoint reads 1 and {FORMAT}; upgrade it"
         )
+    header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:
-        index = _index_of(path, content)
+        index = _index_of(path, header, columns)
+    except CheckpointCorruptError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{path / MANIFEST} is no manifest: {error!r}") from error
+        raise CheckpointCorruptError(f"{what} is not a manifest: {error!r}") from error
     check_index(index)
     return index
 
 
-def _checked_content(path: Path, raw: bytes) -> dict[str, Any]:
-    match = _LAST_LINE.search(raw)
-    if match is None or zlib.crc32(raw[: match.start()]) != int(match[1], 16):
-        raise CheckpointCorruptError(f"{path / MANIFEST} is damaged: its checksum is wrong or missing")
-    try:
-        content = json.loads(raw[: match.start()])
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path / MANIFEST} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointCorruptError(f"{path / MANIFEST} is no JSON object")
-    return content
-
-
-def _index_of(path: Path, content: dict[str, Any]) -> CheckpointIndex:
-    known = ("format", "save_id", "files", "objects", "tensors")
+def _index_of(path: Path, header: dict[str, Any], columns: dict[str, Any]) -> CheckpointIndex:
+    files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
+    if any(not 0 <= file.size < 1 << 62 for file in files.values()):
+        raise ValueError("a file has an impossible size")
     return CheckpointIndex(
         path=path,
         kind=Kind.OURS,
-        tensors={key: _tensor_of(row) for key, row in content["tensors"].items()},
-        objects={key: _place_of(row) for key, row in content["objects"].items()},
-        files={name: StoredFile(size=int(f["size"]), crc=int(f["crc32"])) for name, f in content["files"].items()},
-        save_id=str(content["save_id"]),
-        details={key: value for key, value in content.items() if key not in known},
+        tensors=StoredTensors(columns, tuple(map(str, header["dtypes"])), files),
+        objects={
+            str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), crc=int(crc), archive=True)
+            for key, file, start, nbytes, crc in header["objects"]
+        },
+        files=files,
+        save_id=str(header["save_id"]),
+        details=dict(header.get("details", {})),
     )
-
-
-def _place_of(row: list[Any]) -> ByteRange:
-    file, start, nbytes, crc = row
-    return ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), crc=int(crc))
-
-
-def _shape_of(row: list[Any]) -> Shape:
-    if len(row) > MAX_DIMS:
-        raise ValueError(f"a shape has {len(row)} axes")
-    return tuple(map(int, row))
-
-
-def _tensor_of(row: dict[str, Any]) -> StoredTensor:
-    chunks = tuple(
-        StoredChunk(box=Box(_shape_of(c[0]), _shape_of(c[1])), place=_place_of(c[2:])) for c in row["chunks"]
-    )
-    return StoredTensor(shape=_shape_of(row["shape"]), dtype=dtype_from_name(row["dtype"]), chunks=chunks)

@@ -201,5 +201,5 @@ def dump_object(value: object, name: str) -> bytes:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor detached, contiguous and on the CPU; itself where it is so already."""
-    return tensor.detach().to("cpu").contiguous()
+    """The tensor detached, contiguous and on the CPU, with the values it shows; itself where it is so already."""
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

@@ -6,24 +6,26 @@ import io
 import os
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import open_files, open_regular
+from opt_checkpoint.disk.checked_values import check_bytes
+from opt_checkpoint.disk.checksums import PieceSums
+from opt_checkpoint.disk.data_file import DataFile, DataFiles, open_regular
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
-from opt_checkpoint.disk.index import ByteRange, CheckpointIndex
+from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.manifest import MANIFEST
+from opt_checkpoint.disk.manifest_json import OLD_MANIFEST
 from opt_checkpoint.disk.stored_objects import load_object
-from opt_checkpoint.disk.torch_zip_reader import ReadAt, check_archive_size
+from opt_checkpoint.disk.torch_zip_reader import check_archive_size
 from opt_checkpoint.errors import CheckpointCorruptError
 
-_PIECE_BYTES = 16 << 20
+_THREADS = 8  # opening thousands of files on a network file system takes long one by one
 _BUFFERS, _BUFFER_BYTES = 4, 2 << 20
 
 
@@ -60,7 +62,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[Finding]:
     try:
         index = read_index(path)
     except CheckpointCorruptError as error:
-        name = MANIFEST if (Path(path) / MANIFEST).exists() else METADATA
+        name = next((n for n in (MANIFEST, OLD_MANIFEST) if os.path.lexists(Path(path) / n)), METADATA)
         return [Finding(name, str(error))]
     if index.save_id is None:
         return list(_check_archives(index))
@@ -72,37 +74,15 @@ def check_sizes(index: CheckpointIndex) -> None:
     findings = list(_check_sizes(index))
     if findings:
         raise CheckpointCorruptError(f"{index.path} is damaged: {findings[0]}")
-    with open_files(index, {name for name in index.files if name.endswith(".distcp")}):
-        return  # opening has compared the save id at the beginning of each file
+    names = [name for name in index.files if name.endswith(".distcp")]
+    with DataFiles(index) as files, ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(_check_header, files[name]) for name in names]:
+            done.result()
 
 
-def check_places(index: CheckpointIndex, places: Mapping[str, Iterable[ByteRange]]) -> None:
-    """Compare places with their checksums.
-
-    Args:
-        index: the checkpoint.
-        places: by the key of the tensor or object that is there.
-
-    Raises:
-        CheckpointCorruptError: one differs, or has no checksum; the message names file and key.
-    """
-    wanted = [(key, place) for key, own in places.items() for place in own]
-    with open_files(index, {place.file for _, place in wanted}) as files:
-        for key, place in wanted:
-            if place.crc is None:
-                raise CheckpointCorruptError(
-                    f"{index.path} was written by {index.kind.value} and has no checksums to verify; "
-                    f"load with verify='sizes'"
-                )
-            if _crc_of(files[place.file].read, place) != place.crc:
-                raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the values of {key} have changed")
-
-
-def _crc_of(read: ReadAt, place: ByteRange) -> int:
-    crc, end = 0, place.start + place.nbytes
-    for start in range(place.start, end, _PIECE_BYTES):
-        crc = crc32(read(start, min(_PIECE_BYTES, end - start)), crc)
-    return crc
+def _check_header(file: DataFile) -> None:
+    """Open a file, which compares the save id at its beginning, and close it."""
+    os.close(file.open())
 
 
 def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
@@ -137,30 +117,28 @@ def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
 
 def _file_crc(path: Path) -> int:
     """The sum of a file: one thread reads into a ring of buffers while another hashes what was read before."""
-    buffers, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[int]]()
+    buffers, hashed, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[None]](), PieceSums()
     with Hasher() as hasher, open(open_regular(path), "rb", buffering=0) as stream:
         for number in count():
             if number >= _BUFFERS:
-                sums[number - _BUFFERS].result()  # its buffer is free again
+                hashed[number - _BUFFERS].result()  # its buffer is free again
             buffer = buffers[number % _BUFFERS]
             size = stream.readinto(buffer)
             if not size:
-                return sums[-1].result() if sums else 0
-            sums.append(hasher.submit(memoryview(buffer)[:size], sums[-1] if sums else None))
-    raise AssertionError("a file ends")
+                break
+            hashed.append(hasher.submit(memoryview(buffer)[:size], sums))
+    return sums.whole
 
 
 def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
     damaged = []
-    with open(open_regular(index.path / name), "rb") as stream:
-
-        def read(start: int, nbytes: int) -> bytes:
-            stream.seek(start)
-            return stream.read(nbytes)
-
+    with DataFiles(index) as files:
         for key, place in places:
-            if place.file == name and _crc_of(read, place) != place.crc:
+            try:
+                if place.file == name:
+                    check_bytes(files[name], place, key)
+            except CheckpointCorruptError:
                 damaged.append(key)
     return tuple(dict.fromkeys(damaged))
 
@@ -168,14 +146,14 @@ def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
 def _check_strangers(index: CheckpointIndex) -> Iterator[Finding]:
     """Data files that the manifest does not know of were not part of the save."""
     for path in sorted(index.path.iterdir()):
-        if path.name not in index.files and path.name != MANIFEST and path.name.endswith(".distcp"):
+        if path.name not in index.files and path.name.endswith(".distcp"):
             yield Finding(path.name, "is no part of this checkpoint")
 
 
 def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
     """Stock files carry a checksum in each zip, which torch itself never looks at."""
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
-    with open_files(index, {place.file for _, place in places}) as files:
+    with DataFiles(index) as files:
         for key, place in places:
             raw = files[place.file].read(place.start, place.nbytes)
             problem = _archive_problem(raw)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from opt_checkpoint.disk.files import Files, LocalFiles, discard
-from opt_checkpoint.disk.manifest import MANIFEST, read_manifest
+from opt_checkpoint.disk.manifest import has_manifest, read_manifest
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
 from opt_checkpoint.run.async_save import AsyncSaver
@@ -52,7 +52,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     for step, path in reversed(named_steps(directory)):
         if _is_whole(path):
             return step
-        if (path / MANIFEST).exists():
+        if has_manifest(path):
             damaged.append(path.name)
     if damaged:
         raise CheckpointCorruptError(

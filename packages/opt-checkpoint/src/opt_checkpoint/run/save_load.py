@@ -18,23 +18,24 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
-from opt_checkpoint.dcp.main_values import stored_name
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.files import Files, LocalFiles
-from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
-from opt_checkpoint.disk.verify import check_places, check_sizes
+from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.run.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_everywhere
-from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]
 Verify: TypeAlias = Literal["sizes", "chunks", "none"]
+_CHECKS: Mapping[str, Literal["reading", "before", "never"]] = MappingProxyType(
+    {"sizes": "reading", "chunks": "before", "none": "never"}
+)
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
 
@@ -145,8 +146,10 @@ def load(
         process_group: the ranks that load.
         strict: what to do about keys on one side only: a `StrictHandling` or its name.
         dtype: whether another stored dtype is an error or is converted.
-        verify: `"sizes"`: every file is there, of its size, and of this save. `"chunks"`: also every chunk that a
-            rank needs matches its checksum, which reads it once more. `"none"`.
+        verify: `"sizes"`: before any memory is written, every file is there, of its size, and of this save; while
+            values are read, they are compared with their checksums. `"chunks"`: also before any memory is written,
+            every chunk that a rank needs matches its checksums, which reads it twice. `"none"`: neither. Stock and
+            Megatron-Core directories have no checksums that could be compared.
         aliases: prefixes of keys by which they may be stored, for keys that are not stored under their own.
         safe_globals: classes and functions that stored objects and plain values may use, as for
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
@@ -172,9 +175,7 @@ def load(
     planner = ShardedLoadPlanner(
         state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases, safe_globals=safe_globals
     )
-    reader = CheckpointReader(opened.index, threads=threads)
-    if verify == "chunks":
-        everyone(ranks, _error_of(lambda: _check_wanted(state, opened.index, aliases)), what)
+    reader = CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
     with _failures_as_ours(what), _quiet_alone(ranks):
         dcp_load({}, storage_reader=reader, planner=planner, process_group=ranks.group)
     everyone(ranks, _error_of(planner.assemble), what)
@@ -191,20 +192,11 @@ def load(
 
 def _opened(path: Path, verify: Verify, safe_globals: SafeGlobals) -> Opened:
     opened = open_checkpoint(path, safe_globals=safe_globals)
-    if verify not in ("sizes", "chunks", "none"):
-        raise ValueError(f"verify={verify!r}; allowed: sizes, chunks, none")
+    if verify not in _CHECKS:
+        raise ValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
     if verify != "none":
         check_sizes(opened.index)
     return opened
-
-
-def _check_wanted(state: ShardedStateDict, index: CheckpointIndex, aliases: Mapping[str, str]) -> None:
-    """Every chunk and object that this rank needs matches its checksum."""
-    flat = flatten_state(state)
-    keys = {stored_name(t, index.tensors, aliases) for t in flat.tensors.values()} & index.tensors.keys()
-    objects = {o.unique_key for o in flat.objects.values()} & index.objects.keys()
-    wanted_boxes = {k: [c.place for c in index.tensors[k].chunks] for k in sorted(keys)}
-    check_places(index, {**wanted_boxes, **{k: [index.objects[k]] for k in sorted(objects)}})
 
 
 def _error_of(compute: Callable[[], object]) -> Exception | None:

@@ -1,0 +1,111 @@
+"""Values read from disk and compared with their checksums on the way, in one pass."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, crc32
+from opt_checkpoint.disk.data_file import DataFile
+from opt_checkpoint.disk.index import ByteRange
+from opt_checkpoint.errors import CheckpointCorruptError
+
+_READ_BYTES = 4 * PIECE_BYTES  # read at once; little enough to be hashed while it is in the cache of the processor
+
+
+class CheckedValues:
+    """The bytes of one stored chunk, readable at any position; what is read is compared with its checksums.
+
+    The checksums cover pieces of `PIECE_BYTES`. Where a read begins or ends inside a piece, all of the piece is read;
+    the last such piece is kept, so reads in order read every byte once. A chunk of format 1 has one checksum for all of
+    it, and is compared with it when it is read as a whole.
+
+    Args:
+        file: the data file.
+        place: the chunk in it; bare values, or an archive without checksums.
+        key: named in errors.
+    """
+
+    def __init__(self, file: DataFile, place: ByteRange, key: str) -> None:
+        self._file, self._place, self._key = file, place, key
+        small = place.crc is not None and place.nbytes <= PIECE_BYTES
+        self._pieces = place.pieces or ((place.crc,) if small and place.crc is not None else ())
+        self._kept: tuple[int, memoryview] | None = None
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of the file from `start` on, a position in the file.
+
+        Raises:
+            CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
+            OSError: it cannot be read.
+        """
+        offset, place = start - self._place.start, self._place
+        if self._pieces:
+            self._read_pieces(offset, view)
+        elif place.crc is not None and offset == 0 and len(view) == place.nbytes:
+            self._read_whole(view, place.crc)
+        else:
+            self._file.read_into(start, view)
+
+    def _read_pieces(self, offset: int, view: memoryview) -> None:
+        while len(view):
+            number, skipped = divmod(offset, PIECE_BYTES)
+            if skipped == 0 and (len(view) >= PIECE_BYTES or offset + len(view) == self._place.nbytes):
+                count = self._read_aligned(number, view)
+            else:
+                kept = self._piece(number)[skipped:][: len(view)]
+                count = len(kept)
+                view[:count] = kept
+            offset, view = offset + count, view[count:]
+
+    def _read_aligned(self, number: int, view: memoryview) -> int:
+        """Read whole pieces straight to where they belong; how many bytes."""
+        offset = number * PIECE_BYTES
+        count = min(len(view), _READ_BYTES)
+        if offset + count != self._place.nbytes:
+            count -= count % PIECE_BYTES
+        self._file.read_into(self._place.start + offset, view[:count])
+        for start in range(0, count, PIECE_BYTES):
+            self._check(number, view[start:count][:PIECE_BYTES])
+            number += 1
+        return count
+
+    def _piece(self, number: int) -> memoryview:
+        """A piece that is wanted in part."""
+        if self._kept is None or self._kept[0] != number:
+            start = number * PIECE_BYTES
+            piece = memoryview(bytearray(min(PIECE_BYTES, self._place.nbytes - start)))
+            self._file.read_into(self._place.start + start, piece)
+            self._check(number, piece)
+            self._kept = number, piece
+        return self._kept[1]
+
+    def _check(self, number: int, piece: memoryview) -> None:
+        if crc32(piece) != self._pieces[number]:
+            self._fail()
+
+    def _read_whole(self, view: memoryview, crc: int) -> None:
+        found = 0
+        for start in range(0, len(view), _READ_BYTES):
+            part = view[start : start + _READ_BYTES]
+            self._file.read_into(self._place.start + start, part)
+            found = crc32(part, found)
+        if found != crc:
+            self._fail()
+
+    def _fail(self) -> NoReturn:
+        raise CheckpointCorruptError(f"{self._file.path} is damaged: the values of {self._key} have changed")
+
+
+def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:
+    """Read all of a chunk or object, a few megabytes at a time, and compare it with its checksums.
+
+    Raises:
+        CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
+        OSError: it cannot be read.
+    """
+    sums = PieceSums()
+    for start in range(0, place.nbytes, _READ_BYTES):
+        sums.add(memoryview(file.read(place.start + start, min(_READ_BYTES, place.nbytes - start))))
+    right = tuple(sums.pieces) == place.pieces if place.pieces else sums.whole == place.crc
+    if not right:
+        raise CheckpointCorruptError(f"{file.path} is damaged: the values of {key} have changed")

@@ -1,0 +1,226 @@
+"""The stored tensors of a checkpoint as columns, made into objects only where somebody looks.
+
+A rank of a large run needs a few hundred of half a million chunks. Objects for all of them would take minutes and
+gigabytes on every rank; the columns take milliseconds, are checked as a whole, and are sent to other ranks as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.checksums import PIECE_BYTES
+from opt_checkpoint.disk.columns import Array
+from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
+from opt_checkpoint.disk.index import MAX_DIMS, ByteRange, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.errors import CheckpointCorruptError
+
+_LIMIT = 1 << 62
+_COLUMNS = {
+    "keys": ("|u1", 1),  # all keys one after another, as UTF-8
+    "key_bytes": ("<u4", 1),
+    "dtype": ("|u1", 1),  # a number in the list of dtypes
+    "ndim": ("|u1", 1),
+    "shape": ("<i8", 2),  # one row per tensor; axes that it has not count 1
+    "chunks": ("<i8", 1),  # how many chunks each tensor has; they follow in the tensors' order
+    "offsets": ("<i8", 2),  # one row per chunk
+    "sizes": ("<i8", 2),
+    "file": ("<u4", 1),  # a number in the list of files
+    "start": ("<i8", 1),
+    "sums": ("<u4", 1),  # CRC-32 of every `PIECE_BYTES` of every chunk
+}
+
+
+class StoredTensors(Mapping[str, StoredTensor]):
+    """Stored tensors by key.
+
+    Args:
+        columns: as `_COLUMNS` lists them.
+        dtypes: names of dtypes, by number.
+        files: the data files, by number.
+
+    Raises:
+        CheckpointCorruptError: a column is missing, columns contradict each other or the files, a chunk lies outside
+            its tensor, or the chunks do not add up to their tensor.
+    """
+
+    def __init__(self, columns: Mapping[str, Array], dtypes: tuple[str, ...], files: Mapping[str, StoredFile]) -> None:
+        for name, (dtype, ndim) in _COLUMNS.items():
+            if name not in columns or columns[name].dtype.str != dtype or columns[name].ndim != ndim:
+                raise CheckpointCorruptError(f"the manifest has no column {name} of {dtype} with {ndim} axes")
+        self._set({name: columns[name] for name in _COLUMNS}, tuple(dtypes), files)
+        self._check()
+
+    def _set(self, columns: Mapping[str, Array], dtypes: tuple[str, ...], files: Mapping[str, StoredFile]) -> None:
+        self.columns, self.dtypes, self._files = columns, dtypes, dict(files)
+        self._dtypes = tuple(dtype_from_name(name) for name in dtypes)
+        self._file_names = tuple(files)
+        self._made: dict[str, StoredTensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"columns": self.columns, "dtypes": self.dtypes, "files": self._files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state)  # checked where they were read
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]) -> StoredTensors:
+        """The columns of tensors, sorted by key; every chunk must have its checksums."""
+        if isinstance(tensors, StoredTensors):
+            return tensors
+        listed = sorted(tensors.items())
+        chunks = [chunk for _, tensor in listed for chunk in tensor.chunks]
+        dtypes = sorted({dtype_name(tensor.dtype) for _, tensor in listed})
+        numbers = {name: number for number, name in enumerate(files)}
+        axes = max((len(tensor.shape) for _, tensor in listed), default=0)
+        keys = [key.encode("utf-8", "surrogatepass") for key, _ in listed]
+        columns = {
+            "keys": np.frombuffer(b"".join(keys), "|u1"),
+            "key_bytes": np.array([len(key) for key in keys], "<u4"),
+            "dtype": np.array([dtypes.index(dtype_name(tensor.dtype)) for _, tensor in listed], "|u1"),
+            "ndim": np.array([len(tensor.shape) for _, tensor in listed], "|u1"),
+            "shape": _rows([tensor.shape for _, tensor in listed], axes, 1),
+            "chunks": np.array([len(tensor.chunks) for _, tensor in listed], "<i8"),
+            "offsets": _rows([chunk.box.offsets for chunk in chunks], axes, 0),
+            "sizes": _rows([chunk.box.sizes for chunk in chunks], axes, 1),
+            "file": np.array([numbers[chunk.place.file] for chunk in chunks], "<u4"),
+            "start": np.array([chunk.place.start for chunk in chunks], "<i8"),
+            "sums": np.array([s for chunk in chunks for s in chunk.place.pieces or (chunk.place.crc,)], "<u4"),
+        }
+        return cls(columns, tuple(dtypes), files)
+
+    def _check(self) -> None:
+        c, tensors, chunks = self.columns, len(self.columns["ndim"]), len(self.columns["start"])
+        axes = c["shape"].shape[1]
+        lengths = {name: len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")}
+        _require(all(n == tensors for n in lengths.values()), "its columns of tensors differ in length")
+        _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
+        _require(axes <= MAX_DIMS and c["offsets"].shape[1] == c["sizes"].shape[1] == axes, "its axes differ")
+        _require(int(c["ndim"].max(initial=0)) <= axes, "a tensor has more axes than its shape")
+        _require(int(c["dtype"].max(initial=0)) < max(1, len(self._dtypes)), "a dtype is not listed")
+        _require(int(c["file"].max(initial=0)) < max(1, len(self._file_names)), "a file is not listed")
+        _require(int(c["key_bytes"].sum()) == len(c["keys"]), "its keys do not add up")
+        _require(len(self._numbers) == tensors, "a key is listed twice")
+        for name in ("shape", "chunks", "offsets", "sizes", "start"):
+            _require(bool(((c[name] >= 0) & (c[name] < _LIMIT)).all()), f"a number of {name} is out of range")
+        _require(float(c["chunks"].sum(dtype=np.float64)) == chunks, "its chunks do not add up")
+        self._check_boxes()
+        sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
+        _require(bool((self._chunk_bytes <= sizes[c["file"]] - c["start"]).all()), "a chunk lies outside its file")
+        _require(int(self._first_sum[-1]) == len(c["sums"]), "its checksums do not add up")
+
+    def _check_boxes(self) -> None:
+        """Every chunk lies in its tensor, and the chunks of a tensor have as many elements as it."""
+        c = self.columns
+        owner = self._owner
+        unused = np.arange(c["shape"].shape[1]) >= c["ndim"][:, None]
+        _require(bool((c["shape"][unused] == 1).all()), "a shape has values beyond its axes")
+        inside = (c["sizes"] >= 1) & (c["offsets"] + c["sizes"] <= c["shape"][owner])
+        _require(bool(inside.all()), "a chunk lies outside its tensor")
+        for name in ("shape", "sizes"):
+            rough = np.prod(c[name].astype(np.float64), axis=1)
+            _require(float(rough.max(initial=0)) < _LIMIT / 32, "a tensor is larger than any file")
+        held = np.zeros(len(c["ndim"]), "<i8")
+        np.add.at(held, owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
+        _require(
+            bool((held == np.prod(c["shape"], axis=1, dtype="<i8")).all()), "the chunks of a tensor do not fill it"
+        )
+
+    @cached_property
+    def _owner(self) -> Array:
+        """The number of the tensor of each chunk."""
+        return np.repeat(np.arange(len(self.columns["chunks"])), self.columns["chunks"])
+
+    @cached_property
+    def _chunk_bytes(self) -> Array:
+        itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
+        of_chunk = itemsize[self.columns["dtype"][self._owner]]
+        nbytes: Array = np.prod(self.columns["sizes"], axis=1, dtype="<i8") * of_chunk
+        return nbytes
+
+    @cached_property
+    def _first_sum(self) -> Array:
+        """The number of the first checksum of each chunk, and the number of all."""
+        pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))
+        return np.concatenate([np.zeros(1, "<i8"), np.cumsum(pieces, dtype="<i8")])
+
+    @cached_property
+    def _first_chunk(self) -> Array:
+        return np.concatenate([np.zeros(1, "<i8"), np.cumsum(self.columns["chunks"], dtype="<i8")])
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        blob, ends = self.columns["keys"].tobytes(), accumulate(self.columns["key_bytes"].tolist(), initial=0)
+        bounds = list(ends)
+        try:
+            keys = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(bounds)]
+        except UnicodeDecodeError as error:
+            raise CheckpointCorruptError(f"the manifest is damaged: a key is not text: {error}") from error
+        return {key: number for number, key in enumerate(keys)}
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        if key not in self._made:
+            self._made[key] = self._make(self._numbers[key])
+        return self._made[key]
+
+    def _make(self, number: int) -> StoredTensor:
+        c, axes = self.columns, int(self.columns["ndim"][number])
+        dtype: torch.dtype = self._dtypes[c["dtype"][number]]
+        first, last = int(self._first_chunk[number]), int(self._first_chunk[number + 1])
+        rows = slice(first, last)
+        sums, bounds = c["sums"], self._first_sum[first : last + 1].tolist()
+        chunks = tuple(
+            StoredChunk(
+                box=Box(tuple(offsets[:axes]), tuple(sizes[:axes])),
+                place=_place(self._file_names[file], start, nbytes, sums[a:b].tolist()),
+            )
+            for offsets, sizes, file, start, nbytes, a, b in zip(
+                c["offsets"][rows].tolist(),
+                c["sizes"][rows].tolist(),
+                c["file"][rows].tolist(),
+                c["start"][rows].tolist(),
+                self._chunk_bytes[rows].tolist(),
+                bounds,
+                bounds[1:],
+            )
+        )
+        return StoredTensor(shape=tuple(c["shape"][number, :axes].tolist()), dtype=dtype, chunks=chunks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
+
+    def __len__(self) -> int:
+        return len(self.columns["ndim"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return int(self._chunk_bytes.sum())
+
+
+def _place(file: str, start: int, nbytes: int, sums: list[int]) -> ByteRange:
+    if len(sums) == 1:
+        return ByteRange(file=file, start=start, nbytes=nbytes, crc=sums[0])
+    return ByteRange(file=file, start=start, nbytes=nbytes, pieces=tuple(sums))
+
+
+def _rows(values: list[tuple[int, ...]], axes: int, fill: int) -> Array:
+    """Tuples of up to `axes` integers as rows of one array."""
+    rows = np.full((len(values), axes), fill, "<i8")
+    for number, value in enumerate(values):
+        rows[number, : len(value)] = value
+    return rows
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise CheckpointCorruptError(f"the manifest contradicts itself: {problem}")
