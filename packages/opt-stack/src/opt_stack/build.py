@@ -39,6 +39,7 @@ class Model:
     metas: Mapping[ParamId, ParamMeta]
     group_of: Mapping[ParamId, int]
     device: torch.device
+    averaged: frozenset[ParamId] = frozenset()  # by torch's DistributedDataParallel, in backward
 
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
@@ -84,6 +85,7 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     if axes.num_replicas == 1:
         return OwnGrads(params, num_replicas=replicas)
     sharded = buffer.spread is not Spread.REPLICATED
+    averaged = params.keys() <= model.averaged
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,
@@ -91,8 +93,10 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
         grad_dtype=dtype,
         device=model.device,
         sharded=sharded,
-        holds_grads=not sharded,
+        holds_grads=not sharded and not averaged,
     )
+    if averaged:
+        return OwnGrads(params, num_replicas=1, memory=memory if sharded else None, comm=axes.dp)
     reduced: ReducedGrads = (
         GradShards(buffer.layout, params, dtype=dtype, device=model.device, axes=axes)
         if sharded

@@ -35,6 +35,7 @@ from opt_stack.plan import Plan
 from opt_stack.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.registry import Registry
+from opt_stack.torch_ddp import averaged_by_torch
 from opt_stack.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
 
 logger = logging.getLogger("opt_stack")
@@ -216,7 +217,13 @@ def _build(
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
-    model = Model(params=params, metas=metas, group_of=group_index(groups), device=_device(chunks, roles.everyone))
+    model = Model(
+        params=params,
+        metas=metas,
+        group_of=group_index(groups),
+        device=_device(chunks, roles.everyone),
+        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
+    )
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     share_launch_order([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])

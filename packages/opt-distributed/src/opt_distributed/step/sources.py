@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
 from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId
@@ -18,6 +18,7 @@ from opt_paramgroups import ParamId
 ReadGrad = Callable[[], Tensor | None]
 """Gives one piece's reduced gradient of this step, in the piece's shape; None where there is none."""
 
+ALONE = Alone()
 _NONE: frozenset[ParamId] = frozenset()
 
 
@@ -69,7 +70,8 @@ class Source(Protocol):
 
 
 class OwnGrads:
-    """Parameters that no other rank reduces: gradients are used where autograd left them, and nothing travels.
+    """Gradients are used where autograd left them: no other rank has a part in them, or they are reduced already, as
+    torch's own `DistributedDataParallel` does. Only new values travel, where ranks own shards of the parameters.
 
     `grad_scale` is one over the dense replicas, also for an expert that only one of them holds: tokens of all of them
     have come to it, and the loss is their mean.
@@ -77,8 +79,15 @@ class OwnGrads:
 
     doubtful: Sequence[ParamId] = ()
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter], *, num_replicas: int):
-        self.params = params
+    def __init__(
+        self,
+        params: Mapping[ParamId, nn.Parameter],
+        *,
+        num_replicas: int,
+        memory: ParamAndGradBuffer | None = None,  # of the parameters, where ranks own shards of them
+        comm: Comm = ALONE,  # the ranks that own the shards
+    ):
+        self.params, self.memory, self.comm = params, memory, comm
         self.grad_scale = 1.0 / num_replicas
         first = next(iter(params.values()))
         self._dtype, self._device = first.dtype, first.device
@@ -96,21 +105,25 @@ class OwnGrads:
         return _NONE  # their readers give None
 
     def moved(self) -> ParamId | None:
+        if self.memory is not None:
+            return self.memory.moved()
         return moved(self.params, dtype=self._dtype, device=self._device)
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         param = self.params[id]
+        is_whole = of_param == slice(0, param.numel())
 
         def read() -> Tensor | None:
             grad = param.grad
             if grad is not None and grad.layout is not torch.strided:
                 raise ValueError(f"gradient of {id.name!r} is {grad.layout}; dense (torch.strided) ones are allowed")
-            return grad
+            return grad if grad is None or is_whole else grad.reshape(-1)[of_param]
 
         return read
 
     def publish_(self) -> None:
-        return None
+        if self.memory is not None:
+            self.memory.gather_(self.comm)
 
 
 class LaidOutGrads:

@@ -1,0 +1,36 @@
+"""A model in torch's own DistributedDataParallel: gradients are averaged once, by torch. Gloo processes."""
+
+import pytest
+import torch
+from group_ranks import STEPS, Mlp, train_alone
+from torch_ddp_ranks import KINDS, Ran, made_for, train
+from worlds import Job, run_jobs
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Ran]]:
+    jobs = {f"{kind}, {ignores}": Job(train, (kind, ignores)) for kind in KINDS for ignores in (False, True)}
+    return run_jobs(2, jobs)
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["all", "all but the norm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(
+    kind: str, ignores: bool, two: dict[str, list[Ran]]
+) -> None:
+    """Parameters that the wrapper was told to ignore are averaged by the step."""
+    want = train_alone(made_for(kind))
+    for got in two[f"{kind}, {ignores}"]:
+        for name, weight in want.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
+        assert got.zeros == want.zeros
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_does_not_reduce_what_torchs_wrapper_has_reduced(kind: str, two: dict[str, list[Ran]]) -> None:
+    numel = sum(param.numel() for param in Mlp().parameters())
+    for got in two[f"{kind}, False"]:
+        assert got.numel_reduced < STEPS * 16  # the statistics
+    for got in two[f"{kind}, True"]:
+        assert got.numel_reduced > STEPS * numel
