@@ -208,3 +208,77 @@ def test_two_chunks_overlap_and_train_what_one_process_trains(skipping_step: int
         torch.testing.assert_close(found, dict(alone.named_parameters()), rtol=0, atol=1e-6)
         # Of 8 buckets, those of the layers that were skipped when the order was learned are left to the step.
         assert in_backward == (8 if skipping_step else 5)
+
+
+ZEROS = ("the optimizer", "the wrapper", "both", "the buffers")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+@pytest.mark.parametrize("zeroed_by", ZEROS)
+@pytest.mark.parametrize("at_the_start", [True, False], ids=["before backward", "after the step"])
+def test_zero_grad_begins_an_iteration_of_a_wrapped_model(zeroed_by: str, overlap: bool, at_the_start: bool) -> None:
+    """A trainer's `optimizer.zero_grad()` left the gradients of the last iteration: the second backward was refused."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net = Net()
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=1
+        )
+        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        optimizer = get_optimizer(sgd(overlap_param_gather=overlap), [ddp], {}, pg_collection=over(comm))
+
+        def zero() -> None:
+            if zeroed_by in ("the optimizer", "both"):
+                optimizer.zero_grad()
+            if zeroed_by in ("the wrapper", "both"):
+                ddp.zero_grad(set_to_none=False)
+            if zeroed_by in ("the buffers", "both"):
+                ddp.zero_grad_buffer()
+
+        for step in range(3):
+            if at_the_start:
+                zero()
+            backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
+            assert optimizer.step().success
+            if not at_the_start:
+                zero()
+                assert all(not bool(param.main_grad.any()) for param in net.parameters())
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    expected = trained_alone(tuple(dict(Net().named_parameters())), 3)
+    for found in run_threads(2, rank_main):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_one_optimizers_zero_grad_leaves_the_others_gradients() -> None:
+    net = Net()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
+    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
+    first, second = (
+        get_optimizer_based_on_param_groups(config, [ddp], groups_of(params), pg_collection=over(Alone()))
+        for params in ([net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias])
+    )
+    for step in range(2):
+        backward(loss_of(ddp, inputs(step)))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(
+        dict(net.named_parameters()), trained_alone(tuple(dict(net.named_parameters())), 2), rtol=0, atol=1e-7
+    )
+
+
+def test_an_optimizer_in_place_of_another_zeroes_alone() -> None:
+    """As when more of a model is frozen from some step on; the former optimizer may still exist."""
+    net = Net()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
+    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
+    former = get_optimizer(config, [ddp], {}, pg_collection=over(Alone()))
+    groups = groups_of([net.first.weight])
+    optimizer = get_optimizer_based_on_param_groups(config, [ddp], groups, pg_collection=over(Alone()))
+    for step in range(2):
+        backward(loss_of(ddp, inputs(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert former.param_groups
+    torch.testing.assert_close(dict(net.named_parameters()), trained_alone(("first.weight",), 2), rtol=0, atol=1e-7)

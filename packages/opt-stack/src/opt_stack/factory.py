@@ -226,7 +226,8 @@ def _build(
     )
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
-    share_launch_order([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then peers other than replicas hold other pieces
     layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
     layout_id = f"{part}, {layout_id}" if part else layout_id
@@ -237,6 +238,7 @@ def _build(
         layout_id=layout_id,
         rank_local=any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
         everyone=roles.everyone,
+        wrapped=wrapped,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_config import OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
@@ -51,6 +52,7 @@ class Optimizer(torch.optim.Optimizer):
         rank_local: bool = False,  # whether ranks hold state of plain tensors that others do not
         everyone: Comm,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # of the model: no gradients, no groups
+        wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
     ):
         self.plan = plan
         self.stepper = stepper
@@ -58,6 +60,7 @@ class Optimizer(torch.optim.Optimizer):
         self._rank_local = rank_local
         self._everyone = everyone
         self._frozen = frozen
+        self._wrapped = wrapped
         self._built = False
         self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
@@ -67,6 +70,8 @@ class Optimizer(torch.optim.Optimizer):
             defaults=_shared_hyper(groups),
         )
         self._built = True
+        for chunk in wrapped:
+            chunk.add_optimizer(self, self._ids)
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self._live = LiveState({held.piece.param: held for held in self._held.values()})
@@ -98,6 +103,16 @@ class Optimizer(torch.optim.Optimizer):
                 closure()
         self._warn_of_unfrozen()
         return self.stepper.step(self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins an iteration: `param.grad` is None or zero, and the gradient buffers of wrapped chunks are zero.
+
+        The same as `zero_grad_buffer()` of every wrapped chunk; both in one iteration do no harm. Where several
+        optimizers share a chunk, its buffers are zeroed when all of them have been called.
+        """
+        super().zero_grad(set_to_none=set_to_none)
+        for chunk in self._wrapped:
+            chunk.zero_grad_for(self)
 
     def prepare_grads(self) -> bool:
         """The first half of a step: reduce and look at the gradients. True where they overflowed. Warns and raises

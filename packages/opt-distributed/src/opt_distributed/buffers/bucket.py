@@ -76,7 +76,8 @@ class GradBucket:
         self.check_here()
         if self.state is BucketState.REDUCED:
             raise GradientError(
-                f"a gradient of {id} came after the reduction; call zero_grad_buffer() between iterations"
+                f"a gradient of {id} came after the reduction; call zero_grad_buffer() or the optimizer's zero_grad() "
+                "between iterations"
             )
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError(

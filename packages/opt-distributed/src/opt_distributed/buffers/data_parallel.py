@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, Self
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +144,7 @@ class DistributedDataParallel(nn.Module):
                 loss(ddp(microbatch)).backward()
         loss(ddp(last)).backward()      # with overlap_grad_reduce, buckets are reduced while this runs
         optimizer.step()                # finishes the reduction, updates, publishes
-        ddp.zero_grad_buffer()
+        optimizer.zero_grad()           # or ddp.zero_grad_buffer(), or both
 
     After the reduction, this rank's part of a gradient is the mean over the dense replicas: for dense parameters and
     for experts, whose gradients a smaller group sums. With `calculate_per_token_loss` it is the sum, and the caller
@@ -214,6 +215,8 @@ class DistributedDataParallel(nn.Module):
             SyncedBuffer(plan, memory, self._axes(plan), self, memories)
             for plan, memory in zip(plans, memories, strict=True)
         )
+        self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
+        self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
         self._use_hooks: UseHooks | None = None
         if config.overlap_param_gather:
             self.enable_forward_pre_hook()
@@ -261,11 +264,30 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Begins an iteration: all gradients are zero, and may accumulate."""
         self.grad_sync.begin()
+        self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()
         for bucket in self.grad_sync.buckets:
             for id, view in bucket.views.items():
                 begin_accumulation(self._params[id], view)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`zero_grad_buffer`, for callers that treat the wrapper as any module; gradients stay in their buffers."""
+        self.zero_grad_buffer()
+
+    def add_optimizer(self, optimizer: object, ids: Collection[ParamId]) -> None:
+        """Makes an optimizer of some of the chunk's parameters known to `zero_grad_for`. It replaces former ones that
+        share parameters with it."""
+        own = frozenset(ids) & self._params.keys()
+        for other in [other for other, theirs in self._optimizers.items() if theirs & own]:
+            del self._optimizers[other]
+        self._optimizers[optimizer] = own
+
+    def zero_grad_for(self, optimizer: object) -> None:
+        """`zero_grad_buffer`, once every optimizer of this chunk has asked for it."""
+        self._zeroed.add(optimizer)
+        if all(other in self._zeroed for other in self._optimizers):
+            self.zero_grad_buffer()
 
     def offload_grad_buffers(self) -> None:
         """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
