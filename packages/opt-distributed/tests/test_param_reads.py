@@ -255,3 +255,24 @@ def test_without_hooks_modules_are_as_they_were() -> None:
     assert all(type(module._parameters) is dict for module in ddp.module.modules())
     assert not any(module._forward_pre_hooks for module in ddp.module.modules())
     assert dict(ddp.module.named_parameters()).keys() == dict(Model().named_parameters()).keys()
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["before use", "in the step"])
+def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool) -> None:
+    """Two gathers of a bucket under way at once would write into the same memory."""
+    ddp = wrap(Model())
+    if not hooks:
+        ddp.disable_forward_pre_hook()
+    under_way: list[int] = []
+    for bucket in ddp._param_sync.buckets:
+        start = bucket.memory.start_gather
+
+        def counted(index: int, comm: Any, start: Any = start, bucket: Any = bucket) -> Any:
+            under_way.append(bucket.is_under_way)
+            return start(index, comm)
+
+        bucket.memory.start_gather = counted  # type: ignore[method-assign]
+    for value in (0.25, 0.5):
+        publish(ddp, value)
+    assert are(ddp.module.parameters(), 0.5)
+    assert under_way and not any(under_way)

@@ -131,6 +131,25 @@ def test_the_halves_of_a_step_make_a_step() -> None:
     assert_equal(weights(model), weights(other))
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda optimizer: optimizer.get_grad_norm(3.0),
+        lambda optimizer: optimizer.clip_grad_norm(1.0),
+        lambda optimizer: optimizer.count_zeros(),
+        lambda optimizer: optimizer.step_with_ready_grads(),
+    ],
+    ids=["another norm", "clip", "zeros", "update"],
+)
+def test_after_a_step_that_overflowed_no_gradients_are_ready(ask: Any) -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model])
+    backward(model, 0, scale=lambda loss: loss * math.inf)
+    assert not optimizer.step().success
+    with pytest.raises(RuntimeError, match="no gradients are ready"):
+        ask(optimizer)
+
+
 def test_a_norm_above_the_threshold_refuses_the_step() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=1e-2, grad_norm_skip_threshold=2.0), [model])
