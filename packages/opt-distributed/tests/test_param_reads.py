@@ -14,10 +14,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.param_sync import ParamBucket
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 
-WIDTH = 8
+WIDTH = 16  # a weight of 256 elements is cut in halves; smaller ones belong to one rank
 CONFIG = DistributedDataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=1
 )
@@ -258,21 +259,21 @@ def test_without_hooks_modules_are_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("hooks", [True, False], ids=["before use", "in the step"])
-def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool) -> None:
+def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gathers of a bucket under way at once would write into the same memory."""
     ddp = wrap(Model())
     if not hooks:
         ddp.disable_forward_pre_hook()
-    under_way: list[int] = []
-    for bucket in ddp._param_sync.buckets:
-        start = bucket.memory.start_gather
+    start = ParamBucket.start
+    under_way: list[bool] = []
 
-        def counted(index: int, comm: Any, start: Any = start, bucket: Any = bucket) -> Any:
-            under_way.append(bucket.is_under_way)
-            return start(index, comm)
+    def noted(bucket: ParamBucket) -> None:
+        under_way.append(bucket.is_under_way)
+        start(bucket)
 
-        bucket.memory.start_gather = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(ParamBucket, "start", noted)
     for value in (0.25, 0.5):
         publish(ddp, value)
     assert are(ddp.module.parameters(), 0.5)
-    assert under_way and not any(under_way)
+    assert True not in under_way
+    assert len(under_way) == 2 * sum(len(buffer.plan.layout.buckets) for buffer in ddp.synced_buffers)
