@@ -316,8 +316,10 @@ def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> 
 
 
 def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(saved: Any) -> None:
+    models = [Odd(seed=1) for _ in range(2)]  # not on the threads, which share torch's generator
+
     def rank_main(comm: ThreadComm) -> tuple[str, float]:
-        model = Odd(seed=1)
+        model = models[comm.rank]
         optimizer = get_optimizer(OptimizerConfig(lr=0.5), [model], pg_collection=roles_over(comm))
         loaded = load(state_of(model, optimizer), saved[2]).state["optimizer"]
         if comm.rank == 1:

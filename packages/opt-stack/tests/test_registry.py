@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stack_models import assert_equal, make_model, train, weights
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.rules.base import Needs
 from opt_kernels.rules.sgd import SGD
 from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 
@@ -131,3 +133,47 @@ def test_a_package_that_brings_none_is_told(install: Any, source: str, target: s
     with pytest.raises(ConfigError) as caught:
         get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
     assert str(caught.value) == message
+
+
+class NoNeeds:
+    name, state_specs, codecs = "mine", (), {}
+
+    def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        for hyper, works in batches:
+            for work in works:
+                work.main.sub_(work.grad, alpha=hyper.lr * grad_scale)
+
+
+class NoRemainder(NoNeeds):
+    needs = Needs.ELEMENTS
+
+
+class RoundsAway(NoRemainder):
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        for hyper, works in batches:
+            for work in works:
+                moved = work.out if work.main is None else work.main
+                moved.sub_(work.grad.to(moved.dtype), alpha=hyper.lr * grad_scale)
+
+
+REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_remainders": True}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        pytest.param(NoNeeds(), {}, "its rule NoNeeds lacks needs", id="no-needs"),
+        pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
+        pytest.param(RoundsAway(), REMAINDERS, "moves a parameter by other values", id="rounds"),
+    ],
+)
+def test_a_rule_that_cannot_do_what_it_is_asked_for_is_refused_when_built(
+    rule: Any, options: dict[str, Any], message: str
+) -> None:
+    rules = Registry().with_rule(RuleEntry(name="mine", summary="", make=lambda config: rule, hyper=lambda config: {}))
+    config = OptimizerConfig(optimizer="mine", lr=1e-2, **options)
+    with pytest.raises(ConfigError, match=message):
+        get_optimizer(config, [make_model(torch.bfloat16 if options else torch.float32)], rules=rules)

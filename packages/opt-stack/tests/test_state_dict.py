@@ -202,3 +202,67 @@ def test_a_parameter_without_elements_is_not_missed() -> None:
     saved = values(optimizer)
     optimizer.load_state_dict(saved)
     assert_equal(values(optimizer), saved)
+
+
+def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_one_unless_asked() -> None:
+    model, wide = trained(ADAMW, torch.float32, 3)
+    exact = weights(model)
+    narrow = get_optimizer(OptimizerConfig(lr=1e-2, bf16=True), [model.bfloat16()])
+    with pytest.raises(ValueError, match="an fp32 run saved it"):
+        narrow.load_state_dict(wide.state_dict())
+    narrow.load_state_dict(wide.state_dict(), main_values="parameters")
+    assert torch.equal(narrow.state[model[0].weight]["fp32_param"], exact["0.weight"].bfloat16().float())
+    narrow.reload_model_params(exact)
+    assert torch.equal(narrow.state[model[0].weight]["fp32_param"], exact["0.weight"])
+
+
+REMAINDER = OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, store_param_remainders=True)
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(lr=1e-2, bf16=True), REMAINDER], ids=["copy", "remainder"])
+def test_main_values_are_exactly_the_parameters_that_were_reloaded(config: OptimizerConfig) -> None:
+    optimizer = trained(config, torch.bfloat16, 3)[1]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    assert any(not torch.equal(p.float(), main) for p, main in zip(params, optimizer.get_parameters(), strict=True))
+    with torch.no_grad():
+        for param in params:
+            param.copy_(torch.rand(param.shape))
+    optimizer.reload_model_params()
+    for param, main in zip(params, optimizer.get_parameters(), strict=True):
+        assert torch.equal(main, param.float())
+
+
+class Moving(torch.overrides.TorchFunctionMode):
+    """Gives a moved tensor memory of its own, as another device would, and notes where tensors were sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, torch.device]] = []
+        self.old: list[torch.Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.to and isinstance(args[1], torch.device):
+            self.sent.append((args[0].data_ptr(), args[1]))
+            self.old.append(args[0].detach())  # its memory is not given to another tensor meanwhile
+            return args[0].clone()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("config", [OptimizerConfig(lr=1e-2, bf16=True), REMAINDER], ids=["copy", "remainder"])
+@pytest.mark.parametrize("method", ["offload_to_cpu", "restore_from_cpu"])
+def test_moving_the_state_moves_every_tensor_of_it_and_no_parameter(config: OptimizerConfig, method: str) -> None:
+    model, optimizer = trained(config, torch.bfloat16, 2)
+    unmoved, _ = trained(config, torch.bfloat16, 4)
+    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    kept = [t for p in pieces for t in (*p.state.values(), p.main.copy, p.main.remainder) if t is not None]
+    before = {tensor.data_ptr() for tensor in kept}
+    assert len(before) == 3 * len(pieces)
+    params = [param.data_ptr() for param in model.parameters()]
+    with Moving() as moving:
+        getattr(optimizer, method)()
+    assert {pointer for pointer, _ in moving.sent} == before
+    assert {device.type for _, device in moving.sent} == {"cpu"}
+    assert not before & {tensor.data_ptr() for tensor in kept}
+    assert [param.data_ptr() for param in model.parameters()] == params
+    train(model, optimizer, range(2, 4))
+    assert_equal(weights(model), weights(unmoved))

@@ -117,6 +117,35 @@ def test_gradients_are_read_only() -> None:
     assert_equal([param.grad for param in model.parameters()], before)
 
 
+class WarmsUp(torch.optim.Optimizer):
+    """As the optimizers of some packages: its step count is in its group, and decides the size of a step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                buffer = self.state[param].setdefault("buffer", torch.zeros_like(param))
+                buffer.add_(param.grad)
+                param.sub_(buffer, alpha=group["lr"] * (1 - 0.5 ** group["step"]))
+
+
+def test_a_step_count_in_the_group_is_kept_saved_and_loaded() -> None:
+    ours, theirs = make_model(), make_model()
+    settings = OptimizerConfig(optimizer="theirs", lr=1e-2, weight_decay=0.0, clip_grad=0.0)
+    rules = Registry().with_rule(torch_rule("theirs", WarmsUp))
+    first = get_optimizer(settings, [ours], rules=rules)
+    train(ours, first, range(3))
+    resumed = get_optimizer(settings, [ours], rules=rules)
+    resumed.load_state_dict(first.state_dict())
+    train(ours, resumed, range(3, 6))
+    train(theirs, WarmsUp(theirs.parameters(), lr=1e-2), range(6))
+    assert_equal(weights(ours), weights(theirs))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -161,7 +161,7 @@ def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules
 
     Raises ConfigError for a rule that is unknown, or cannot be made from `config`.
     """
-    if rules[config.optimizer].make(config).needs is not Needs.MATRICES:
+    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
         return overrides
     ours: Mapping[ParamKey, Any] = get_standard_config_overrides(config) if overrides is None else overrides
     return {**ours, **get_matrix_rule_overrides(config)}
@@ -258,7 +258,7 @@ def plan_of(
     """
     config.validate()  # fields may have been assigned since it was built
     names = {group["optimizer"] for group in groups}
-    made = {name: rules[name].make(config) for name in names}
+    made = {name: rules.rule(name, config) for name in names}
     hyper = {name: checked_hyper(rules[name], rule, config) for name, rule in made.items()}
     check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=extra_group_keys)
     for group in groups:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -294,6 +294,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         on_conflict: Conflict = "error",
         override: Mapping[str, Any] = NO_OVERRIDE,
+        main_values: Literal["saved", "parameters"] = "saved",
     ) -> None:
         """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
 
@@ -308,6 +309,8 @@ class Optimizer(torch.optim.Optimizer):
                 hyper-parameters: an error, the `"saved"` ones of the group's first parameter, or the `"current"` ones.
             override: for a loaded sharded state: hyper-parameters that get this value in every group, whatever was
                 saved, as `{"lr": 1e-4}`.
+            main_values: `"parameters"` lets a 16-bit run start its main values from its rounded parameters, where an
+                fp32 run saved the state and so no main values.
 
         Raises:
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
@@ -323,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
                 "another, set what is to differ in param_groups"
             )
         else:
-            self._load_local(state_dict)
+            self._load_local(state_dict, needs_mains=main_values == "saved")
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -348,12 +351,12 @@ class Optimizer(torch.optim.Optimizer):
     def _read(self, id: ParamId) -> dict[str, Tensor]:
         return read_state(*self._held[id])
 
-    def _load_local(self, state_dict: Mapping[str, Any]) -> None:
+    def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
         check_form(state_dict, version=VERSION, layout_id=self._layout_id)
         saved_groups = match_groups(state_dict, self.param_groups)
         by_id = match_state(state_dict, self.param_groups, saved_groups)
         for id, (unit, piece) in self._held.items():
-            check_state(unit, piece, by_id.get(id, {}))
+            check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
         scaler = saved_scaler(state_dict, self.stepper.scaler)
         for id, (unit, piece) in self._held.items():
             load_state_(unit, piece, by_id.get(id, {}))

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
-from opt_config import ConfigError
+from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.rules.base import Rule
 from opt_stack.built_in import BUILT_IN, RuleEntry
+from opt_stack.rule_checks import checked_rule
 
 ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEntry`
 
@@ -40,6 +42,14 @@ class Registry:
                 raise ConfigError(f"{where} names a {type(entry).__name__}; it must be an opt_stack.RuleEntry")
             found = found.with_rule(entry)
         return found
+
+    def rule(self, name: str, config: OptimizerConfig) -> Rule:
+        """The rule that `optimizer=name` asks for.
+
+        Raises:
+            ConfigError: no entry has that name, or its rule is not one that `config` can use.
+        """
+        return checked_rule(name, self[name].make(config), config)
 
     def __getitem__(self, name: str) -> RuleEntry:
         if name not in self.entries:

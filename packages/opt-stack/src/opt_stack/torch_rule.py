@@ -1,7 +1,8 @@
 """Any `torch.optim` class as a rule: its update on whole parameters, its state declared, saved and loaded like ours.
 
 What a class keeps is found by trying it on a small parameter. Its own step count is not kept twice: it is the step's.
-A class that keeps anything elsewhere (in its groups, in attributes, as plain numbers) is refused: that would be lost.
+Nor is a count that it keeps in its groups. A class that keeps anything else in its groups, in attributes or as plain
+numbers is refused: that would be lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from opt_stack.built_in import RuleEntry
 OF_THE_CONFIG = ("lr", "weight_decay")  # numbers that the configuration and the groups give
 OF_THE_GROUP = ("betas", "eps", "momentum")  # numbers that a group may have for itself
 STEP = "step"
+GROUP_STEP = f"param_groups[0][{STEP!r}]"
 PROBE_SHAPES = ((3, 4), (5,))
 PROBE_STEPS = 2  # a class may keep something new only from its second step
 
@@ -51,6 +53,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
         numbers=(*(number for number in OF_THE_CONFIG if number in kept.defaults), *numbers),
         state_specs=kept.specs,
         step_type=kept.step_type,
+        counts_in_group=kept.counts_in_group,
     )
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
@@ -78,6 +81,7 @@ class TorchRule:
     numbers: tuple[str, ...]
     state_specs: tuple[StateSpec, ...]
     step_type: type[Any] | None  # of the step count the class keeps in its state; None: it keeps none
+    counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
 
     @property
     def needs(self) -> Needs:
@@ -122,6 +126,8 @@ class TorchRule:
         for hyper, works in batches:
             mains = [_main(work) for work in works]
             optimizer = self.cls(mains, **_numbers(hyper, self.numbers), **self.options)
+            if self.counts_in_group and int(hyper.step) > 1:
+                optimizer.param_groups[0][STEP] = int(hyper.step) - 1
             for main, work in zip(mains, works, strict=True):
                 main.grad = work.grad.to(main.dtype) * grad_scale
                 if int(hyper.step) > 1:
@@ -209,6 +215,7 @@ class _Kept(NamedTuple):
 
     specs: tuple[StateSpec, ...]
     step_type: type[Any] | None
+    counts_in_group: bool
     defaults: Mapping[str, Any]  # of its groups
 
 
@@ -220,7 +227,7 @@ def _kept_by(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, 
         of_vector = _probe(name, cls, options, vector)
     except ConfigError:
         return kept  # a class for matrices only; `init_state` refuses the rest
-    if of_vector[:2] != kept[:2]:
+    if of_vector[:3] != kept[:3]:
         raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps other state of vectors than of matrices")
     return kept
 
@@ -241,6 +248,8 @@ def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, An
         raise ConfigError(f"torch_rule({name!r}): {cls.__name__} has no lr, which a group would set")
     after = _outside(optimizer)
     changed = [key for key in after if before.get(key) != after[key]]
+    counts_in_group = after.get(GROUP_STEP) == repr(PROBE_STEPS) and GROUP_STEP in changed
+    changed = [key for key in changed if not (counts_in_group and key == GROUP_STEP)]
     if changed:
         raise ConfigError(
             f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of its state by parameter, where "
@@ -252,7 +261,7 @@ def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, An
             step_type = type(value)
         elif value is not None:
             specs.append(_spec(name, cls, key, value, shape))
-    return _Kept(tuple(specs), step_type, optimizer.defaults)
+    return _Kept(tuple(specs), step_type, counts_in_group, optimizer.defaults)
 
 
 def _spec(name: str, cls: type, key: str, value: Any, shape: tuple[int, ...]) -> StateSpec:

@@ -77,8 +77,11 @@ def read_state(unit: Unit, piece: OwnedPiece) -> PieceState:
     return found
 
 
-def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
-    """Raises StateError where `saved` cannot be loaded into `piece`; touches nothing."""
+def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, needs_main: bool = False) -> None:
+    """Raises StateError where `saved` cannot be loaded into `piece`; touches nothing.
+
+    `needs_main`: main values that were not saved are missed, too, since the parameter holds them rounded.
+    """
     if not saved:
         return
     entries = list(_entries(unit, piece))
@@ -88,6 +91,13 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
             f"state of {piece.id.name!r} lacks {', '.join(missing)} (it has {', '.join(map(str, saved))}): {_ELSEWHERE}"
         )
     main = _main_entry(piece)
+    if needs_main and piece.main.numbers is not Numbers.DIRECT and _key(main, saved) is None:
+        raise StateError(
+            f"state of {piece.id.name!r} lacks {main.saved_name}: an fp32 run saved it, and the {piece.param.dtype} "
+            "parameter holds its values rounded; load with sharded_state_dict, which takes main values from the saved "
+            "fp32 weights, or pass main_values='parameters' to load_state_dict and call "
+            "reload_model_params(fp32_state_dict) after it"
+        )
     known = {STEP, *(_key(entry, saved) for entry in (*entries, main))}
     unknown = [name for name in saved if name not in known]
     if unknown:

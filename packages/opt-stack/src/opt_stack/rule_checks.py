@@ -1,0 +1,67 @@
+"""Whether a rule of the caller's own is what a configuration needs: found when the optimizer is built, by trying it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.rules.base import Batch, Hyper, Needs, Rule, Work
+
+_MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
+_SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 4)}
+
+
+def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
+    """`rule`, which `optimizer=name` asked for.
+
+    Raises:
+        ConfigError: it lacks a member of `Rule`; or it cannot update bf16 parameters with remainders, and
+            `store_param_remainders` needs that.
+    """
+    missing = [member for member in _MEMBERS if not hasattr(rule, member)]
+    if missing or not isinstance(rule.needs, Needs):
+        problem = f"lacks {', '.join(missing)}" if missing else f"has needs={rule.needs!r}, which is not a Needs"
+        raise ConfigError(
+            f"optimizer={name!r}: its rule {type(rule).__name__} {problem}; a rule is an opt_kernels.rules.base.Rule, "
+            f"with {', '.join(_MEMBERS)}"
+        )
+    if config.precision.remainder and not type(rule).__module__.startswith(("opt_kernels.", "opt_stack.")):
+        _check_remainder(name, rule)
+    checked: Rule = rule
+    return checked
+
+
+def _check_remainder(name: str, rule: Rule) -> None:
+    """One step with a remainder must be the step of fp32 main values."""
+    generator = torch.Generator().manual_seed(0)
+    start, grad = (torch.rand(_SHAPES[rule.needs], generator=generator) + 0.5 for _ in range(2))
+    try:
+        main = start.clone()
+        _step(rule, Work(grad=grad.clone(), main=main, state=rule.init_state(main)))
+        out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=torch.int16)
+        split_(out, remainder, start)
+        _step(rule, Work(grad=grad.clone(), main=None, state=rule.init_state(start), out=out, remainder=remainder))
+        problem = _difference(main, join(out, remainder))
+    except ConfigError:
+        raise
+    except Exception as error:  # of any kind: it is the caller's code
+        problem = f"raised {type(error).__name__}: {error}"
+    if problem:
+        raise ConfigError(
+            f"store_param_remainders=True: optimizer={name!r} with a remainder {problem}; where a work has no main, a "
+            "rule joins `out` and `remainder`, and writes both (opt_kernels.ops.remainder); else set "
+            "store_param_remainders=False"
+        )
+
+
+def _step(rule: Rule, work: Work) -> None:
+    with torch.no_grad():
+        rule.update_([Batch(Hyper(lr=0.01, step=1), [work])])
+
+
+def _difference(main: Tensor, joined: Tensor) -> str:
+    if torch.allclose(main, joined, rtol=1e-6, atol=1e-7):
+        return ""
+    return f"moves a parameter by other values, up to {float((main - joined).abs().max()):.1e} apart,"
