@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: a model chunk over contiguous buffers that travel beside compute."""
+"""`DistributedDataParallel`: a model chunk over contiguous buffers whose collectives overlap with compute."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -149,7 +149,8 @@ class DistributedDataParallel(nn.Module):
     After the reduction, this rank's part of a gradient is the mean over the dense replicas: for dense parameters and
     for experts, whose gradients a smaller group sums. With `calculate_per_token_loss` it is the sum, and the caller
     divides by the number of tokens (`scale_gradients`, `finalize_model_grads`). Where state is sharded, other parts
-    of `main_grad` are undefined after the reduction.
+    of `main_grad` are undefined after the reduction. A tensor that the caller binds to `param.main_grad` replaces the
+    gradient, at the next backward pass or reduction; it must have the parameter's shape.
 
     Args:
         config: read, never written.
@@ -332,7 +333,7 @@ class DistributedDataParallel(nn.Module):
             self._use_hooks = None
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets gathers overlap with the forward.
+        """Lets gathers overlap with the forward; every read of a parameter through its module waits for it.
 
         Raises:
             ValueError: `overlap_param_gather` is not set.
