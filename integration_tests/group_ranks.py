@@ -12,7 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm.collectives import TorchComm
+from opt_distributed.comm.groups import world
 from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer
+from opt_stack.factory import _device
 
 STEPS = 5
 
@@ -256,3 +259,27 @@ def _outcome(build: Callable[[], Any]) -> str:
     except ValueError as error:
         return str(error)
     return "built"
+
+
+def broadcasts_in_pairs() -> list[int]:
+    """What this rank has after a broadcast from each of the two ranks of its pair."""
+    group, _ = dist.new_subgroups(2)
+    comm = TorchComm(group)
+    found = []
+    for source in range(2):
+        x = torch.tensor([dist.get_rank()])
+        comm.broadcast_(x, src=source)
+        found.append(int(x))
+    return found
+
+
+def device_of_a_rank_without_tensors() -> str:
+    """Where the step's statistics of a rank are whose chunk holds no tensor."""
+    model = nn.Identity() if dist.get_rank() == 1 else Mlp()
+    return str(get_optimizer(config(), [model]).stepper.device)
+
+
+def chunks_on_different_devices() -> str:
+    """What each rank is told if one of them has its model elsewhere."""
+    device = "meta" if dist.get_rank() == 2 else "cpu"
+    return _outcome(lambda: _device([Mlp().to(device)], world()))

@@ -8,8 +8,11 @@ from group_ranks import (
     BUILDS,
     LAYOUTS,
     Trained,
+    broadcasts_in_pairs,
     build_all,
+    chunks_on_different_devices,
     config,
+    device_of_a_rank_without_tensors,
     skip_the_matrices,
     skip_the_matrices_alone,
     train,
@@ -25,13 +28,23 @@ class Four(NamedTuple):
     trained: dict[str, list[Trained]]
     gaps: list[Trained]
     outcomes: list[dict[str, str]]
+    broadcast: list[list[int]]
+    devices: list[str]
+    mixed: list[str]
 
 
 @pytest.fixture(scope="module")
 def four() -> Four:
     jobs = {f"{rule}, {name}": Job(train, (name, made)) for rule, made in RULES.items() for name in RUNS}
-    made = run_jobs(4, {**jobs, "gaps": Job(skip_the_matrices, (config(),)), "builds": Job(build_all)})
-    return Four({name: made[name] for name in jobs}, made["gaps"], made["builds"])
+    others = {
+        "gaps": Job(skip_the_matrices, (config(),)),
+        "builds": Job(build_all),
+        "broadcast": Job(broadcasts_in_pairs),
+        "devices": Job(device_of_a_rank_without_tensors),
+        "mixed": Job(chunks_on_different_devices),
+    }
+    made = run_jobs(4, jobs | others)
+    return Four({name: made[name] for name in jobs}, *(made[name] for name in others))
 
 
 def assert_same(got: Trained, want: Trained, *, atol: float) -> None:
@@ -78,3 +91,19 @@ OUTCOMES: dict[str, Any] = {
 def test_what_cannot_be_known_is_refused_on_every_rank(name: str, four: Four) -> None:
     for outcomes in four.outcomes:
         assert OUTCOMES[name] in outcomes[name]
+
+
+def test_a_broadcast_inside_a_group_starts_at_the_rank_of_the_group(four: Four) -> None:
+    assert four.broadcast == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_rank_without_tensors_follows_the_device_of_the_others(four: Four) -> None:
+    assert four.devices == ["cpu"] * 4
+
+
+def test_models_on_different_kinds_of_device_are_refused_on_every_rank(four: Four) -> None:
+    for outcome in four.mixed:
+        assert outcome == (
+            "model_chunks are on different kinds of device: cpu on ranks [0, 1, 3]; meta on ranks [2]; move all ranks' "
+            "models to one kind"
+        )

@@ -206,3 +206,42 @@ def test_a_nan_in_the_copy_of_a_shared_parameter_stops_every_rank() -> None:
         return optimizer.step().success
 
     assert run_threads(2, rank_main) == [False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_separate_norm_group_is_clipped_by_its_own_norm(kind: str) -> None:
+    """SGD without momentum shows the clipped gradients: each norm group is scaled by its own coefficient."""
+    norms = {"": 0.5, "mtp": 0.25}  # the model's own; both above the limit
+    limit, lr = 0.1, 1.0
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net = nn.Module()
+        net.own, net.mtp = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(4))
+        net.mtp.grad_norm_group = "mtp"
+        config = OptimizerConfig(
+            optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, lr=lr, clip_grad=limit, **KINDS[kind]
+        )
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        optimizer = get_optimizer(config, [net], {}, pg_collection=roles)
+        net.own.grad, net.mtp.grad = torch.full((16,), norms[""] / 4), torch.full((4,), norms["mtp"] / 2)
+        optimizer.step()
+        return {"own": net.own.detach().clone(), "mtp": net.mtp.detach().clone()}
+
+    for weights in run_threads(2, rank_main):
+        torch.testing.assert_close(weights["own"], torch.full((16,), -lr * limit / 4), rtol=1e-4, atol=0)
+        torch.testing.assert_close(weights["mtp"], torch.full((4,), -lr * limit / 2), rtol=1e-4, atol=0)
+
+
+def test_reloaded_weights_leave_nothing_of_the_old_remainders() -> None:
+    """bf16 parameters with 16-bit remainders: main values are exactly the weights that were loaded."""
+    net = nn.Linear(7, 5).bfloat16()
+    optimizer = get_optimizer(OptimizerConfig(lr=0.01, bf16=True, use_precision_aware_optimizer=True), [net])
+    net(torch.ones(2, 7).bfloat16()).sum().backward()
+    optimizer.step()
+    assert any(not torch.equal(main, main.bfloat16().float()) for main in optimizer.get_parameters())
+    loaded = {name: torch.randn(param.shape).bfloat16() for name, param in net.named_parameters()}
+    net.load_state_dict(loaded)
+    optimizer.reload_model_params()
+    for main, param in zip(optimizer.get_parameters(), (p for g in optimizer.param_groups for p in g["params"])):
+        assert torch.equal(main, param.float())

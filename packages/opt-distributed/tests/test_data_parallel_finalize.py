@@ -239,6 +239,24 @@ def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_c
         assert all(of_name == {(12.0 + 24.0) / 8} for of_name in values.values())
 
 
+def test_tokens_of_all_optimizer_instances_are_counted() -> None:
+    """Two instances of two shards: gradients are sums over all four ranks, so the tokens must be, too."""
+    rows, columns = [World(2), World(2)], [World(2), World(2)]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+
+    def rank_main(comm: ThreadComm) -> dict[str, set[float]]:
+        instance, shard = divmod(comm.rank, 2)
+        axes = Axes(dp=ThreadComm(rows[instance], shard), tp=Alone(), inter=ThreadComm(columns[shard], instance))
+        groups = Roles(dense=axes, expert=axes, everyone=comm)
+        ddp = DistributedDataParallel(config, Stage(3, 3), groups=groups, calculate_per_token_loss=True)
+        backward(ddp(2.0**comm.rank))
+        finalize_model_grads([ddp], [1, 2, 2, 3][comm.rank])
+        return owned_values(ddp)
+
+    for values in run_threads(4, rank_main):
+        assert all(of_name == {(1.0 + 2.0 + 4.0 + 8.0) / (1 + 2 + 2 + 3)} for of_name in values.values())
+
+
 def test_tokens_may_be_a_number_and_groups_come_third() -> None:
     ddp = DistributedDataParallel(CONFIGS["flat"], Stage(3, 3), groups=over(Alone()), calculate_per_token_loss=True)
     ddp(torch.ones(2, 3)).sum().backward()

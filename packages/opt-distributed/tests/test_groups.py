@@ -1,14 +1,20 @@
 """Process groups by role: which ranks the step reduces and counts over, seen from every rank of a fake world."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from opt_distributed.comm import megatron
 from opt_distributed.comm.collectives import Alone, Comm, group_of
 from opt_distributed.comm.groups import ProcessGroupError, ProcessGroups, roles_of
+from opt_distributed.finalize import Peers
 
 
 @contextmanager
@@ -104,3 +110,124 @@ def test_groups_that_would_leave_replicas_out_of_a_reduction_are_refused(message
 def test_a_role_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ProcessGroupError, match="no process group plays the role 'data'"):
         ProcessGroups(data=None)
+
+
+PEERS = {
+    "tensor": "tp",
+    "expert_tensor": "expt_tp",
+    "embedding": "embd",
+    "positions": "pos_embd",
+    "stages": "pp",
+}
+
+
+@pytest.mark.parametrize("peers", PEERS)
+def test_gradients_are_finalized_over_the_group_of_each_role(peers: str) -> None:
+    with fake_world(4):
+        found = Peers.of_groups(groups(**{PEERS[peers]: [0, 3]}))
+        assert ranks(getattr(found, peers)) == [0, 3]
+        assert all(isinstance(getattr(found, other), Alone) for other in PEERS if other != peers)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """What a mesh (pp, dp_replicate, dp_shard, cp, ep, tp) = 2 x 1 x 2 x 2 x 2 x 2 means for rank 0."""
+
+    role: str
+    members: list[int]
+
+
+# The last axis changes fastest: strides are pp 16, dp_shard 8, cp 4, ep 2, tp 1.
+OF_MESH = [
+    Axis("dp", [0, 2, 8, 10]),
+    Axis("dp_cp", [0, 2, 4, 6, 8, 10, 12, 14]),
+    Axis("expt_dp", [0, 4, 8, 12]),
+    Axis("mp", [0, 1, 16, 17]),
+    Axis("tp_ep_pp", [0, 1, 2, 3, 16, 17, 18, 19]),
+    Axis("tp", [0, 1]),
+    Axis("expt_tp", [0, 1]),
+    Axis("pp", [0, 16]),
+    Axis("cp", [0, 4]),
+    Axis("ep", [0, 2]),
+    Axis("intra_dist_opt", list(range(32))),
+]
+
+
+def test_every_role_is_found_along_the_axes_of_a_mesh() -> None:
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+    with fake_world(32):
+        mesh = init_device_mesh("cpu", (2, 1, 2, 2, 2, 2), mesh_dim_names=names)
+        made = ProcessGroups.from_mesh(mesh)
+        for role, members in OF_MESH:
+            assert dist.get_process_group_ranks(getattr(made, role)) == members, role
+        roles = roles_of(made, sharded=True)
+        assert (roles.dense.num_replicas, roles.expert.num_replicas) == (8, 4)
+        submesh = ProcessGroups.from_mesh(mesh["tp"])  # understood through the mesh that it was sliced from
+        assert dist.get_process_group_ranks(submesh.dp_cp) == dist.get_process_group_ranks(made.dp_cp)
+
+
+BAD_MESHES: dict[str, Callable[[], DeviceMesh]] = {
+    "have no names": lambda: init_device_mesh("cpu", (4,)),
+    "mesh axis 'data' is unknown; allowed are dp, ": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("data",)),
+    "has 2 of the world's 4 ranks": lambda: DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_MESHES)
+def test_a_mesh_that_does_not_say_who_is_where_is_refused(message: str) -> None:
+    with fake_world(4), pytest.raises(ProcessGroupError, match=message):
+        ProcessGroups.from_mesh(BAD_MESHES[message]())
+
+
+# --- Megatron-Core ----------------------------------------------------------------------------------------------------
+
+
+class ParallelState(ModuleType):
+    """Megatron-Core's module of initialised groups, as far as it is read: TP 2, CP 2, DP 2 of one instance, no EP."""
+
+    def __init__(self) -> None:
+        super().__init__(megatron.MODULE)
+        self.dp, self.dp_cp, self.one = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0]))
+        self.tp, self.cp = dist.new_group([0, 1]), dist.new_group([0, 2])
+
+    def model_parallel_is_initialized(self) -> bool:
+        return True
+
+    def get_data_parallel_group(self, with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+        return self.dp_cp if with_context_parallel else self.dp
+
+    def get_expert_data_parallel_group(self, check_initialized: bool = True) -> Any:
+        return self.dp_cp
+
+    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> Any:
+        return self.tp
+
+    get_model_parallel_group = get_expert_tensor_parallel_group = get_tensor_model_parallel_group
+    get_expert_tensor_model_pipeline_parallel_group = get_tensor_model_parallel_group
+
+    def get_context_parallel_group(self, check_initialized: bool = True) -> Any:
+        return self.cp
+
+    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> Any:
+        return self.one
+
+    def get_intra_distributed_optimizer_instance_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_inter_distributed_optimizer_instance_group(self) -> Any:
+        raise AssertionError("one instance")
+
+
+def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8):
+        assert not megatron.is_initialized()
+        monkeypatch.setitem(sys.modules, megatron.MODULE, ParallelState())
+        assert megatron.is_initialized()
+        roles = roles_of(megatron.groups_of_parallel_state(), sharded=True)
+        assert ranks(roles.dense.dp) == [0, 2, 4, 6]
+        assert ranks(roles.dense.tp) == ranks(roles.expert.tp) == [0, 1]
+        assert ranks(roles.expert.dp) == [0, 2, 4, 6]
+        assert isinstance(roles.dense.inter, Alone)
+        assert ranks(roles.totals) == list(range(8))
