@@ -19,6 +19,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
     "rank_main",
     [
         trainer_ranks.accelerate_ddp,
+        trainer_ranks.accelerate_with_our_wrapper,
         trainer_ranks.lightning_ddp,
         trainer_ranks.lightning_fsdp2,
         trainer_ranks.hf_trainer_ddp,
