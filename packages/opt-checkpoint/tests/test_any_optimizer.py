@@ -365,8 +365,47 @@ def test_a_parameter_of_another_model_is_an_error(trained: Any) -> None:
         sharded_optimizer(network(), trained[1])
 
 
-def test_names_are_those_without_wrappers() -> None:
-    from opt_checkpoint.run.torch_optimizer import plain_name
+class Holder(nn.Module):
+    """A module under the name `name`, and a parameter `weight` next to it if asked for."""
 
-    assert plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
-    assert plain_name("encoder.module.w") == "encoder.module.w"
+    def __init__(self, name: str, child: nn.Module, *, weight: bool = False) -> None:
+        super().__init__()
+        self.add_module(name, child)
+        if weight:
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def test_names_are_those_without_wrappers() -> None:
+    wrapped = Holder(
+        "module", Holder("_orig_mod", Holder("layers", Holder("_checkpoint_wrapped_module", nn.Linear(2, 2))))
+    )
+    assert set(sharded_model(wrapped)) == {"layers.weight", "layers.bias"}
+    assert set(sharded_model(Holder("encoder", Holder("module", nn.Linear(2, 2))))) == {
+        "encoder.module.weight",
+        "encoder.module.bias",
+    }
+
+
+def test_a_module_that_is_called_module_keeps_its_name_beside_others(tmp_path: Path) -> None:
+    """`module.weight` and `weight` were one key, and one of the tensors was lost."""
+    model = Holder("module", nn.Linear(2, 2, bias=False), weight=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    (model.module.weight.sum() + 2 * model.weight.sum()).backward()
+    optimizer.step()
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    again = Holder("module", nn.Linear(2, 2, bias=False), weight=True)
+    other = torch.optim.AdamW(again.parameters())
+    load({"model": sharded_model(again)}, tmp_path / "x")
+    load_optimizer(again, other, tmp_path / "x")
+    for name, param in model.named_parameters():
+        assert torch.equal(dict(again.named_parameters())[name], param)
+        assert torch.equal(
+            other.state[dict(again.named_parameters())[name]]["exp_avg"], optimizer.state[param]["exp_avg"]
+        )
+
+
+def test_names_that_would_become_one_are_refused() -> None:
+    model = Holder("_orig_mod", nn.Linear(2, 2, bias=False), weight=True)
+    for describe in (sharded_model, lambda m: sharded_optimizer(m, torch.optim.SGD(m.parameters(), momentum=0.9))):
+        with pytest.raises(CheckpointingException, match=r"weight.* would both be stored as weight; rename one"):
+            describe(model)

@@ -379,3 +379,46 @@ def test_objects_of_a_grid_come_back_to_their_places(tmp_path: Path) -> None:
     save_as_ranks(states, tmp_path / "x")
     loaded = load_as_ranks([{"rng": ShardedObject("a/rng", None, (3,), (r,))} for r in (2, 0)], tmp_path / "x")
     assert loaded == [{"rng": {"rank": 2}}, {"rng": {"rank": 0}}]
+
+
+# ----- keys and values off the road
+
+
+def test_an_empty_key_is_a_key(tmp_path: Path) -> None:
+    save({"a": sharded_like("", torch.arange(3.0)), "b": sharded_like("b", torch.ones(2))}, tmp_path / "x")
+    target = torch.zeros(3)
+    load({"a": sharded_like("", target)}, tmp_path / "x")
+    assert torch.equal(target, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("numel", [6, 300_000], ids=["small", "large"])
+def test_conjugate_and_negated_views_are_saved_and_loaded_by_the_values_they_show(tmp_path: Path, numel: int) -> None:
+    whole = torch.complex(torch.randn(numel), torch.randn(numel))
+    views = {"conj": whole.conj(), "neg": whole.conj().imag, "both": whole.view(2, -1).conj().t()}
+    save({k: sharded_like(k, v) for k, v in views.items()}, tmp_path / "x")
+    assert verify_checkpoint(tmp_path / "x") == []
+    plain = {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in views.items()}
+    turned = {"conj": torch.zeros_like(whole).conj(), "neg": torch.zeros_like(whole).conj().imag}
+    load({k: sharded_like(k, v) for k, v in plain.items()}, tmp_path / "x")
+    load({k: sharded_like(k, v) for k, v in turned.items()}, tmp_path / "x")
+    for key, value in views.items():
+        assert torch.equal(plain[key], value)
+        assert key not in turned or torch.equal(turned[key], value)
+
+
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float4_e2m1fn_x2", "complex32"])
+def test_dtypes_that_are_only_stored_are_saved_and_loaded(tmp_path: Path, name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    dtype = getattr(torch, name)
+    bits = torch.randint(0, 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
+    save_as_ranks([{"w": sharded_rows(bits.view(dtype), rank)} for rank in range(2)], tmp_path / "x")
+    assert verify_checkpoint(tmp_path / "x") == []
+    target = torch.zeros_like(bits)
+    load({"w": sharded_like("w", target.view(dtype))}, tmp_path / "x")
+    assert torch.equal(target, bits)
+
+
+def sharded_rows(whole: torch.Tensor, rank: int) -> ShardedTensor:
+    """Half of the rows."""
+    return ShardedTensor.from_rank_offsets("w", whole[3 * rank : 3 * rank + 3], (0, rank, 2))

@@ -35,7 +35,8 @@ class CheckpointFailedError(CheckpointingException):
 
     Args:
         message: what failed, rank by rank.
-        causes: the exception of each failed rank, keyed by its rank in the process group.
+        causes: what stands for the exception of each failed rank, by its rank in the process group: an `OSError` with
+            its `errno`, or an exception whose text names the class. The tracebacks are notes of this error.
     """
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from opt_checkpoint.boxes.box import Box, boxes_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
+from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
@@ -143,7 +144,7 @@ def fingerprint(value: Any) -> int:
 def _parts(value: Any) -> Iterable[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
-        yield bytes_view(value.detach().to("cpu").contiguous())
+        yield bytes_view(contiguous(value))
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield f"key {key!r}".encode()

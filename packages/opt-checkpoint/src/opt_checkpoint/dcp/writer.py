@@ -30,6 +30,7 @@ from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
+from opt_checkpoint.disk.read_region import is_plain_memory
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
@@ -161,7 +162,7 @@ class CheckpointWriter(StorageWriter):
         """Write this rank's file and sync it.
 
         Returns:
-            One result per item, and a last one, of key "", with the file's size and checksum.
+            One result per item, and a last one with the file's name, size and checksum.
 
         Raises:
             OSError: the file system refuses.
@@ -190,8 +191,9 @@ class CheckpointWriter(StorageWriter):
             CheckpointingException: some planned item was not written.
             OSError: the file system refuses.
         """
-        items = {r.index: r.storage_data for own in results for r in own if r.index.fqn}
-        files = dict(r.storage_data for own in results for r in own if not r.index.fqn)
+        written = [result for own in results for result in own]
+        items = {r.index: r.storage_data for r in written if isinstance(r.storage_data, Written)}
+        files = dict(r.storage_data for r in written if not isinstance(r.storage_data, Written))
         if len(items) != self._planned:
             raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
         index = _index_of(self.path, self._save_id, metadata, items, files, self._details)
@@ -258,7 +260,7 @@ def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
     if nbytes <= _SMALL_BYTES:
         return _put_small(output, bytes_view(contiguous(data)))
     sums = PieceSums()
-    if data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg():
+    if is_plain_memory(data):
         item = ItemSums(sums, output.put_large(bytes_view(data), sums))
     else:
         for part in _bounded_parts(data):

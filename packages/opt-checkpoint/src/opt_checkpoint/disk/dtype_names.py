@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -32,8 +33,13 @@ _UNTYPED = (
     torch.uint16,
     torch.uint32,
     torch.uint64,
+    torch.complex32,
+    # What newer versions of torch have; two values of float4_e2m1fn_x2 share a byte and count as one element.
+    *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
 )
-_BY_NAME = MappingProxyType({str(d).removeprefix("torch."): d for d in (*_STORAGE_CLASSES, *_UNTYPED)})
+_BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
+    {str(d).removeprefix("torch."): d for d in (*_STORAGE_CLASSES, *_UNTYPED)}
+)
 _BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in _STORAGE_CLASSES.items()})
 
 

@@ -91,7 +91,7 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: File
         source: where the region's first value is.
     """
     nbytes = (region.span.stop - region.span.start) * dtype.itemsize
-    if region.is_run and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
+    if region.is_run and target.dtype == dtype and is_plain_memory(target):
         source.file.read_into(source.start, bytes_view(target))
     elif nbytes <= _BOUNCE_BYTES and (region.is_run or _largest_gap(region) * dtype.itemsize <= _GAP_BYTES):
         raw = memoryview(bytearray(nbytes))
@@ -99,6 +99,11 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: File
         target.copy_(region.of_bytes(raw, dtype))
     else:
         _read_rows(target, region, dtype, source)
+
+
+def is_plain_memory(target: Tensor) -> bool:
+    """Whether the bytes of a tensor's memory are its values in row-major order."""
+    return target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
 def _largest_gap(region: Region) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from opt_checkpoint.run.ranks import everyone, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import NO_DETAILS, PathLike, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
+
+SAVE_TIMEOUT_S = 1800.0
 
 
 class SaveHandle:
@@ -40,10 +43,10 @@ class SaveHandle:
 
         Raises:
             CheckpointingException: the save failed; the same on every rank.
-            TimeoutError: it is not through after `timeout_s` seconds.
+            TimeoutError: it is still running after `timeout_s` seconds.
         """
         if not self._finished.wait(timeout_s):
-            raise TimeoutError(f"saving {self.path} is not through after {timeout_s} s; it goes on")
+            raise TimeoutError(f"saving {self.path} is still running after {timeout_s} s")
         if self._error is not None:
             raise self._error
         return self.path
@@ -61,10 +64,20 @@ class AsyncSaver:
     Args:
         process_group: the ranks that save together; they all construct this together.
         files: the file system; the local one by default.
+        timeout_s: how long a rank waits for the others during a save, before it is an error; a rank that died is
+            noticed no sooner.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, *, files: Files | None = None) -> None:
-        self._group = _own_group(process_group, alone=ranks_of(process_group).alone)
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        files: Files | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} must be positive")
+        self._group = _own_group(process_group, timeout_s, alone=ranks_of(process_group).alone)
         self._ranks = ranks_of(self._group)
         self._staging = Staging()
         self._files = files
@@ -158,13 +171,16 @@ class AsyncSaver:
                 self._group = None
 
 
-def _own_group(process_group: dist.ProcessGroup | None, *, alone: bool) -> dist.ProcessGroup | None:
+def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alone: bool) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks: messages of a background thread may not mix with those of training."""
     if alone:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     group: dist.ProcessGroup | None = dist.new_group(
-        ranks=ranks, backend="gloo", use_local_synchronization=process_group is not None
+        ranks=ranks,
+        backend="gloo",
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=process_group is not None,
     )
     if group is None:
         raise CheckpointingException("this rank is not in the process group that saves")

@@ -16,7 +16,7 @@ from opt_checkpoint.disk.files import Files, LocalFiles, discard
 from opt_checkpoint.disk.manifest import has_manifest, read_manifest
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
-from opt_checkpoint.run.async_save import AsyncSaver
+from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -101,6 +101,7 @@ class CheckpointManager:
         in_background: whether `save` returns after the snapshot.
         process_group: the ranks.
         files: the file system; the local one by default.
+        timeout_s: how long a rank waits for the others during a save in the background.
 
     Raises:
         ValueError: `keep` or `keep_every` is below 1.
@@ -116,6 +117,7 @@ class CheckpointManager:
         in_background: bool = True,
         process_group: dist.ProcessGroup | None = None,
         files: Files | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self.directory = Path(directory).absolute()
         self._group, self._ranks = process_group, ranks_of(process_group)
@@ -125,7 +127,7 @@ class CheckpointManager:
             raise ValueError(
                 f"keep={keep}, keep_every={keep_every}: both must be at least 1; one checkpoint always stays"
             )
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
         self._files: Files = files or LocalFiles()
         self._in_background = in_background
         self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
@@ -161,7 +163,7 @@ class CheckpointManager:
                 self._retire()
             return path
         if self._saver is None:
-            self._saver = AsyncSaver(self._group, files=self._files)
+            self._saver = AsyncSaver(self._group, files=self._files, timeout_s=self._timeout_s)
         after = self._retire if self._ranks.rank == 0 else None
         return self._saver.save(state, path, common=common, details=details, after=after).path
 

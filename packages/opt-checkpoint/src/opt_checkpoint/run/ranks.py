@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.run.failures import Failure, as_ours
 
 T = TypeVar("T")
 _LETTING_GO_S = 0.01
@@ -64,7 +65,10 @@ class GroupRanks(NamedTuple):
 
     def gather_everywhere(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:  # gloo's and nccl's timeouts and lost connections
+            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
         return values
 
 
@@ -101,7 +105,7 @@ def leave(group: dist.ProcessGroup) -> None:
 
 class _Outcome(NamedTuple):
     value: Any
-    error: BaseException | None
+    failure: Failure | None
 
 
 def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
@@ -116,18 +120,18 @@ def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
         CheckpointingException: rank 0's, where it raised one.
         CheckpointFailedError: it raised something else.
     """
-    outcome = _Outcome(None, None)
+    outcome, own = _Outcome(None, None), None
     if ranks.rank == 0:
         try:
             outcome = _Outcome(compute(), None)
         except Exception as error:
-            outcome = _Outcome(None, error)
+            outcome, own = _Outcome(None, Failure.of(error)), error
     if not ranks.alone:
         outcome = _from_first(ranks, outcome)
-    if outcome.error is None:
+    if outcome.failure is None:
         value: T = outcome.value
         return value
-    raise as_ours(what, {0: outcome.error}) from outcome.error
+    raise as_ours(what, {0: outcome.failure}) from own
 
 
 def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
@@ -138,26 +142,16 @@ def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
     return received
 
 
-def as_ours(what: str, causes: dict[int, BaseException]) -> CheckpointingException:
-    """One error for the failures of several ranks, of the causes' type where they share one of ours."""
-    lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(causes.items())]
-    kinds = {type(e) for e in causes.values()}
-    kind = next(iter(kinds))
-    text = f"{what} failed on {len(causes)} rank(s)\n" + "\n".join(lines)
-    if len(kinds) == 1 and issubclass(kind, CheckpointingException) and kind is not CheckpointFailedError:
-        return kind(text)
-    return CheckpointFailedError(text, causes)
-
-
 def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
     """Raise the errors of all ranks on all ranks; return when there is none. All call this together.
 
     Raises:
         CheckpointingException: some rank has an error.
     """
-    causes = {rank: e for rank, e in enumerate(ranks.gather_everywhere(error)) if e is not None}
-    if causes:
-        raise as_ours(what, causes) from error
+    own = None if error is None else Failure.of(error)
+    failures = {rank: failure for rank, failure in enumerate(ranks.gather_everywhere(own)) if failure is not None}
+    if failures:
+        raise as_ours(what, failures) from error
 
 
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
@@ -169,10 +163,10 @@ def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
         CheckpointingException: naming the first argument that differs, its values and their ranks.
     """
     own = {name: str(value.value if isinstance(value, Enum) else value) for name, value in arguments.items()}
-    told = ranks.gather_everywhere(own)
+    per_rank = ranks.gather_everywhere(own)
     for name in own:
         by_value: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(told):
+        for rank, of_rank in enumerate(per_rank):
             by_value.setdefault(of_rank[name], []).append(rank)
         if len(by_value) > 1:
             named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())

@@ -28,7 +28,8 @@ from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
-from opt_checkpoint.run.ranks import Ranks, agreed, as_ours, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.failures import Failure, as_ours, crossing
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -92,7 +93,7 @@ def save(
         CheckpointExistsError: something is at `path`.
         CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
             or ranks were given different paths or `common`.
-        CheckpointFailedError: a rank failed otherwise; `.causes` has the exceptions by rank.
+        CheckpointFailedError: a rank failed otherwise; `.causes` has an exception for each such rank.
     """
     ranks, target = ranks_of(process_group), Path(path).absolute()
     same_everywhere(ranks, "saving", path=target, common=common)
@@ -106,7 +107,7 @@ def save(
     try:
         with _failures_as_ours(f"saving {target}"), _quiet_alone(ranks):
             planner = ShardedSavePlanner(state, common=Common(common))
-            dcp_save({}, storage_writer=writer, planner=planner, process_group=ranks.group)
+            dcp_save({}, storage_writer=crossing(writer), planner=crossing(planner), process_group=ranks.group)
     except BaseException:
         if ranks.rank == 0:
             _abandon(writer)
@@ -177,7 +178,7 @@ def load(
     )
     reader = CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
     with _failures_as_ours(what), _quiet_alone(ranks):
-        dcp_load({}, storage_reader=reader, planner=planner, process_group=ranks.group)
+        dcp_load({}, storage_reader=crossing(reader), planner=crossing(planner), process_group=ranks.group)
     everyone(ranks, _error_of(planner.assemble), what)
     return LoadReport(
         state=planner.assembled,
@@ -209,14 +210,14 @@ def _error_of(compute: Callable[[], object]) -> Exception | None:
 
 @contextmanager
 def _failures_as_ours(what: str) -> Iterator[None]:
-    """DCP tells every rank of every rank's failure; say it in our words, with the cause's own type."""
+    """Raise what DCP collects from all ranks as an error of ours, with the cause's type."""
     try:
         yield
     except CheckpointException as failure:
-        causes = {rank: error for rank, (error, _) in failure.failures.items()}
+        failures = {rank: Failure.of(error) for rank, (error, _) in failure.failures.items()}
         if failure.args[0] == "read":  # DCP's name of the step after planning
             what = f"{what} (while reading: tensors may be partly overwritten, load again before use)"
-        raise as_ours(what, causes) from next(iter(causes.values()))
+        raise as_ours(what, failures) from failure
     except CheckpointingException:
         raise
     except (RuntimeError, OSError) as error:

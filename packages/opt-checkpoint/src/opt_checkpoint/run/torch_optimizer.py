@@ -30,7 +30,7 @@ from opt_checkpoint.state.tree import ABSENT, lookup
 
 logger = logging.getLogger(__name__)
 PREFIX = "optimizer.state."
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,29 @@ class _Named(NamedTuple):
     group: dict[str, Any]
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers (DDP, compile, checkpointing) put into it."""
-    for part in _WRAPPERS:
-        name = name.removeprefix(part) if part == "module." else name.replace(part, "")
-    return name
+def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names of parameters without what wrappers (DDP, compile, checkpointing) put into them, by the names in a model.
+
+    Args:
+        model: what the names are of. DDP puts `module.` before all of them, so a module that is called so stays.
+        names: some or all of the names in its state dict.
+
+    Raises:
+        CheckpointingException: two names would become one.
+    """
+    every = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    wrapped = bool(every) and all(name.startswith("module.") for name in every)
+    found: dict[str, str] = {}
+    for name in names:
+        plain = name.removeprefix("module.") if wrapped else name
+        for part in _WRAPPERS:
+            plain = plain.replace(part, "")
+        if plain in found:
+            raise CheckpointingException(
+                f"{found[plain]} and {name} of the model would both be stored as {plain}; rename one of the modules"
+            )
+        found[plain] = name
+    return {name: plain for plain, name in found.items()}
 
 
 def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> ShardedStateDict:
@@ -74,7 +92,8 @@ def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None =
         CheckpointingException: a DTensor is no single block of its tensor.
     """
     rank = ranks_of(process_group).rank
-    state = {plain_name(key): value for key, value in model.state_dict(keep_vars=True).items()}
+    values = model.state_dict(keep_vars=True)
+    state = {plain: values[name] for name, plain in plain_names(model, values).items()}
     return {k: sharded_like(k, v, replica_id=rank) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
@@ -126,8 +145,9 @@ def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> Sh
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
     """The optimizer's parameters in its order; tied ones go by the name that sorts first."""
     names: dict[int, str] = {}
-    for name, param in sorted(model.named_parameters(remove_duplicate=False), key=lambda item: plain_name(item[0])):
-        names.setdefault(id(param), plain_name(name))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, plain in sorted(plain_names(model, params).items(), key=lambda item: item[1]):
+        names.setdefault(id(params[name]), plain)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
