@@ -72,6 +72,7 @@ def largest_difference(
     after: Callable[[nn.Module], nn.Module] = as_it_is,  # what is called
 ) -> float:
     """Between weights trained here and weights that one process trains on the joined batch."""
+    torch._dynamo.reset()  # its caches keep former wrappers alive, and two at once do not overlap
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, model = make_model(), make_model()
     ddp = DistributedDataParallel(config, before(model), groups=groups)
