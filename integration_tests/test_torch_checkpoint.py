@@ -57,6 +57,7 @@ def worlds(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     two |= {f"from alone {kind}": Job(resume, (kind, str(alone / kind))) for kind in KINDS}
     two |= {f"full {kind}": Job(full_state, (kind, True)) for kind in FLAT}
     two |= {f"broadcast {kind} {offload}": Job(broadcast_full, (kind, offload)) for kind in FLAT for offload in (0, 1)}
+    two["refused dealt"] = Job(refusal_by_name, ("dealt",))
     for kind in SHARDED:
         two[f"refused {kind}"] = Job(refusal_by_name, (kind,))
         two[f"finished {kind}"] = Job(finished_sharded, (kind,))
@@ -68,11 +69,11 @@ def worlds(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return results
 
 
-def assert_all_equal(got: list[dict[str, torch.Tensor]], want: dict[str, torch.Tensor]) -> None:
+def assert_all_equal(got: list[dict[str, torch.Tensor]], want: dict[str, torch.Tensor], *, rtol: float = 0) -> None:
     for of_rank in got:
         assert of_rank.keys() == want.keys()
         for name in want:
-            torch.testing.assert_close(of_rank[name], want[name], rtol=0, atol=0)
+            torch.testing.assert_close(of_rank[name], want[name], rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("kind", RESHARDED)
@@ -80,7 +81,8 @@ def assert_all_equal(got: list[dict[str, torch.Tensor]], want: dict[str, torch.T
 def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(
     worlds: dict[str, list[Any]], where: str, kind: str
 ) -> None:
-    assert_all_equal(worlds[f"{where} {kind}"], finished(kind))
+    # Products of gathered matrices may be summed in another order.
+    assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
 
 
 def test_eight_bit_state_resumes_exactly_on_the_same_ranks(worlds: dict[str, list[Any]]) -> None:
@@ -113,7 +115,7 @@ def test_the_whole_state_has_the_shapes_of_whole_parameters(worlds: dict[str, li
 
 @pytest.mark.parametrize("kind", RESHARDED)
 def test_a_round_trip_before_the_first_step_changes_nothing(worlds: dict[str, list[Any]], kind: str) -> None:
-    assert_all_equal(worlds[f"before {kind}"], finished(kind))
+    assert_all_equal(worlds[f"before {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
 
 
 def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
@@ -124,7 +126,7 @@ def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
         set_optimizer_state_dict(run.model, run.optimizer, state, options=options)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("kind", [*SHARDED, "dealt"])
 def test_state_of_several_ranks_is_refused_by_parameter_name(worlds: dict[str, list[Any]], kind: str) -> None:
     for message in worlds[f"refused {kind}"]:
         assert "use optimizer.sharded_state_dict" in message

@@ -31,6 +31,7 @@ BASE = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
 CONFIGS: Mapping[str, OptimizerConfig] = {
     "adamw": OptimizerConfig(**BASE),
     "sgd": OptimizerConfig(optimizer="sgd", **BASE),
+    "muon": OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec="highest", **BASE),
     "bf16": OptimizerConfig(bf16=True, **BASE),
     "bf16, remainder": OptimizerConfig(
         bf16=True, use_precision_aware_optimizer=True, store_param_remainders=True, **BASE
@@ -158,9 +159,18 @@ def finished_sharded(kind: str) -> dict[str, Tensor]:
     return Sharded(kind).train(0, BEFORE + AFTER).weights()
 
 
+class Dealt(Run):
+    """FSDP2 shards of matrices, whose factors one rank each keeps."""
+
+    def __init__(self) -> None:
+        self.is_bf16 = False
+        self.model = self._laid_out(0)
+        self.optimizer = get_optimizer(OptimizerConfig(optimizer="soap", **BASE), [self.model], {})
+
+
 def refusal_by_name(kind: str) -> str:
     """What torch's function for states by parameter name raises."""
-    run = Sharded(kind).train(0, BEFORE)
+    run = (Dealt() if kind == "dealt" else Sharded(kind)).train(0, BEFORE)
     try:
         get_optimizer_state_dict(run.model, run.optimizer)
     except ValueError as error:

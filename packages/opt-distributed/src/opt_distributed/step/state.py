@@ -64,17 +64,20 @@ class PieceState(dict[str, Tensor]):
         return OrderedDict, (list(self.items()),)
 
 
-def read_state(unit: Unit, piece: OwnedPiece) -> PieceState:
+def read_state(unit: Unit, piece: OwnedPiece) -> dict[str, Tensor]:
     """`step` (0-d fp32), the rule's state, and the main values where they live beside the parameter.
 
     Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
-    DTensor parameter: copy what must outlast the next step.
+    DTensor parameter: copy what must outlast the next step. A `PieceState` where names carry a part, else a plain dict,
+    since torch's pytrees do not look into subclasses.
     """
-    found = PieceState({STEP: torch.tensor(float(piece.step))})
-    for spec, saved_name in _entries(unit, piece):
+    found = {STEP: torch.tensor(float(piece.step))}
+    entries = list(_entries(unit, piece))
+    for spec, saved_name in entries:
         value = _value(unit, piece, spec)
         found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
-    return found
+    has_parts = any(saved_name != spec.name for spec, saved_name in entries)
+    return PieceState(found) if has_parts else found
 
 
 def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, needs_main: bool = False) -> None:
