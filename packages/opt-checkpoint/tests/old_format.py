@@ -1,4 +1,4 @@
-"""Checkpoints of format 1, whose manifest was JSON, made from small ones of today's format."""
+"""Checkpoints of format 1, whose manifest was JSON, made from those of today's format."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.index import ByteRange
 
 
-def row(place: ByteRange) -> list[Any]:
-    return [place.file, place.start, place.nbytes, place.crc]
+def row(path: Path, place: ByteRange) -> list[Any]:
+    values = (path / place.file).read_bytes()[place.start : place.start + place.nbytes]
+    return [place.file, place.start, place.nbytes, zlib.crc32(values)]
 
 
 def to_old_format(path: Path) -> Path:
-    """Replace the manifest of a checkpoint, none of whose chunks is larger than a piece, by one of format 1."""
+    """Replace the manifest of a checkpoint by one of format 1."""
     index = read_index(path)
     tensors = {
         key: {
             "shape": t.shape,
             "dtype": dtype_name(t.dtype),
-            "chunks": [[c.box.offsets, c.box.sizes, *row(c.place)] for c in t.chunks],
+            "chunks": [[c.box.offsets, c.box.sizes, *row(path, c.place)] for c in t.chunks],
         }
         for key, t in index.tensors.items()
     }
@@ -32,7 +33,7 @@ def to_old_format(path: Path) -> Path:
         "save_id": index.save_id,
         **index.details,
         "files": {name: {"size": f.size, "crc32": f.crc} for name, f in index.files.items()},
-        "objects": {key: row(place) for key, place in index.objects.items()},
+        "objects": {key: row(path, place) for key, place in index.objects.items()},
         "tensors": tensors,
     }
     (path / "manifest.bin").unlink()

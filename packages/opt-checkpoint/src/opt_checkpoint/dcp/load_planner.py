@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from opt_checkpoint.boxes.box import FlatBox, boxes_of
-from opt_checkpoint.boxes.reshard import Copy, StoredBoxes
+from opt_checkpoint.boxes.reshard import Copy, StoredBoxes, first_overlap
 from opt_checkpoint.dcp.main_values import may_convert, stored_name
 from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected
 from opt_checkpoint.disk.detect import read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
-from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
@@ -172,7 +172,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._check_description(shard, stored)
         if shard.data is None:
             shard.init_data("cpu")
-        boxes = self._stored_boxes.setdefault(key, StoredBoxes([c.box for c in stored.chunks]))
+        boxes = self._boxes_of(key, stored)
         items: list[ReadItem] = []
         for held in boxes_of(shard):
             copies = list(boxes.copies_to(held.box))
@@ -180,6 +180,16 @@ class ShardedLoadPlanner(LoadPlanner):
             items += [self._read_item(key, len(self._targets), stored, copy) for copy in copies]
             self._targets.append(_Target(shard, held))
         return items
+
+    def _boxes_of(self, key: str, stored: StoredTensor) -> StoredBoxes:
+        """The stored boxes of a tensor, proven disjoint; the proof of coverage counts on that."""
+        if key not in self._stored_boxes:
+            boxes = [chunk.box for chunk in stored.chunks]
+            pair = first_overlap(boxes)
+            if pair is not None:
+                raise CheckpointCorruptError(f"chunks {boxes[pair[0]]} and {boxes[pair[1]]} of {key} overlap")
+            self._stored_boxes[key] = StoredBoxes(boxes)
+        return self._stored_boxes[key]
 
     def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:

@@ -30,6 +30,8 @@ _ID = "[0-9a-f]{32}"
 _TEMPORARY = re.compile(rf"\.opt-checkpoint-(?:tmp|deleting)-{_ID}|.+?(?:\.(?:tmp|deleting)-{_ID})+")
 _DELETING = re.compile(rf"\.opt-checkpoint-deleting-{_ID}|.+\.deleting-{_ID}")
 
+_FILES = re.compile(r"__\d+_\d+\.distcp|manifest\.(?:bin|json)|metadata\.json|\.metadata|lease\.json")
+
 
 def is_leftover(name: str) -> bool:
     """Whether a directory name is one that saves or deletions of this package use for a while."""
@@ -171,7 +173,15 @@ def _last_change(directory: Path) -> float:
 
 def leftovers(directory: Path) -> list[Path]:
     """All temporary directories in a directory, whoever they belong to."""
-    return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and entry.is_dir())
+    return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and _is_of_ours(entry))
+
+
+def _is_of_ours(directory: Path) -> bool:
+    """Whether a directory holds nothing but files that a save makes; other programs may use names like ours."""
+    try:
+        return directory.is_dir() and all(_FILES.fullmatch(entry.name) for entry in directory.iterdir())
+    except FileNotFoundError:  # removed in the meantime
+        return False
 
 
 def remove_leftovers(files: Files, directory: Path, now: float) -> None:
