@@ -159,7 +159,7 @@ def test_a_parameter_that_is_unfrozen_later_begins_anew_and_is_reported(saved: A
     with pytest.raises(CheckpointKeyError, match=r"3 key\(s\) asked for are not in .*exp_avg\.frozen\.weight"):
         load(state_of(other, again), path)
     report = resume(other, again, path, {"strict": "return_unexpected"})
-    assert sorted(report.unexpected) == [f"optimizer.state.{s}.{FROZEN}" for s in ("exp_avg", "exp_avg_sq", "step")]
+    assert sorted(report.missing) == [f"optimizer.state.{s}.{FROZEN}" for s in ("exp_avg", "exp_avg_sq", "step")]
     got = states(again)
     fresh = got.pop(FROZEN)
     assert not any(value.any() for value in fresh.values())
@@ -172,7 +172,7 @@ def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(saved: Any) ->
     model.first.weight.requires_grad_(False)
     other, again = begin("replicated fp32", model=model)
     report = resume(other, again, path)
-    assert {key for key in report.missing if key.endswith("first.weight")} == {
+    assert {key for key in report.unexpected if key.endswith("first.weight")} == {
         f"optimizer.state.{s}.first.weight" for s in ("exp_avg", "exp_avg_sq", "step")
     }
     assert_same(states(again), {n: s for n, s in states(optimizer).items() if n != "first.weight"})
@@ -338,7 +338,7 @@ def test_a_16_bit_run_takes_its_main_values_from_saved_fp32_weights(saved: Any, 
     model, _, path = saved
     other, again = begin(kind, seed=1)
     report = resume(other, again, path, {"dtype": "cast"})  # for the frozen parameter and narrow moments
-    assert report.unexpected == ()
+    assert report.missing == ()
     for name, state in states(again).items():
         weight = model.get_parameter(name).detach()
         assert torch.equal(state["fp32_param"], weight)

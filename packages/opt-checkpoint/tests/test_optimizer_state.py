@@ -270,7 +270,7 @@ def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> Non
     from opt_checkpoint.dcp.strictness import _hint
 
     hint = _hint(["optimizer.state.fp32_param.w"], ["optimizer.state.exp_avg.w"])
-    assert "main weights: saved were none" in hint
+    assert "no main weights were saved" in hint
     assert "another rule" not in hint
 
 

@@ -45,6 +45,7 @@ from opt_checkpoint.state.sharded import (
 )
 from opt_checkpoint.state.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
 from opt_checkpoint.state.tree import (
+    ScopedState,
     add_prefix_for_sharding,
     apply_factories,
     apply_factory_merges,
@@ -80,6 +81,7 @@ __all__ = [
     "PerParam",
     "Reduced",
     "SaveHandle",
+    "ScopedState",
     "Segment",
     "ShardedBase",
     "ShardedObject",

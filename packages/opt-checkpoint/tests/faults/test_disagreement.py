@@ -47,6 +47,13 @@ def other_dtype(state: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
+def narrower(state: dict[str, Any]) -> None:
+    state["w"] = ShardedTensor(
+        "w", state["w"].data.bfloat16(), torch.bfloat16, (ROWS, COLUMNS), (ROWS, COLUMNS), (0, 0), None,
+        flattened_range=state["w"].flattened_range,
+    )  # fmt: skip
+
+
 def other_shape(state: dict[str, Any]) -> None:
     state["w"] = ShardedTensor("w", torch.zeros(3, 3), torch.float32, (3, 3), (3, 3), (0, 0), None)
 
@@ -218,7 +225,7 @@ MISFITS = {
     "extra tensor": (extra_tensor, CheckpointKeyError, "1 key.s. asked for are not in .*: more;"),
     "extra value": (extra_value, CheckpointKeyError, "more.deep"),
     "extra object": (extra_object, CheckpointKeyError, "more/shard_0_1"),
-    "other dtype": (other_dtype, CheckpointMismatchError, "stored as torch.float32, asked for as torch.float64"),
+    "narrower dtype": (narrower, CheckpointMismatchError, "stored as torch.float32, asked for as torch.bfloat16"),
     "other shape": (
         other_shape,
         CheckpointMismatchError,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
+    ScopedState,
     ShardedTensor,
     ShardedTensorFactory,
     apply_saved_groups,
@@ -78,12 +79,13 @@ def sharded_state(
     for own, at in _held_entries(described, held):
         state[at] = read_piece(*held[own.id]).sharded(own.sharded)
     kept = [{key: value for key, value in group.items() if key not in _OF_THIS_RUN} for group in groups]
-    return {
+    parts = {
         "version": VERSION,
         "state": state,
         "groups": groups_to_saved(kept, _names_on_all_ranks(described, everyone)),
         "grad_scaler": scaler.state_dict(),
     }
+    return ScopedState(parts, replaces="optimizer.")  # several optimizers may stand in one state
 
 
 def load_sharded_(

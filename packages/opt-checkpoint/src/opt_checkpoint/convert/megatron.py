@@ -25,7 +25,7 @@ from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.stored_objects import not_loaded_in
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import ShardedObject, ShardedTensor
 

@@ -27,7 +27,7 @@ from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity
 

@@ -22,11 +22,12 @@ from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.run.saved_optimizer import PREFIX
+from opt_checkpoint.run.torch_optimizer import OPTIMIZER
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import Shape, ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import lookup
+from opt_checkpoint.state.tree import ScopedState, lookup
 
 
 def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
@@ -55,7 +56,8 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
     state_names = {n: sorted(state_dict["state"].get(index, {})) for index, n in name_of.items()}
     saved = groups_to_saved(groups, by_group)
     shapes = {name: shape for name, states in tensors.items() if (shape := _shape_of_all(states)) is not None}
-    return {"state": tensors, "plain_state": plain, "state_names": state_names, "param_shapes": shapes, **saved}
+    parts = {"state": tensors, "plain_state": plain, "state_names": state_names, "param_shapes": shapes, **saved}
+    return ScopedState(parts, replaces=OPTIMIZER)
 
 
 def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:

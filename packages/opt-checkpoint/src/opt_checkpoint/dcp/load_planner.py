@@ -15,13 +15,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from opt_checkpoint.boxes.box import FlatBox, boxes_of
 from opt_checkpoint.boxes.reshard import Copy, StoredBoxes, first_overlap
-from opt_checkpoint.dcp.main_values import may_convert, stored_name
+from opt_checkpoint.dcp.main_values import may_convert
 from opt_checkpoint.dcp.save_planner import view_of
-from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected
+from opt_checkpoint.dcp.stored_names import asked_plain, merged, plain_paths, stored_names, stored_under
+from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty
 from opt_checkpoint.disk.detect import read_object
+from opt_checkpoint.disk.dtype_names import converts_exactly
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
@@ -30,7 +33,7 @@ from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
 class DtypeRule(Enum):
     """What to do where a stored dtype is not the one asked for."""
 
-    EXACT = "exact"  # an error
+    EXACT = "exact"  # converted and reported where that is exact, as bfloat16 to float32; else an error
     CAST = "cast"  # convert while reading, and report the key
 
     @classmethod
@@ -54,7 +57,7 @@ class _Target(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What ranks tell each other about the keys they ask for: one bit per stored key, in sorted order."""
+    """The keys that a rank asks for: one bit per stored key, in sorted order."""
 
     asked: bytes
 
@@ -92,8 +95,11 @@ class ShardedLoadPlanner(LoadPlanner):
         self._stored_boxes: dict[str, StoredBoxes] = {}
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}
-        self.unexpected: list[str] = []
-        self.missing: tuple[str, ...] = ()
+        self._names: dict[Path, str] = {}
+        self._made: dict[Path, dict[Path, ShardedTensor]] = {}
+        self._to_copy: list[tuple[Tensor, Tensor]] = []
+        self.missing: list[str] = []
+        self.unexpected: tuple[str, ...] = ()
         self.cast: list[str] = []
         self.dropped: set[Path] = set()
         self.assembled: Any = None
@@ -103,6 +109,7 @@ class ShardedLoadPlanner(LoadPlanner):
     ) -> None:
         """Take the state apart; the arguments are not looked at, since state and index came with the constructor."""
         self._flat = flatten_state(self._state)
+        self._names = stored_names(self._flat, self._index, self._aliases)
 
     @property
     def flat(self) -> FlatState:
@@ -118,13 +125,21 @@ class ShardedLoadPlanner(LoadPlanner):
             CheckpointKeyError: keys are not stored, and that is not allowed.
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
-        self._find_unexpected()
-        judge_unexpected(self._strict, self.unexpected, list(self._index.tensors), str(self._index.path))
-        items = [item for path, shard in self.flat.tensors.items() for item in self._reads_of(path, shard)]
-        for path, wanted in self.flat.objects.items():
+        self._find_missing()
+        stored = [*self._index.tensors, *self._index.objects]
+        judge_missing(self._strict, self.missing, stored, str(self._index.path))
+        items = [item for path, shard in self._wanted().items() for item in self._reads_of(path, shard)]
+        for path in self.flat.objects:
             if path not in self.dropped:
-                items += self._object_reads(wanted.unique_key)
+                items += self._object_reads(self._names[path])
         return LoadPlan(items, planner_data=_Wanted(self._asked_bits()))
+
+    def _wanted(self) -> dict[Path, ShardedTensor]:
+        """The tensors to read: those of the state, and those that plain templates ask for, which get memory here."""
+        wanted = {p: t for p, t in self.flat.tensors.items() if p not in self.dropped and p not in self._plain}
+        for path, tensors in self._made.items():
+            wanted.update({path + inner: tensor for inner, tensor in tensors.items()})
+        return wanted
 
     def _object_reads(self, key: str) -> list[ReadItem]:
         """Read an object of a foreign checkpoint now: whether it can be loaded must be known before memory changes."""
@@ -135,39 +150,61 @@ class ShardedLoadPlanner(LoadPlanner):
         where = MetadataIndex(key)
         return [ReadItem(LoadItemType.BYTE_IO, where, _NONE, where, _NONE, _NONE)]
 
-    def _find_unexpected(self) -> None:
+    def _find_missing(self) -> None:
         stored, objects = self._index.tensors, self._index.objects
-        tensors = ((p, t.key, stored_name(t, stored, self._aliases)) for p, t in self.flat.tensors.items())
-        absent = [(path, key) for path, key, name in tensors if name not in stored]
-        absent += [(p, o.unique_key) for p, o in self.flat.objects.items() if o.unique_key not in objects]
         self._plain = dict(self._plain_values())
-        absent += [(p, path_text(p)) for p in self.flat.common if p not in self._plain]
+        absent = [(p, t.key) for p, t in self.flat.tensors.items() if self._names[p] not in stored]
+        absent += [(p, o.unique_key) for p, o in self.flat.objects.items() if self._names[p] not in objects]
+        absent += [(p, path_text(p)) for p in self.flat.common if p not in self._made]
+        absent = [(path, key) for path, key in absent if path not in self._plain]
         self.dropped = {path for path, _ in absent}
-        self.unexpected = [key for _, key in absent]
+        self.missing = [key for _, key in absent]
 
     def _plain_values(self) -> Iterator[tuple[Path, Any]]:
-        """Those that are stored: in the common state, or as stock writers do it, each as an object by its path."""
+        """Those that are stored: in the common state, as tensors, or as stock writers do it, as objects by path."""
         for path in self.flat.common:
             value = lookup(self._common, path)
             if value is ABSENT and self._is_stock_object(path):
                 value = read_object(self._index, path_text(path), safe_globals=self._safe_globals)
+            tensors = {inner: _described(key, self._index) for inner, key in stored_under(path, self._index).items()}
+            if tensors:
+                self._made[path] = tensors
             if value is not ABSENT:
                 yield path, loaded_whole(value, path_text(path))
+        for path, template in self.flat.plain.items():
+            value = lookup(self._common, path) if self._names[path] not in self._index.tensors else ABSENT
+            if value is not ABSENT:
+                yield path, self._into_template(path, template, loaded_whole(value, path_text(path)))
+
+    def _into_template(self, path: Path, template: Tensor, value: Any) -> Any:
+        """A stored plain value for a template that is a tensor: copied into it where it is one too."""
+        if not isinstance(value, Tensor) or is_dtensor(template):
+            return value
+        if template.shape != value.shape or not self._may_convert(value.dtype, template.dtype):
+            raise CheckpointMismatchError(
+                f"{path_text(path)} is stored as {value.dtype} {list(value.shape)}, asked for as {template.dtype} "
+                f"{list(template.shape)}; pass None in its place to take it as it is stored"
+            )
+        self._to_copy.append((template, value))
+        return template
 
     def _is_stock_object(self, path: Path) -> bool:
         return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
 
     def _asked_bits(self) -> bytes:
-        keys = {stored_name(t, self._index.tensors, self._aliases) for t in self.flat.tensors.values()}
+        keys = {*self._names.values(), COMMON_KEY}
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
-        keys |= {o.unique_key for o in self.flat.objects.values()} | {COMMON_KEY}
+        keys |= {tensor.key for tensors in self._made.values() for tensor in tensors.values()}
         keys |= {path_text(path) for path in self._plain if self._is_stock_object(path)}
-        return np.packbits([key in keys for key in _stored_keys(self._index)]).tobytes()
+        keys |= set(asked_plain((*self.flat.common, *self.flat.plain), self._common))
+        return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
+
+    def _stored_keys(self) -> list[str]:
+        """All that is stored, plain values by their paths; the same on all ranks."""
+        return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(plain_paths(self._common))]
 
     def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
-        if path in self.dropped:
-            return []
-        key = stored_name(shard, self._index.tensors, self._aliases)
+        key = self._names.get(path, shard.key)
         stored = self._index.tensors[key]
         self._check_description(shard, stored)
         if shard.data is None:
@@ -205,11 +242,15 @@ class ShardedLoadPlanner(LoadPlanner):
                 f"model.to_empty(device=...) does"
             )
         if shard.dtype != stored.dtype:
-            if self._dtype is DtypeRule.EXACT and not may_convert(shard, stored):
+            if not (self._may_convert(stored.dtype, shard.dtype) or may_convert(shard, stored)):
                 raise CheckpointMismatchError(
-                    f"{shard.key} is stored as {stored.dtype}, asked for as {shard.dtype}; pass dtype='cast' to convert"
+                    f"{shard.key} is stored as {stored.dtype}, asked for as {shard.dtype}, which would round; pass "
+                    f"dtype='cast' to convert"
                 )
             self.cast.append(shard.key)
+
+    def _may_convert(self, stored: torch.dtype, wanted: torch.dtype) -> bool:
+        return self._dtype is DtypeRule.CAST or converts_exactly(stored, wanted)
 
     def _check_coverage(self, shard: ShardedTensor, stored: StoredTensor, held: FlatBox, copies: list[Copy]) -> None:
         """Stored chunks are disjoint, so volumes that add up mean that nothing is left out."""
@@ -231,25 +272,28 @@ class ShardedLoadPlanner(LoadPlanner):
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell every rank which stored keys no rank asks for.
+        """Send every rank the stored keys that no rank asks for.
 
         Raises:
             CheckpointKeyError: there are some, and that is not allowed.
         """
-        keys = _stored_keys(self._index)
+        keys = self._stored_keys()
         asked = np.zeros(len(keys), dtype=np.uint8)
         for plan in global_plan:
             asked |= np.unpackbits(np.frombuffer(plan.planner_data.asked, dtype=np.uint8), count=len(keys))
-        missing = tuple(key for key, by_any in zip(keys, asked) if not by_any)
-        judge_missing(self._strict, missing, str(self._index.path))
-        return [LoadPlan(plan.items, plan.storage_data, missing) for plan in global_plan]
+        unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any)
+        judge_unexpected(self._strict, unexpected, str(self._index.path))
+        warn_of_empty(map(path_text, self.flat.empty), unexpected, str(self._index.path))
+        return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """The last step before memory is written: from here on only reading can fail."""
-        self.missing = central_plan.planner_data
+        self.unexpected = central_plan.planner_data
         for shard in self._to_zero:
             if shard.data is not None:
                 shard.data.detach().zero_()
+        for template, value in self._to_copy:
+            template.detach().copy_(value)
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -273,12 +317,12 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def assemble(self) -> None:
         """Put together the state with everything loaded in place of what described it; merges factories."""
-        objects = {
-            path: self._loaded_objects[o.unique_key]
-            for path, o in self.flat.objects.items()
-            if path not in self.dropped
-        }
-        self.assembled = self.flat.assembled(objects, self._plain, frozenset(self.dropped))
+        objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
+        plain = dict(self._plain)
+        for path, tensors in self._made.items():
+            plain[path] = merged(plain.get(path), {inner: tensor.data for inner, tensor in tensors.items()})
+        plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
+        self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
 
 
 _NONE = torch.Size(())
@@ -291,5 +335,7 @@ def _numel(sizes: Iterable[int]) -> int:
     return numel
 
 
-def _stored_keys(index: CheckpointIndex) -> list[str]:
-    return [*sorted(index.tensors), *sorted(index.objects)]
+def _described(key: str, index: CheckpointIndex) -> ShardedTensor:
+    """A whole stored tensor, to be loaded into new memory."""
+    stored = index.tensors[key]
+    return ShardedTensor(key, None, stored.dtype, stored.shape, stored.shape, (0,) * len(stored.shape), None)

@@ -15,9 +15,10 @@ from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
-from opt_checkpoint.state.tree import path_text
+from opt_checkpoint.state.tree import Path, path_text
 
 
 class LocalTensor(NamedTuple):
@@ -58,19 +59,31 @@ class LocalObject(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalContents:
-    """All that one rank could write, and the fingerprints of its common values."""
+    """All that one rank could write, and the fingerprints of what must be equal on all ranks that hold it.
+
+    Args:
+        tensors: the sharded tensors.
+        objects: the sharded objects.
+        common: fingerprints of plain values and of plain tensors, by path.
+        plain: paths of the plain tensors, by key; the first rank that holds one is its main replica.
+    """
 
     tensors: tuple[LocalTensor, ...]
     objects: tuple[LocalObject, ...]
     common: dict[str, int] = field(default_factory=dict)
+    plain: dict[str, Path] = field(default_factory=dict)
 
 
 def local_contents(flat: FlatState) -> LocalContents:
     """What a rank tells the coordinator about its state.
 
     Raises:
-        CheckpointingException: a tensor has no data, or a dtype that cannot be stored.
+        CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
+            two different tensors have one key.
     """
+    _check_distinct(flat)
+    plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
+    values = {**flat.common, **plain}
     seen: dict[ShardIdentity, ShardedTensor] = {}
     return LocalContents(
         tensors=tuple(_local_tensor(t, is_copy=_is_copy(t, seen)) for t in flat.tensors.values()),
@@ -78,8 +91,27 @@ def local_contents(flat: FlatState) -> LocalContents:
             LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id))
             for o in flat.objects.values()
         ),
-        common={path_text(path): fingerprint(value) for path, value in flat.common.items()},
+        common={path_text(path): fingerprint(value) for path, value in values.items()},
+        plain={flat.tensors[path].key: path for path in plain},
     )
+
+
+def _check_distinct(flat: FlatState) -> None:
+    """Refuse a key that this rank gives to two different tensors: the second would be lost.
+
+    Copies of one tensor may share a key where their values are equal, as tied weights do.
+    """
+    first: dict[ShardIdentity, Path] = {}
+    for path, shard in flat.tensors.items():
+        other = first.setdefault(shard.identity, path)
+        a, b = flat.tensors[other].data, shard.data
+        if other == path or a is b or a is None or b is None or a.is_meta or _are_equal(a, b):
+            continue
+        raise CheckpointingException(
+            f"{path_text(other)} and {path_text(path)} would both be stored as {shard.key}; give one of them another "
+            f"key: put what sharded_model and sharded_optimizer return under different names, or call "
+            f"add_prefix_for_sharding(part, 'name.') on one part"
+        )
 
 
 def with_one_main_each(per_rank: Sequence[LocalContents]) -> list[LocalContents]:
@@ -98,6 +130,25 @@ def with_one_main_each(per_rank: Sequence[LocalContents]) -> list[LocalContents]
         return tensor._replace(main=not is_repeated)
 
     return [replace(own, tensors=tuple(map(settled, own.tensors))) for own in per_rank]
+
+
+def with_plain_on_one(per_rank: Sequence[LocalContents], *, only_first: bool) -> list[LocalContents]:
+    """The contents with one main replica of every plain tensor: on the first rank that holds it.
+
+    Args:
+        per_rank: what each rank could write, by rank.
+        only_first: whether the other ranks' copies may not be written, because they may differ.
+    """
+    taken: set[str] = set()
+    changed = []
+    for own in per_rank:
+        again = own.plain.keys() & taken
+        tensors = [t if t.key not in again else t._replace(main=False) for t in own.tensors]
+        if only_first:
+            tensors = [t if t.key not in again else t._replace(boxes=()) for t in tensors]
+        changed.append(replace(own, tensors=tuple(tensors)))
+        taken |= own.plain.keys()
+    return changed
 
 
 def _is_copy(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> bool:
@@ -125,6 +176,8 @@ def _digest(tensor: Tensor) -> int:
 def _local_tensor(shard: ShardedTensor, *, is_copy: bool) -> LocalTensor:
     if shard.data is None:
         raise CheckpointingException(f"{shard.key} has no data to save")
+    if shard.data.is_meta:
+        raise CheckpointingException(f"{shard.key} is on the meta device, without values; materialise it before saving")
     if not is_storable(shard.dtype):
         raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
     boxes = tuple(held.box for held in boxes_of(shard))

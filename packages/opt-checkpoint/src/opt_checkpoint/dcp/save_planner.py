@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from opt_checkpoint.boxes.box import Box, FlatBox, boxes_of
 from opt_checkpoint.dcp.balance import Part, assign_parts
-from opt_checkpoint.dcp.local_contents import LocalContents, local_contents, with_one_main_each
+from opt_checkpoint.dcp.local_contents import LocalContents, local_contents, with_one_main_each, with_plain_on_one
 from opt_checkpoint.dcp.validation import common_differences, validate_sharding_integrity
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import COMMON_KEY
@@ -35,7 +36,7 @@ from opt_checkpoint.disk.torch_zip_reader import dump_object
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import Shape, ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import nest
+from opt_checkpoint.state.tree import Path, nest, path_text, scopes
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class ShardedSavePlanner(SavePlanner):
     ) -> None:
         """Take the state apart; raises CheckpointingException where that fails."""
         self._flat = flatten_state(self._state)
+        self._stock_values = stock_values(self._flat)
         for shard in self._flat.tensors.values():
             sources = self._sources.setdefault(shard.key, [])
             sources.extend(_HeldBox(shard, held) for held in boxes_of(shard))
@@ -123,9 +125,11 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointingException: they do not fit together.
         """
-        per_rank = with_one_main_each([plan.planner_data for plan in all_plans])
+        contents: list[LocalContents] = [plan.planner_data for plan in all_plans]
+        self._judge_common(contents)
+        contents = with_plain_on_one(contents, only_first=self._policy is Common.FIRST_RANK)
+        per_rank = with_one_main_each(contents)
         validate_sharding_integrity(per_rank)
-        self._judge_common(per_rank)
         parts = assign_parts(per_rank)
         described = {o.key: (o.dtype, o.shape) for own in per_rank for o in own.tensors}
         objects = _object_writers(per_rank)
@@ -133,7 +137,10 @@ class ShardedSavePlanner(SavePlanner):
             SavePlan([*(_tensor_item(p, *described[p.key]) for p in own), *map(_object_item, objects[rank])])
             for rank, own in enumerate(parts)
         ]
-        return plans, _metadata(described, parts, objects)
+        values = [key for key in self._stock_values if key not in described]
+        plans[0] = SavePlan([*plans[0].items, *map(_object_item, values)])
+        paths = {key: path for own in per_rank for key, path in own.plain.items()}
+        return plans, _metadata(described, parts, objects, paths)
 
     def _judge_common(self, per_rank: list[LocalContents]) -> None:
         differing = common_differences(per_rank)
@@ -142,7 +149,8 @@ class ShardedSavePlanner(SavePlanner):
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
         if self._policy is Common.EQUAL:
             raise CheckpointingException(
-                f"{text}; make them ShardedObjects, or pass common='first_rank' to store rank 0's"
+                f"{text}; make values ShardedObjects and tensors ShardedTensors, or pass common='first_rank' to store "
+                f"the first rank's"
             )
         logger.warning("%s; rank 0's are stored", text)
 
@@ -154,6 +162,8 @@ class ShardedSavePlanner(SavePlanner):
         """A view of this rank's memory for a tensor; the bytes of an object."""
         key = write_item.index.fqn
         if write_item.type is WriteItemType.BYTE_IO:
+            if key in self._stock_values:
+                return _bare_archive(self._stock_values[key])
             return io.BytesIO(dump_object(self._object(key), key))
         chunk = _chunk(write_item)
         part = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -164,6 +174,34 @@ class ShardedSavePlanner(SavePlanner):
         if key == COMMON_KEY:
             return nest({**self.flat.empty, **self.flat.common})
         return next(o.data for o in self.flat.objects.values() if o.unique_key == key)
+
+
+def _bare_archive(value: Any) -> io.BytesIO:
+    """A value as `torch.distributed.checkpoint` stores it; the common state proves that it loads."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
+
+
+def stock_values(flat: FlatState) -> dict[str, Any]:
+    """The plain values that `torch.distributed.checkpoint.load` looks for, by its keys: paths that enter lists.
+
+    Those in scoped parts are left out: they describe optimizers in our own form.
+    """
+    parts = tuple(path for path, _ in scopes(flat.state) if path)
+    values: dict[str, Any] = {}
+    for path, value in flat.common.items():
+        if not any(path[: len(part)] == part for part in parts):
+            values.update(_stock_leaves(path, value))
+    return values
+
+
+def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _stock_leaves((*path, key), inner)
+    elif not isinstance(value, Tensor):
+        yield path_text(path), value
 
 
 def _chunk(write_item: WriteItem) -> ChunkStorageMetadata:
@@ -195,7 +233,13 @@ def _object_item(unique_key: str) -> WriteItem:
     return WriteItem(index=MetadataIndex(unique_key), type=WriteItemType.BYTE_IO)
 
 
-def _metadata(described: dict[str, tuple[str, Shape]], parts: list[list[Part]], objects: list[list[str]]) -> Metadata:
+def _metadata(
+    described: dict[str, tuple[str, Shape]],
+    parts: list[list[Part]],
+    objects: list[list[str]],
+    paths: dict[str, Path],
+) -> Metadata:
+    """What is stored; `planner_data` has the paths of plain tensors, as stock planners record them."""
     state: dict[str, Any] = {
         key: TensorStorageMetadata(TensorProperties(dtype_from_name(dtype)), torch.Size(shape), [])
         for key, (dtype, shape) in described.items()
@@ -205,4 +249,4 @@ def _metadata(described: dict[str, tuple[str, Shape]], parts: list[list[Part]], 
             chunk = ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
             state[part.key].chunks.append(chunk)
     state.update((key, BytesStorageMetadata()) for own in objects for key in own)
-    return Metadata(state)
+    return Metadata(state, paths)

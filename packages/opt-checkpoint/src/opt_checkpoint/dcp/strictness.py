@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from opt_checkpoint.errors import CheckpointKeyError
@@ -11,36 +11,42 @@ from opt_checkpoint.state.state_spec import LAYOUT_MARK
 
 logger = logging.getLogger(__name__)
 _SHOWN = 12
-_MAIN_NAMES = frozenset({"fp32_param", "param"})  # of main weights: ours, and the reference's other one
+_MAIN_NAMES = frozenset({"fp32_param", "param"})  # of main weights: ours, and Megatron-Core's other one
 _MAIN = tuple(f"optimizer.state.{name}." for name in _MAIN_NAMES)
 
 
 class StrictHandling(Enum):
-    """Megatron-Core's modes. *Unexpected*: asked for here, not stored. *Missing*: stored, asked for by no rank."""
+    """What to do about keys on one side only, under Megatron-Core's names.
 
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"  # unexpected raise, missing are ignored
-    LOG_UNEXPECTED = "log_unexpected"  # unexpected are dropped with a warning
+    Its *unexpected* key is asked for and not stored, which torch's `load_state_dict` and `LoadReport` call missing; its
+    *missing* key is stored and asked for by no rank. `parse` also takes the names in torch's words: `raise_missing`,
+    `log_missing`, `return_missing`.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"  # keys that are not stored raise
+    LOG_UNEXPECTED = "log_unexpected"  # keys that are not stored are left out with a warning
     LOG_ALL = "log_all"  # both with a warning
-    RAISE_UNEXPECTED = "raise_unexpected"  # unexpected raise, missing are ignored
+    RAISE_UNEXPECTED = "raise_unexpected"  # keys that are not stored raise
     RAISE_ALL = "raise_all"  # both raise
-    RETURN_UNEXPECTED = "return_unexpected"  # unexpected are dropped and reported
+    RETURN_UNEXPECTED = "return_unexpected"  # keys that are not stored are left out and reported
     RETURN_ALL = "return_all"  # both are reported
-    IGNORE_ALL = "ignore_all"  # unexpected are dropped
+    IGNORE_ALL = "ignore_all"  # keys that are not stored are left out
 
     @classmethod
     def parse(cls, value: str | StrictHandling) -> StrictHandling:
         """A mode from its name.
 
         Raises:
-            ValueError: no mode is called that.
+            ValueError: no mode has this name.
         """
         try:
-            return cls(value)
+            return cls(_IN_TORCHS_WORDS.get(value, value) if isinstance(value, str) else value)
         except ValueError:
-            raise ValueError(f"strict={value!r}; allowed: {', '.join(m.value for m in cls)}") from None
+            allowed = ", ".join([*_IN_TORCHS_WORDS, *(m.value for m in cls)])
+            raise ValueError(f"strict={value!r}; allowed: {allowed}") from None
 
     @property
-    def raises_unexpected(self) -> bool:
+    def raises_missing(self) -> bool:
         """Whether a key that is not stored is an error."""
         return self in (
             StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -49,34 +55,55 @@ class StrictHandling(Enum):
         )
 
 
-def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], stored: Sequence[str], where: str) -> None:
+_IN_TORCHS_WORDS = {
+    "raise_missing": "raise_unexpected",
+    "log_missing": "log_unexpected",
+    "return_missing": "return_unexpected",
+}
+
+
+def judge_missing(mode: StrictHandling, missing: Sequence[str], stored: Sequence[str], where: str) -> None:
     """Raise or log, as the mode says, about keys that are asked for and not stored.
-
-    Raises:
-        CheckpointKeyError: there are some, and the mode is strict about them.
-    """
-    if not unexpected:
-        return
-    text = f"{len(unexpected)} key(s) asked for are not in {where}: {_some(unexpected)}{_hint(unexpected, stored)}"
-    if mode.raises_unexpected:
-        raise CheckpointKeyError(f"{text}; load with strict='return_unexpected' to go on without them")
-    if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
-        logger.warning(text)
-
-
-def judge_missing(mode: StrictHandling, missing: Sequence[str], where: str) -> None:
-    """Raise or log, as the mode says, about keys that are stored and asked for by no rank.
 
     Raises:
         CheckpointKeyError: there are some, and the mode is strict about them.
     """
     if not missing:
         return
-    text = f"{len(missing)} key(s) of {where} are asked for by no rank: {_some(missing)}"
+    text = f"{len(missing)} key(s) asked for are not in {where}: {_some(missing)}{_hint(missing, stored)}"
+    if mode.raises_missing:
+        raise CheckpointKeyError(f"{text}; load with strict='return_missing' to go on without them")
+    if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
+        logger.warning(text)
+
+
+def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], where: str) -> None:
+    """Raise or log, as the mode says, about keys that are stored and asked for by no rank.
+
+    Raises:
+        CheckpointKeyError: there are some, and the mode is strict about them.
+    """
+    if not unexpected:
+        return
+    text = f"{len(unexpected)} key(s) of {where} are asked for by no rank: {_some(unexpected)}"
     if mode is StrictHandling.RAISE_ALL:
         raise CheckpointKeyError(f"{text}; load with strict='return_all' to go on without them")
     if mode is StrictHandling.LOG_ALL:
         logger.warning(text)
+
+
+def warn_of_empty(empty: Iterable[str], unexpected: Sequence[str], where: str) -> None:
+    """Warn where the state has an empty dict and the checkpoint has values that no rank asks for."""
+    for path in empty:
+        inside = [key for key in unexpected if not path or key.startswith(f"{path}.")]
+        if path and inside:
+            logger.warning(
+                "the state has an empty dict at %s, which loads nothing; %s holds %s there. Pass None in its place to "
+                "load all of it",
+                path,
+                where,
+                _some(inside),
+            )
 
 
 def _some(keys: Sequence[str]) -> str:
@@ -84,7 +111,7 @@ def _some(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + more
 
 
-def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
+def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
     """State of a parameter that was saved under other names is not simply absent: say what is there."""
     if any(".bucket_idx_" in key for key in stored):
         return (
@@ -92,7 +119,7 @@ def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
             "convert it first: optckpt convert ... --from megatron --slots ...)"
         )
     bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
-    for key in unexpected:
+    for key in missing:
         name, mark, _ = key.partition(LAYOUT_MARK)
         if mark and name in bound:
             return f" ({name} was saved, but on another layout, and cannot be loaded on this one; reset it)"
@@ -102,9 +129,23 @@ def _hint(unexpected: Sequence[str], stored: Sequence[str]) -> str:
                 f" (this parameter was saved by another rule, with {', '.join(others)}; reset its state, or map one of "
                 f"them by aliases={{'optimizer.state.<wanted>.': 'optimizer.state.<saved>.'}})"
             )
-    if any(key.startswith(_MAIN) for key in unexpected):
-        return " (main weights: saved were none, as by an fp32 run; without them they are made from the loaded weights)"
-    return ""
+    if any(key.startswith(_MAIN) for key in missing):
+        return (
+            " (no main weights were saved, e.g. by an fp32 run; leave them out: they are made from the model's weights)"
+        )
+    return _path_hint(missing[0], stored)
+
+
+def _path_hint(key: str, stored: Sequence[str]) -> str:
+    """A key that is stored under another path: which alias finds it."""
+    names = set(stored)
+    cuts = [position + 1 for position, letter in enumerate(key) if letter == "."]
+    aliases = [(key[:cut], "") for cut in cuts if key[cut:] in names]
+    aliases += [("", name.removesuffix(key)) for name in sorted(stored, key=len) if name.endswith(f".{key}")]
+    if not aliases:
+        return ""
+    old, new = aliases[0]
+    return f" ({key} is stored as {new}{key.removeprefix(old)}; pass aliases={{{old!r}: {new!r}}})"
 
 
 def _other_states(key: str, stored: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.reshard import first_overlap
 from opt_checkpoint.dcp.local_contents import LocalContents, LocalTensor
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.tree import path_text
 
 _SHOWN = 8
 
@@ -30,7 +31,7 @@ def validate_sharding_integrity(per_rank: Sequence[LocalContents]) -> None:
 
     Raises:
         CheckpointingException: tensors of one key differ in dtype or global shape, overlap or leave a hole, objects
-            are missing or double. All problems are told at once, with keys and ranks.
+            are missing or double. All problems are reported at once, with keys and ranks.
     """
     problems = [*_tensor_problems(per_rank), *_object_problems(per_rank)]
     if problems:
@@ -109,13 +110,18 @@ def _object_problems(per_rank: Sequence[LocalContents]) -> list[str]:
 
 
 def common_differences(per_rank: Sequence[LocalContents]) -> list[str]:
-    """Common values that some rank holds otherwise than rank 0: `path (ranks ...)`.
+    """Values that some rank holds otherwise than the first: `path (ranks ...)`.
 
-    A rank need not have every value; what it has must be equal.
+    A rank need not have every value; what it has must be equal. Plain values must be on rank 0, which writes them;
+    plain tensors are written by the ranks that have them.
     """
+    first: dict[str, int] = dict(per_rank[0].common)
+    for own in per_rank:
+        for path in own.plain.values():
+            first.setdefault(path_text(path), own.common[path_text(path)])
     differing: dict[str, list[int]] = defaultdict(list)
     for rank, own in enumerate(per_rank):
-        for path, value in own.common.items():
-            if per_rank[0].common.get(path) != value:
-                differing[path].append(rank)
-    return [f"{path} (ranks {ranks})" for path, ranks in sorted(differing.items())]
+        for name, value in own.common.items():
+            if first.get(name) != value:
+                differing[name].append(rank)
+    return [f"{name} (ranks {ranks})" for name, ranks in sorted(differing.items())]

@@ -196,7 +196,8 @@ class CheckpointWriter(StorageWriter):
         files = dict(r.storage_data for r in written if not isinstance(r.storage_data, Written))
         if len(items) != self._planned:
             raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
-        index = _index_of(self.path, self._save_id, metadata, items, files, self._details)
+        details = MappingProxyType({"paths": metadata.planner_data, **self._details})
+        index = _index_of(self.path, self._save_id, metadata, items, files, details)
         archives = {
             (i.fqn, None if i.offset is None else tuple(i.offset)): written.archive for i, written in items.items()
         }

@@ -233,9 +233,10 @@ def encode_dcp_metadata(index: CheckpointIndex, archives: Mapping[tuple[str, Sha
 
     Args:
         index: the checkpoint.
-        archives: the whole archive of every chunk by (key, offsets), and of every object by (unique key, None).
+        archives: the whole archive of every chunk by (key, offsets), and of every object and plain value by
+            (its key, None).
     """
-    state: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key in index.objects}
+    state: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key, offsets in archives if offsets is None}
     for key, tensor in index.tensors.items():
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
         state[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
@@ -243,7 +244,8 @@ def encode_dcp_metadata(index: CheckpointIndex, archives: Mapping[tuple[str, Sha
         dcp.MetadataIndex(key, offsets): _StorageInfo(p.file, p.start, p.nbytes)
         for (key, offsets), p in archives.items()
     }
-    return pickle.dumps(dcp.Metadata(state, {}, storage), protocol=4)
+    paths = {key: tuple(path) for key, path in (index.details.get("paths") or {}).items()}
+    return pickle.dumps(dcp.Metadata(state, {key: paths.get(key, (key,)) for key in state}, storage), protocol=4)
 
 
 def encode_megatron_mark() -> bytes:

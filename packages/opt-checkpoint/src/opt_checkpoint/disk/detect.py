@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,27 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
         raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
     value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
     return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
+
+
+def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
+    """Many stored objects by key, of which many are equal, as the fields of parameter groups; see `read_object`.
+
+    Raises:
+        CheckpointCorruptError: one is damaged, or would need code to be run.
+    """
+    wanted = list(keys)
+    values: dict[bytes, Any] = {}
+    loaded = {}
+    with open_files(index, {index.objects[key].file for key in wanted}) as files:
+        for key in wanted:
+            place = index.objects[key]
+            raw = bytes(files[place.file].read(place.start, place.nbytes))
+            if place.crc is not None and crc32(raw) != place.crc:
+                raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {key} has changed")
+            if raw not in values:
+                values[raw] = loaded_whole(index.kind.unwrapped(load_object(raw)), key)
+            loaded[key] = values[raw]
+    return loaded
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, safe_globals: SafeGlobals = ()) -> Opened:

@@ -72,3 +72,19 @@ def storage_class(dtype: torch.dtype) -> str | None:
 def dtype_of_storage_class(name: str) -> torch.dtype | None:
     """The dtype of a typed storage class, or None."""
     return _BY_STORAGE_CLASS.get(name)
+
+
+def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of one dtype has an equal value in the other: the same, or a wider one of its kind."""
+    if stored == wanted:
+        return True
+    if stored.is_floating_point and wanted.is_floating_point:
+        held, other = torch.finfo(stored), torch.finfo(wanted)
+        return held.eps >= other.eps and held.max <= other.max and held.smallest_normal >= other.smallest_normal
+    if _is_integer(stored) and _is_integer(wanted):
+        return torch.iinfo(stored).min >= torch.iinfo(wanted).min and torch.iinfo(stored).max <= torch.iinfo(wanted).max
+    return False
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

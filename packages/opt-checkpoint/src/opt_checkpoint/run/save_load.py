@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
+from opt_checkpoint.dcp.stored_names import NESTED_KEYS
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
@@ -47,8 +48,8 @@ class LoadReport:
 
     Args:
         state: the state asked for, with tensors, objects and plain values in place of their descriptions.
-        missing: stored keys that no rank asked for; the same on all ranks.
-        unexpected: keys this rank asked for that are not stored.
+        missing: keys and plain values this rank asked for that are not stored.
+        unexpected: stored keys and plain values that no rank asked for; the same on all ranks.
         cast: keys whose stored dtype was converted.
         kind: who wrote the checkpoint.
         bytes_wanted: bytes of stored values that this rank asked for.
@@ -101,7 +102,7 @@ def save(
     writer = CheckpointWriter(
         target,
         save_id=uuid.uuid4().hex,
-        details=MappingProxyType({"ranks": ranks.size, **details}),
+        details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
         files=system,
     )
     try:
@@ -182,8 +183,8 @@ def load(
     everyone(ranks, _error_of(planner.assemble), what)
     return LoadReport(
         state=planner.assembled,
-        missing=planner.missing,
-        unexpected=tuple(planner.unexpected),
+        missing=tuple(planner.missing),
+        unexpected=planner.unexpected,
         cast=tuple(planner.cast),
         kind=opened.index.kind,
         bytes_wanted=reader.count.wanted,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
@@ -44,13 +45,20 @@ class Staging:
         flat = flatten_state(state)
         used: set[str] = set()
 
+        def copied(path: Any, tensor: Tensor) -> Tensor:
+            name = path_text(path)
+            used.add(name)
+            return self._copy(name, tensor.detach())
+
         def staged(path: Any, value: Any) -> Any:
             if isinstance(value, ShardedTensorFactory):
                 return map_leaves(flat.built[path], lambda inner, piece: staged(path + inner, piece))
+            if path in flat.plain and is_dtensor(value):
+                return staged(path, flat.tensors[path])
             if isinstance(value, ShardedTensor) and value.data is not None:
-                name = path_text(path)
-                used.add(name)
-                return dataclasses.replace(value, data=self._copy(name, value.data.detach()))
+                return dataclasses.replace(value, data=copied(path, value.data))
+            if path in flat.plain:
+                return copied(path, value)
             if isinstance(value, ShardedObject):
                 return dataclasses.replace(value, data=copy.deepcopy(value.data))
             return _plain_copy(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,16 +20,17 @@ from torch.optim import Optimizer
 
 from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of
 from opt_checkpoint.run.save_load import PathLike, Verify, load
+from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, lookup
+from opt_checkpoint.state.tree import ScopedState
 
 logger = logging.getLogger(__name__)
-PREFIX = "optimizer.state."
+OPTIMIZER = "optimizer."
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
@@ -94,7 +95,8 @@ def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None =
     rank = ranks_of(process_group).rank
     values = model.state_dict(keep_vars=True)
     state = {plain: values[name] for name, plain in plain_names(model, values).items()}
-    return {k: sharded_like(k, v, replica_id=rank) if isinstance(v, Tensor) else v for k, v in state.items()}
+    sharded = {k: sharded_like(k, v, replica_id=rank) if isinstance(v, Tensor) else v for k, v in state.items()}
+    return ScopedState(sharded)
 
 
 def sharded_optimizer(
@@ -123,13 +125,14 @@ def sharded_optimizer(
                 tensors[own.name][state_name] = _sharded_state(own, state_name, value, rank)
             else:
                 plain[own.name][state_name] = value
-    return {
+    parts = {
         "state": dict(tensors),
         "plain_state": dict(plain),
         "state_names": {own.name: sorted(optimizer.state.get(own.param, {})) for own in named},
         "param_shapes": {own.name: list(own.param.shape) for own in named},
         **groups_to_saved(optimizer.param_groups, _names_by_group(model, optimizer)),
     }
+    return ScopedState(parts, replaces=OPTIMIZER)
 
 
 def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> ShardedTensor:
@@ -182,8 +185,9 @@ def load_optimizer(
     Args:
         model: names the parameters.
         optimizer: its `state` and the fields of its `param_groups` are replaced.
-        path: a checkpoint with `sharded_optimizer(...)` in its state.
-        at: the keys under which that is.
+        path: a checkpoint with `sharded_optimizer(...)` in its state; or with an optimizer's state dict of
+            `torch.distributed.checkpoint.state_dict`, as torchtitan saves it, flattened or not.
+        at: the keys under which that is, as `("optim",)`.
         process_group: the ranks that load.
         on_conflict: as for `apply_saved_groups`.
         override: as for `apply_saved_groups`, as `{"lr": 1e-4}`.
@@ -196,31 +200,32 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     opened = agreed(ranks, lambda: open_checkpoint(path), f"opening {path}")
-    saved = lookup(opened.common, at)
+    saved: SavedOptimizer | None = None
     error: Exception | None = None
     named: list[_Named] = []
     fresh: dict[str, dict[str, Tensor]] = {}
     try:
-        _check_complete(saved, opened.index, path, at)
+        saved = find_optimizer(opened, at)
         named = list(_named(model, optimizer))
         fresh = {own.name: _fresh_state(own, opened.index, saved) for own in named}
         _set_groups(_copied(optimizer.param_groups), model, optimizer, saved, on_conflict, override)
     except Exception as raised:
         error = raised
     everyone(ranks, error, f"preparing to load the optimizer from {path}")
+    assert saved is not None
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
-        f"{name}/{state_name}": sharded_like(f"{PREFIX}{state_name}.{name}", tensor, replica_id=ranks.rank)
+        f"{name}/{state_name}": sharded_like(saved.keys[name][state_name], tensor, replica_id=ranks.rank)
         for name, states in fresh.items()
         for state_name, tensor in states.items()
     }
     load(wanted, path, process_group=process_group, verify=verify)
     groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
-    _install_(optimizer, named, fresh, saved["plain_state"])
+    _install_(optimizer, named, fresh, saved.plain_state)
     return OptimizerLoadReport(
         groups=groups,
-        uninitialised=tuple(own.name for own in named if not saved["state_names"].get(own.name)),
-        gone=tuple(n for n, states in saved["state_names"].items() if states and n not in fresh),
+        uninitialised=tuple(own.name for own in named if not saved.state_names.get(own.name)),
+        gone=tuple(n for n, states in saved.state_names.items() if states and n not in fresh),
     )
 
 
@@ -228,25 +233,25 @@ def _set_groups(
     param_groups: list[dict[str, Any]],
     model: nn.Module,
     optimizer: Optimizer,
-    saved: Mapping[str, Any],
+    saved: SavedOptimizer,
     on_conflict: Conflict,
     override: Mapping[str, Any],
 ) -> GroupReport:
     """Put the saved values into `param_groups`: the optimizer's own, or a copy to see that nothing is in the way."""
     names = _names_by_group(model, optimizer)
-    return apply_saved_groups(param_groups, names, saved, on_conflict=on_conflict, override=override)
+    return apply_saved_groups(param_groups, names, saved.as_groups, on_conflict=on_conflict, override=override)
 
 
 def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
 
 
-def _warn_of_another_class(optimizer: Optimizer, saved: Mapping[str, Any], path: PathLike) -> None:
+def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: PathLike) -> None:
     """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
     known = {field for group in optimizer.param_groups for field in group}
-    strange = sorted({field for group in saved["groups"] for field in group} - known)
+    strange = sorted({field for group in saved.groups for field in group} - known)
     if strange:
-        states = sorted({name for own in saved["state_names"].values() for name in own})
+        states = sorted({name for own in saved.state_names.values() for name in own})
         logger.warning(
             "%s was saved by another optimizer than %s: it has %s in its groups, and the states %s",
             path,
@@ -256,30 +261,16 @@ def _warn_of_another_class(optimizer: Optimizer, saved: Mapping[str, Any], path:
         )
 
 
-def _check_complete(saved: Any, index: CheckpointIndex, path: PathLike, at: Iterable[str]) -> None:
-    if saved is ABSENT or not isinstance(saved, dict) or "state_names" not in saved:
-        raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}; say where it is with at=(...)")
-    for name, state_names in saved["state_names"].items():
-        plain = saved["plain_state"].get(name, {})
-        lost = [s for s in state_names if s not in plain and f"{PREFIX}{s}.{name}" not in index.tensors]
-        if lost:
-            raise CheckpointKeyError(
-                f"{path}: parameter {name} was saved with {state_names}, but {lost} are not stored"
-            )
-
-
-def _fresh_state(own: _Named, index: CheckpointIndex, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
-    then = saved.get("param_shapes", {}).get(own.name)  # older checkpoints lack it
-    if then is not None and saved["state_names"].get(own.name) and tuple(then) != tuple(own.param.shape):
+    then = saved.param_shapes.get(own.name)
+    if then is not None and saved.state_names.get(own.name) and tuple(then) != tuple(own.param.shape):
         raise CheckpointMismatchError(
             f"{own.name} has shape {list(own.param.shape)}; its state was saved for one of shape {list(then)}"
         )
     fresh = {}
-    for state_name in saved["state_names"].get(own.name, ()):
-        stored = index.tensors.get(f"{PREFIX}{state_name}.{own.name}")
-        if stored is None:
-            continue
+    for state_name, key in saved.keys.get(own.name, {}).items():
+        stored = index.tensors[key]
         local = local_tensor(own.param.detach())
         if stored.shape == tuple(own.param.shape) and state_name != "step":
             fresh[state_name] = like_sharded(own.param.detach(), torch.zeros_like(local, dtype=stored.dtype))

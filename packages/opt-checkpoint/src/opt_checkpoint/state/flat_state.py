@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.state.dtensor import is_dtensor
+from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, Path, leaves, map_leaves, merged_factory, path_text
+from opt_checkpoint.state.sharded import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
+from opt_checkpoint.state.tree import (
+    ABSENT,
+    Path,
+    ScopedState,
+    leaves,
+    map_leaves,
+    merged_factory,
+    path_text,
+    scopes,
+)
+
+S = TypeVar("S", ShardedTensor, ShardedObject)
+
+
+class Relative(NamedTuple):
+    """The key that a value has in its scoped part, and where that part is."""
+
+    scope: Path
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +45,13 @@ class FlatState:
 
     Args:
         state: the nest it was made from.
-        tensors: sharded tensors; those of a factory under its path and theirs.
-        objects: sharded objects.
+        tensors: sharded tensors under their stored keys; those of a factory under its path and theirs.
+        objects: sharded objects under their stored keys.
         common: values that are stored once for all ranks.
         built: what each factory built.
         empty: paths of empty dicts, which ask for nothing and may be full on another rank.
+        plain: paths of those `tensors` that the state holds as plain tensors or DTensors: their path is their key.
+        relative: the relative key of every tensor and object in a scoped part.
     """
 
     state: ShardedStateDict
@@ -34,6 +60,8 @@ class FlatState:
     common: dict[Path, Any]
     built: dict[Path, Any]
     empty: dict[Path, Any]
+    plain: dict[Path, Tensor]
+    relative: dict[Path, Relative]
 
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
         """The nest with every sharded value replaced by what was loaded for it.
@@ -50,15 +78,17 @@ class FlatState:
         def loaded(path: Path, value: Any) -> Any:
             if path in dropped or (path in self.built and any(d[: len(path)] == path for d in dropped)):
                 return ABSENT
+            if path in common:
+                return common[path]
             if isinstance(value, ShardedTensor):
-                return value.data
+                return self.tensors[path].data
             if isinstance(value, ShardedTensorFactory):
                 return merged_factory(value, self.built[path])
             if isinstance(value, ShardedObject):
                 return objects[path]
             if path in self.empty:
                 return {}
-            return value.unwrap() if isinstance(value, LocalNonpersistentObject) else common[path]
+            return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
 
         return _without_absent(map_leaves(self.state, loaded))
 
@@ -72,42 +102,51 @@ def _without_absent(state: Any) -> Any:
 
 
 def flatten_state(state: ShardedStateDict) -> FlatState:
-    """Take a state apart, building its factories.
+    """Take a state apart, building its factories and giving every value its stored key.
+
+    A plain tensor or DTensor is stored as a tensor, under its path. In a `ScopedState`, the path of that part becomes
+    part of the keys.
 
     Raises:
-        CheckpointingException: a DTensor where a sharded tensor should be, something sharded in a tuple, or a factory
-            that does not build.
+        CheckpointingException: something sharded is in a tuple, a factory does not build, or a DTensor is not one
+            block of its tensor.
     """
-    flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={})
+    flat = FlatState(state=state, tensors={}, objects={}, common={}, built={}, empty={}, plain={}, relative={})
+    parts: dict[Path, ScopedState] = dict(scopes(state))
     for path, value in leaves(state):
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
-            _take_built(flat, path, has_mains=value.has_mains)
+            _take_built(flat, path, parts, has_mains=value.has_mains)
         elif isinstance(value, ShardedTensor):
-            flat.tensors[path] = value
+            flat.tensors[path] = _with_stored_key(flat, path, value, parts)
         elif isinstance(value, ShardedObject):
-            flat.objects[path] = value
+            flat.objects[path] = _with_stored_key(flat, path, value, parts)
+        elif isinstance(value, Tensor):
+            flat.tensors[path] = sharded_like(path_text(path), value)
+            flat.plain[path] = value
         elif isinstance(value, dict):
             flat.empty[path] = value
         elif not isinstance(value, LocalNonpersistentObject):
-            flat.common[path] = _plain(path, value)
+            flat.common[path] = value
     return flat
 
 
-def _take_built(flat: FlatState, path: Path, *, has_mains: bool) -> None:
+def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:
+    """The value under its stored key: itself, or a shallow copy where its key is relative."""
+    scope = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in parts), None) if parts else None
+    if scope is None:
+        return value
+    flat.relative[path] = Relative(scope, value.key)
+    named = copy.copy(value)
+    named.key = parts[scope].key_at(scope, value.key)
+    return named
+
+
+def _take_built(flat: FlatState, path: Path, parts: Mapping[Path, ScopedState], *, has_mains: bool) -> None:
     for inner, piece in leaves(flat.built[path]):
         if not isinstance(piece, ShardedTensor):
             raise CheckpointingException(
                 f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors may be"
             )
         piece.has_mains = has_mains
-        flat.tensors[path + inner] = piece
-
-
-def _plain(path: Path, value: Any) -> Any:
-    """Common values are stored by one rank: a DTensor would lose all others' parts."""
-    if isinstance(value, Tensor) and is_dtensor(value):
-        raise CheckpointingException(
-            f"{path_text(path)} is a DTensor; wrap it: sharded_like({path_text(path)!r}, tensor), or it is lost in part"
-        )
-    return value
+        flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, parts)

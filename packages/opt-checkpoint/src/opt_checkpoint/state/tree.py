@@ -8,6 +8,7 @@ its place in a list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -17,6 +18,33 @@ from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 
 Path: TypeAlias = tuple[str | int, ...]
+
+
+class ScopedState(dict[Any, Any]):
+    """A part of a state whose keys are relative: its path in the whole state becomes part of every stored key.
+
+    `{"model": sharded_model(m), "ema": sharded_model(e)}` stores `model.0.weight` and `ema.0.weight`, the keys that
+    `torch.distributed.checkpoint` gives `{"model": m.state_dict(), "ema": e.state_dict()}`.
+
+    Args:
+        values: the part.
+        replaces: a prefix of its keys that the path replaces, as `optimizer.` of an optimizer's; other keys get the
+            path as a prefix.
+    """
+
+    __slots__ = ("replaces",)
+
+    def __init__(self, values: Mapping[Any, Any] = MappingProxyType({}), *, replaces: str = "") -> None:
+        super().__init__(values)
+        self.replaces = replaces
+
+    def like(self, values: Mapping[Any, Any]) -> ScopedState:
+        """The same scope with other values."""
+        return ScopedState(values, replaces=self.replaces)
+
+    def key_at(self, path: Path, key: str) -> str:
+        """The stored key of a value that has `key` in this part, where the part is at `path`."""
+        return f"{path_text(path)}.{key.removeprefix(self.replaces)}" if path else key
 
 
 class Leaf(NamedTuple):
@@ -66,10 +94,24 @@ def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
         yield Leaf(path, state)
 
 
+def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
+    """The scoped parts of a state, outer ones first, each with its path."""
+    if isinstance(state, ScopedState):
+        yield Leaf(path, state)
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if isinstance(value, dict | list):
+                yield from scopes(value, (*path, key))
+    elif isinstance(state, list) and holds_ours(state):
+        for index, value in enumerate(state):
+            yield from scopes(value, (*path, index))
+
+
 def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """A state of the same shape whose every value is `change(path, value)`."""
     if isinstance(state, dict) and state:
-        return {k: map_leaves(v, change, (*path, k)) for k, v in state.items()}
+        changed = {k: map_leaves(v, change, (*path, k)) for k, v in state.items()}
+        return state.like(changed) if isinstance(state, ScopedState) else changed
     if isinstance(state, list) and holds_ours(state):
         return [map_leaves(v, change, (*path, i)) for i, v in enumerate(state)]
     return change(path, state)

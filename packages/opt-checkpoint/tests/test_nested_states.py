@@ -1,0 +1,286 @@
+"""Nested states: the path is part of the key, plain tensors are tensors, and a load says what it left."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from torch import nn
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from opt_checkpoint import (
+    AsyncSaver,
+    CheckpointingException,
+    CheckpointKeyError,
+    CheckpointMismatchError,
+    ShardedTensor,
+    load,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_like,
+    sharded_model,
+    sharded_optimizer,
+    verify_checkpoint,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def stepped(model: nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+# ----- the path is part of the key
+
+
+def test_a_model_and_its_average_keep_their_own_values(tmp_path: Path) -> None:
+    model, ema = network(1), network(2)
+    save({"model": sharded_model(model), "ema": sharded_model(ema)}, tmp_path / "x")
+    again, average = network(3), network(4)
+    load({"model": sharded_model(again), "ema": sharded_model(average)}, tmp_path / "x")
+    assert_same(again, model)
+    assert_same(average, ema)
+
+
+def test_two_models_and_two_optimizers_keep_their_own_values(tmp_path: Path) -> None:
+    models = {"generator": network(1), "discriminator": network(2)}
+    optimizers = {name: stepped(model) for name, model in models.items()}
+    optimizers["discriminator"].param_groups[0]["lr"] = 0.5
+    parts = {name: sharded_model(model) for name, model in models.items()}
+    states = {f"{name}_optimizer": sharded_optimizer(models[name], optimizer) for name, optimizer in optimizers.items()}
+    save({**parts, **states}, tmp_path / "x")
+    for name, model in models.items():
+        again = network(9)
+        other = torch.optim.AdamW(again.parameters())
+        load({name: sharded_model(again)}, tmp_path / "x")
+        load_optimizer(again, other, tmp_path / "x", at=(f"{name}_optimizer",))
+        assert_same(again, model)
+        for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(other.state[mine]["exp_avg"], optimizers[name].state[theirs]["exp_avg"])
+        assert other.param_groups[0]["lr"] == optimizers[name].param_groups[0]["lr"]
+
+
+def test_keys_are_those_of_stock_dcp(tmp_path: Path) -> None:
+    model = network(1)
+    save({"train": {"model": sharded_model(model)}, "step": 7, "rates": [0.1, {"eps": 1e-8}]}, tmp_path / "ours")
+    again = network(2)
+    target = {"train": {"model": again.state_dict()}, "step": 0, "rates": [0.0, {"eps": 0.0}]}
+    dcp_load(target, checkpoint_id=tmp_path / "ours")
+    assert_same(again, model)
+    assert (target["step"], target["rates"]) == (7, [0.1, {"eps": 1e-8}])
+    dcp_save({"train": {"model": network(5).state_dict()}, "step": 8}, checkpoint_id=tmp_path / "stock")
+    assert load({"train": {"model": sharded_model(again)}, "step": None}, tmp_path / "stock").state["step"] == 8
+    assert_same(again, network(5))
+
+
+def test_a_snapshot_in_the_background_has_the_same_keys(tmp_path: Path) -> None:
+    saver = AsyncSaver()
+    state = {"model": sharded_model(network(1)), "ema": network(2).state_dict()}
+    saver.save(state, tmp_path / "background").wait()
+    saver.close()
+    save(state, tmp_path / "now")
+    assert read_index(tmp_path / "background").tensors.keys() == read_index(tmp_path / "now").tensors.keys()
+    assert {"model.0.weight", "ema.0.weight"} <= read_index(tmp_path / "now").tensors.keys()
+
+
+def without_paths(model: nn.Module, path: Path) -> None:
+    """What 0.1.0 wrote for `{"model": sharded_model(model)}`."""
+    save_as_ranks([dict(sharded_model(model))], path)
+
+
+def test_keys_without_paths_of_older_checkpoints_are_found(tmp_path: Path) -> None:
+    model, again = network(1), network(2)
+    without_paths(model, tmp_path / "old")
+    load({"model": sharded_model(again)}, tmp_path / "old")
+    assert_same(again, model)
+
+
+def test_keys_without_paths_are_given_to_one_part_only(tmp_path: Path) -> None:
+    without_paths(network(1), tmp_path / "old")
+    model, ema = network(2), network(3)
+    with pytest.raises(CheckpointKeyError, match=r"model\.0\.weight is stored as 0\.weight; pass aliases="):
+        load({"model": sharded_model(model), "ema": sharded_model(ema)}, tmp_path / "old")
+    assert_same(ema, network(3))
+
+
+def test_a_part_that_is_not_stored_does_not_get_another_parts_values(tmp_path: Path) -> None:
+    save({"model": sharded_model(network(1))}, tmp_path / "ours")
+    dcp_save({"model": network(1).state_dict()}, checkpoint_id=tmp_path / "stock")
+    save(sharded_model(network(1)), tmp_path / "root")
+    for name in ("ours", "stock", "root"):
+        ema = network(3)
+        with pytest.raises(CheckpointKeyError, match=r"ema\.0\.weight"):
+            load({"ema": sharded_model(ema)}, tmp_path / name)
+        assert_same(ema, network(3))
+    load({"ema": sharded_model(ema)}, tmp_path / "root", aliases={"ema.": ""})
+    assert_same(ema, network(1))
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_one_key_for_two_tensors_is_refused_whatever_their_replica_ids(tmp_path: Path, replica: int) -> None:
+    first, second = torch.ones(3), torch.zeros(3)
+    state = {"a": {"w": sharded_like("w", first)}, "b": {"w": sharded_like("w", second, replica_id=replica)}}
+    with pytest.raises(CheckpointingException, match=r"a\.w and b\.w would both be stored as w; .*add_prefix") as told:
+        save(state, tmp_path / "x")
+    assert "replica_id" not in str(told.value)
+
+
+def test_replicas_of_one_tensor_on_one_rank_are_stored_once(tmp_path: Path) -> None:
+    tied = torch.ones(3)
+    state = {"a": sharded_like("w", tied), "b": sharded_like("w", tied, replica_id=1)}
+    save(state, tmp_path / "x")
+    assert len(read_index(tmp_path / "x").tensors["w"].chunks) == 1
+
+
+# ----- plain tensors
+
+
+def test_a_state_dict_is_stored_as_tensors_and_loaded_in_place(tmp_path: Path) -> None:
+    model = network(1)
+    optimizer = stepped(model)
+    save({"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}, tmp_path / "x")
+    assert read_index(tmp_path / "x").tensors["model.0.weight"].shape == (4, 3)
+    assert verify_checkpoint(tmp_path / "x") == []
+    again = network(2)
+    other = stepped(again)
+    report = load({"model": again.state_dict(), "optim": other.state_dict(), "step": 0}, tmp_path / "x")
+    assert report.missing == report.unexpected == ()
+    assert_same(again, model)
+    other.load_state_dict(report.state["optim"])
+    assert torch.equal(other.state[again[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+    stock = {"model": network(3).state_dict()}
+    dcp_load(stock, checkpoint_id=tmp_path / "x")
+    assert torch.equal(stock["model"]["0.weight"], model[0].weight)
+
+
+def test_none_in_place_of_a_part_returns_its_tensors_too(tmp_path: Path) -> None:
+    part = {"seen": torch.arange(3), "rate": 0.5, "inner": {1: torch.ones(2)}}
+    save({"part": part, "rng": torch.get_rng_state()}, tmp_path / "x")
+    state = load({"part": None, "rng": None}, tmp_path / "x").state
+    assert torch.equal(state["part"]["seen"], torch.arange(3))
+    assert state["part"]["rate"] == 0.5
+    assert torch.equal(state["part"]["inner"][1], torch.ones(2))
+    assert torch.equal(state["rng"], torch.get_rng_state())
+
+
+def test_plain_tensors_must_be_equal_on_the_ranks_that_have_them(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: rng \(ranks \[1\]\)"):
+        save_as_ranks([{"rng": torch.zeros(2)}, {"rng": torch.ones(2)}], tmp_path / "x")
+    save_as_ranks([{}, {"only": torch.ones(2)}, {"only": torch.ones(2)}], tmp_path / "y")
+    assert load_as_ranks([{"only": torch.zeros(2)}], tmp_path / "y")[0]["only"].tolist() == [1, 1]
+
+
+def test_tensors_that_older_checkpoints_keep_among_plain_values_are_loaded(tmp_path: Path) -> None:
+    save({"parts": [{"t": torch.ones(2)}]}, tmp_path / "x")
+    target = torch.zeros(2)
+    assert load({"parts": None}, tmp_path / "x").state["parts"][0]["t"].tolist() == [1, 1]
+    assert load({"parts": target}, tmp_path / "x").state["parts"][0]["t"].tolist() == [1, 1]
+
+
+def plain_dtensors(rank: int, size: int, path: str) -> None:
+    mesh, whole = init_device_mesh("cpu", (size,)), torch.arange(20.0).view(5, 4)
+    save({"a": {"b": distribute_tensor(whole, mesh, [Shard(0)])}}, path)
+    target = distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)])
+    report = load({"a": {"b": target}}, path)
+    assert report.state["a"]["b"] is target
+    assert torch.equal(target.full_tensor(), whole)
+
+
+def test_dtensors_are_stored_under_their_paths(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, plain_dtensors, str(tmp_path / "x"))
+
+
+# ----- what a load left
+
+
+def test_an_empty_dict_loads_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save({"w": sharded_like("w", torch.ones(2)), "sched": {"last_epoch": 4, "lrs": [0.1]}}, tmp_path / "x")
+    with caplog.at_level(logging.WARNING, "opt_checkpoint"):
+        report = load({"w": sharded_like("w", torch.zeros(2)), "sched": {}}, tmp_path / "x")
+    assert report.state["sched"] == {}
+    assert report.unexpected == ("sched.last_epoch", "sched.lrs")
+    assert "has an empty dict at sched, which loads nothing" in caplog.text
+    caplog.clear()
+    assert load({"w": None, "sched": None}, tmp_path / "x").unexpected == ()
+    assert "empty dict" not in caplog.text
+
+
+def test_missing_and_unexpected_are_those_of_torch(tmp_path: Path) -> None:
+    saved, wanted = {"a": torch.ones(2), "b": 1}, {"a": torch.zeros(2), "c": 2}
+    save(saved, tmp_path / "x")
+    report = load(wanted, tmp_path / "x", strict="return_missing")
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(2))
+    module.register_buffer("c", torch.zeros(1))
+    incompatible = module.load_state_dict({"a": torch.ones(2), "b": torch.ones(1)}, strict=False)
+    assert list(report.missing) == incompatible.missing_keys
+    assert list(report.unexpected) == incompatible.unexpected_keys
+
+
+def test_nothing_is_loaded_into_or_saved_from_the_meta_device(tmp_path: Path) -> None:
+    save({"model": sharded_model(network(1))}, tmp_path / "x")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    for state in (sharded_model(model), model.state_dict()):
+        with pytest.raises(CheckpointMismatchError, match=r"0.weight is on the meta device.*model.to_empty"):
+            load({"model": state}, tmp_path / "x")
+    with pytest.raises(CheckpointingException, match="is on the meta device, without values"):
+        save({"model": sharded_model(model)}, tmp_path / "y")
+    model.to_empty(device="cpu")
+    load({"model": sharded_model(model)}, tmp_path / "x")
+    assert_same(model, network(1))
+
+
+EXACT = [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.int32, torch.int64)]
+ROUNDS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.int64, torch.float32)]
+
+
+@pytest.mark.parametrize(("stored", "wanted"), EXACT, ids=str)
+def test_exact_conversions_happen_and_are_reported(tmp_path: Path, stored: Any, wanted: Any) -> None:
+    values = torch.arange(-3, 4).to(stored)
+    save({"w": sharded_like("w", values)}, tmp_path / "x")
+    target = torch.zeros(7, dtype=wanted)
+    assert load({"w": sharded_like("w", target)}, tmp_path / "x").cast == ("w",)
+    assert torch.equal(target, values.to(wanted))
+
+
+@pytest.mark.parametrize(("stored", "wanted"), ROUNDS, ids=str)
+def test_inexact_conversions_are_asked_for(tmp_path: Path, stored: Any, wanted: Any) -> None:
+    save({"w": sharded_like("w", torch.arange(7).to(stored))}, tmp_path / "x")
+    target = torch.zeros(7, dtype=wanted)
+    with pytest.raises(CheckpointMismatchError, match="would round; pass dtype='cast'"):
+        load({"w": sharded_like("w", target)}, tmp_path / "x")
+    load({"w": sharded_like("w", target)}, tmp_path / "x", dtype="cast")
+    assert torch.equal(target, torch.arange(7).to(wanted))
+
+
+def test_memory_is_made_under_relative_keys_too(tmp_path: Path) -> None:
+    model = network(1)
+    save({"model": sharded_model(model)}, tmp_path / "x")
+    template = sharded_model(copy.deepcopy(model))
+    for key, shard in template.items():
+        assert isinstance(shard, ShardedTensor)
+        template[key] = shard.without_data()
+    state = load({"model": template}, tmp_path / "x").state["model"]
+    assert torch.equal(state["0.weight"], model[0].weight)

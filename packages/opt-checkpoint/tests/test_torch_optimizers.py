@@ -1,0 +1,105 @@
+"""Optimizers as torch.distributed.checkpoint stores them, flattened or not: read here, and ours read there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool
+from torch import nn
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from opt_checkpoint import CheckpointKeyError, load, load_optimizer, save, sharded_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def trained(steps: int = 2) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.5},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = model(torch.full((2, 3), step + 1.0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save_theirs(form: str, path: Path) -> list[float]:
+    """Saves with stock DCP under a place in the state; the losses of the steps after it."""
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    weights, states = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optim": states}
+    if form == "ours":
+        save(state, path)
+    else:
+        dcp_save(state, checkpoint_id=path)
+    return train(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened", "ours"])
+def test_the_losses_go_on_from_what_get_state_dict_gave(tmp_path: Path, form: str) -> None:
+    losses = save_theirs(form, tmp_path / "x")
+    again, other = trained(0)
+    for group in other.param_groups:
+        group["lr"] = 9.0
+    load({"model": sharded_model(again)}, tmp_path / "x")
+    report = load_optimizer(again, other, tmp_path / "x", at=("optim",))
+    assert report.uninitialised == report.gone == report.groups.new == ()
+    assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.01, 0.1), (0.5, 0.01)]
+    assert train(again, other, 3) == losses
+
+
+def load_sharded(rank: int, size: int, path: str) -> list[float]:
+    model, _ = trained(0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
+    load({"model": sharded_model(model)}, path)
+    load_optimizer(model, optimizer, path, at=("optim",))
+    return train(model, optimizer, 3)
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
+def test_what_one_process_saved_with_stock_dcp_goes_on_under_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
+    losses = save_theirs("flattened", tmp_path / "x")
+    for resumed in ranks.run(2, load_sharded, str(tmp_path / "x")):
+        assert resumed == pytest.approx(losses, rel=1e-5)
+
+
+def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
+    save_theirs("nested", tmp_path / "x")
+    again, other = trained(0)
+    with pytest.raises(CheckpointKeyError, match=r"no optimizer at optimizer; .*There are states at \('optim',\)"):
+        load_optimizer(again, other, tmp_path / "x")
+    assert not other.state
+
+
+def test_a_number_of_state_is_read(tmp_path: Path) -> None:
+    again, _ = trained(0)
+    states: Any = {"0.weight": {"exp_avg": torch.ones(4, 3), "calls": 3}}
+    groups: Any = [{"lr": 0.25, "params": ["0.weight"]}]
+    dcp_save({"state": states, "param_groups": groups}, checkpoint_id=tmp_path / "x")
+    matrix = torch.optim.AdamW([again[0].weight])
+    load_optimizer(again, matrix, tmp_path / "x", at=())
+    assert matrix.state[again[0].weight]["calls"] == 3
+    assert matrix.param_groups[0]["lr"] == 0.25
