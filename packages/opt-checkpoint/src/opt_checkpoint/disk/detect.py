@@ -98,7 +98,7 @@ def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
     wanted = list(keys)
     values: dict[bytes, Any] = {}
     loaded = {}
-    with open_files(index, {index.objects[key].file for key in wanted}) as files:
+    with DataFiles(index) as files:
         for key in wanted:
             place = index.objects[key]
             raw = bytes(files[place.file].read(place.start, place.nbytes))
