@@ -219,7 +219,9 @@ def test_a_block_twice_on_one_rank_is_saved_once_if_its_values_are_equal(tmp_pat
     load({str(i): sharded_like("w", t) for i, t in enumerate(targets)}, tmp_path / "equal")
     assert [target.tolist() for target in targets] == [[1.0] * 3] * 2
     second.data.add_(1)
-    with pytest.raises(CheckpointingException, match=r"chunk0.w and chunk1.w would both be stored as w; .*add_prefix") as caught:
+    with pytest.raises(
+        CheckpointingException, match=r"chunk0.w and chunk1.w would both be stored as w; .*add_prefix"
+    ) as caught:
         save({"chunk0": {"w": first}, "chunk1": {"w": second}}, tmp_path / "different")
     assert "replica_id" not in str(caught.value)
 
