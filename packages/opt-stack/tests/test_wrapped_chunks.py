@@ -282,3 +282,42 @@ def test_an_optimizer_in_place_of_another_zeroes_alone() -> None:
         optimizer.zero_grad()
     assert former.param_groups
     torch.testing.assert_close(dict(net.named_parameters()), trained_alone(("first.weight",), 2), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(overlap: bool) -> None:
+    """The first chunk of rank 0 has an expert of its own, which is stepped last; dense gathers must not wait for it."""
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    optimizer_config = OptimizerConfig(
+        optimizer="sgd",
+        sgd_momentum=0.0,
+        lr=LR,
+        weight_decay=0.0,
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlap,
+    )
+
+    def rank_main(comm: ThreadComm) -> list[Tensor]:
+        chunks = [nn.ParameterDict({"dense": torch.full((4,), float(number))}) for number in range(2)]
+        if comm.rank == 0:
+            chunks[0]["expert"] = nn.Parameter(torch.zeros(4))
+            chunks[0]["expert"].allreduce = False  # type: ignore[attr-defined]
+        roles = Roles(dense=Axes(dp=comm, tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=comm)
+        models = [DistributedDataParallel(config, net, groups=roles, chunk=n) for n, net in enumerate(chunks)]
+        optimizer = get_optimizer(optimizer_config, models, {}, pg_collection=roles)
+        for _ in range(2):
+            for model in models:
+                backward(torch.stack([param.sum() for param in model.module.parameters()]).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        for model in models:
+            model.finish_param_sync()
+        return [chunk["dense"].detach().clone() for chunk in chunks]
+
+    norm = (8 * 1.0**2 + 4 * 0.5**2) ** 0.5  # dense gradients are ones; the expert's, over two replicas, halves
+    clipped = 1.0 / (norm + 1e-6)
+    for dense in run_threads(2, rank_main):
+        for number, weight in enumerate(dense):
+            torch.testing.assert_close(weight, torch.full((4,), number - 2 * LR * clipped), rtol=1e-5, atol=1e-6)

@@ -111,8 +111,11 @@ class SyncedBuffer:
         return (owned.piece for owned in layout.owned(rank))
 
     def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
-        """The same buffer for a step that publishes `buffers` and no others of the chunk."""
-        together = [buffer.memory for buffer in buffers]
+        """The same buffer for a step that publishes `buffers` and no others of the chunk.
+
+        Dense buffers do not wait for experts: a replica without experts would start their gathers earlier than others.
+        """
+        together = [one.memory for one in buffers if one.plan.key.is_expert == self.plan.key.is_expert]
         return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
 
     def results(self) -> Iterator[Tensor]:
