@@ -15,6 +15,15 @@ import torch
 
 MATRIX_RULES = ("muon", "adaptive_muon")
 RULES = ("adam", "adam_l2", "sgd", "lion", *MATRIX_RULES)
+OTHER_ORDERS = "each rank runs its layers in another order"  # which FSDP2 does not allow
+HABITS = (
+    "reduces before the step",
+    "steps by halves",
+    "toggles hooks",
+    "offloads",
+    "recomputes activations",
+    OTHER_ORDERS,
+)
 ADAM_BETAS, ADAM_EPS, SGD_MOMENTUM, MUON_MOMENTUM = (0.9, 0.99), 1e-8, 0.9, 0.9
 LION_BETAS = (0.9123, 0.9717)  # no simple ratio, so that no sum of a few exact gradients cancels
 ADAPTIVE_BETA2, ADAPTIVE_EPS = 0.95, 1e-8
@@ -203,6 +212,7 @@ class Case:
     schedules: bool = False  # the learning rate falls from step to step
     keeps_grads: bool = False  # zero_grad(set_to_none=False)
     reload_at: int | None = None  # before that step a new model and optimizer take the state dicts of the old ones
+    habits: tuple[str, ...] = ()  # of the training loop, see HABITS
     scale_mode: str = "spectral"
     looks_each_step: bool = True  # weights are compared after every step; else after the last one
     nesterov: bool = False

@@ -32,7 +32,7 @@ from fuzz.cases import (
     num_replicas,
     replica_of,
 )
-from fuzz.gradients import first_weight, gradient, is_meant, tokens
+from fuzz.gradients import first_weight, gradient, is_meant, local_gradient, part, tokens
 
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
@@ -42,6 +42,10 @@ NEWTON_SCHULZ = (
     (2.8366, -3.0525, 1.2012),
 )
 NEWTON_SCHULZ_SLACK = 5e-4  # the five maps together raise a small singular value, and its fp32 rounding, 500 times
+
+
+Weights = dict[str, tuple[Tensor, Tensor]]
+"""By parameter: main value, slack."""
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class ExpectedStep:
     norm: float  # of the model's own slot; not finite on an overflow
     zeros: int | None
     scale: float  # after the step
-    weights: dict[str, tuple[Tensor, Tensor]]  # by parameter: main value, slack
+    weights: Weights  # by parameter: main value, slack
     steps: dict[str, int]  # updates that each trained parameter has had
 
 
@@ -101,6 +105,29 @@ def expect(case: Case) -> list[ExpectedStep]:
     scaled = case.numbers.startswith("fp16")
     scale = LossScale(case.scale if scaled else 1.0, case.window, case.hysteresis, case.numbers == "fp16")
     return [_step(case, held, scale, step) for step in range(case.steps)]
+
+
+def first_weights(case: Case) -> Weights:
+    """Before the first step."""
+    found = {param.name: first_weight(case, param) for param in case.params}
+    return {name: (value, torch.zeros_like(value)) for name, value in found.items()}
+
+
+def expected_loss(case: Case, rank: int, weights: Weights, step: int) -> tuple[float, float]:
+    """A rank's loss of an iteration with these weights, summed over microbatches; and by how much it may be missed."""
+    setup = case.setup_at(step)
+    place, loss, tolerance = setup.grid.place(rank), 0.0, 1e-4
+    for param in case.params:
+        if not is_held(param, place, setup.grid):
+            continue
+        main, slack = (part(value, param, place, setup) for value in weights[param.name])
+        rounding = torch.finfo(case.dtype_of(param, setup)).eps
+        for microbatch in range(setup.microbatches):
+            if is_used(case, param, step=step, microbatch=microbatch, replica=replica_of(param, place)):
+                grad = local_gradient(case, param, rank, step=step, microbatch=microbatch)
+                loss += float((main * grad).sum())
+                tolerance += float((grad.abs() * (slack + 2 * rounding * main.abs() + 1e-7)).sum())
+    return loss, tolerance
 
 
 def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) -> ExpectedStep:

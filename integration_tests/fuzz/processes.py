@@ -16,7 +16,7 @@ from fuzz.failed import Failed
 from opt_checkpoint.run.ranks import leave
 from opt_distributed.comm.groups import ProcessGroups
 
-TIMEOUT_S = 30
+TIMEOUT = timedelta(seconds=30)
 MAX_RANKS = 4
 
 
@@ -62,7 +62,7 @@ class Pool:
 
     def _result(self, pipe: Connection) -> Any:
         try:
-            if pipe.poll(3 * TIMEOUT_S):
+            if pipe.poll(3 * TIMEOUT.total_seconds()):
                 return pipe.recv()
         except (EOFError, OSError):
             return Failed(kind="Died", text="the process ended", where="", is_consequence=False)
@@ -89,8 +89,8 @@ def _work(pipe: Connection, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         job: _Job = pipe.recv()
-        prefixed, timeout = dist.PrefixStore(f"world {job.world}", store), timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", store=prefixed, rank=job.rank, world_size=job.size, timeout=timeout)
+        prefixed = dist.PrefixStore(f"world {job.world}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=job.rank, world_size=job.size, timeout=TIMEOUT)
         try:
             result = job.rank_main(*job.args)
         except Exception as error:
@@ -129,7 +129,7 @@ def _group(grid: Grid, rank: int, key: Callable[[Place], Any]) -> dist.ProcessGr
         by_key.setdefault(key(place), []).append(other)
     mine = None
     for members in by_key.values():
-        group = dist.new_group(members) if len(members) > 1 else None
+        group = dist.new_group(members, timeout=TIMEOUT) if len(members) > 1 else None
         if rank in members:
             mine = group
     return mine

@@ -1,6 +1,5 @@
 """What one rank of a case does with the project: builds its part of the model, trains it, and tells what it saw."""
 
-import dataclasses
 import io
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,18 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fuzz.cases import (
-    ADAM_BETAS,
-    ADAM_EPS,
-    ADAPTIVE_BETA2,
-    ADAPTIVE_EPS,
-    LION_BETAS,
-    LR,
     MATRIX_RULES,
-    MUON_MOMENTUM,
-    SGD_MOMENTUM,
-    WEIGHT_DECAY,
+    OTHER_ORDERS,
     Case,
     Param,
     Setup,
@@ -31,14 +23,16 @@ from fuzz.cases import (
     is_used,
     replica_of,
 )
+from fuzz.configs import ddp_config, optimizer_config
 from fuzz.gradients import first_weight, local_gradient, part, tokens
 from fuzz.laid_out import lay_out, like, local, whole
-from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
+from opt_config import ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
+from opt_distributed.step.stepper import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
 
@@ -71,6 +65,7 @@ class Chunk(nn.Module):
 
     def __init__(self, case: Case, setup: Setup, rank: int, chunk: int, *, moved: float):
         super().__init__()
+        self.recomputes = "recomputes activations" in case.habits
         place = setup.grid.place(rank)
         for param in case.params:
             if is_held(param, place, setup.grid) and chunk_of(param, setup) == chunk:
@@ -85,8 +80,14 @@ class Chunk(nn.Module):
             _mark(module.weight, param, pieces, is_copy=is_copy(param, place))
 
     def forward(self, grads: dict[str, tuple[Tensor, int]]) -> Tensor:
-        terms = [self.get_submodule(name)(grad / uses) for name, (grad, uses) in grads.items() for _ in range(uses)]
+        repeated = [(name, grad / uses) for name, (grad, uses) in grads.items() for _ in range(uses)]
+        terms = [self._used(self.get_submodule(name), grad) for name, grad in repeated]
         return torch.stack(terms).sum()
+
+    def _used(self, module: nn.Module, grad: Tensor) -> Tensor:
+        if self.recomputes:
+            return checkpoint(module, grad, use_reentrant=False, preserve_rng_state=False)
+        return module(grad)
 
 
 def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> None:
@@ -131,14 +132,11 @@ class Run:
     def step(self, step: int, *, looks: bool) -> SeenStep:
         """One iteration: forwards and backwards, the step, zeros."""
         loss = sum(self._microbatch(step, number) for number in range(self.setup.microbatches))
-        self._finalize(step)
+        self._prepare(step)
         for group in self.optimizer.param_groups if self.case.schedules else ():
             group["lr"] = group["max_lr"] / (1 + step)
-        result = self.optimizer.step()
-        for model in self.models:
-            if isinstance(model, DistributedDataParallel):
-                model.zero_grad_buffer()
-        self.optimizer.zero_grad(set_to_none=not self.case.keeps_grads)
+        result = self._stepped()
+        self._begin_again()
         return SeenStep(
             success=result.success,
             norm=result.grad_norm,
@@ -148,6 +146,47 @@ class Run:
             loss=loss,
             steps=self._steps(),
         )
+
+    @property
+    def wrappers(self) -> list[DistributedDataParallel]:
+        return [model for model in self.models if isinstance(model, DistributedDataParallel)]
+
+    def _prepare(self, step: int) -> None:
+        """What comes between backward and step."""
+        if "reduces before the step" in self.case.habits:
+            for wrapper in self.wrappers:
+                wrapper.start_grad_sync()
+            for wrapper in self.wrappers:
+                wrapper.finish_grad_sync()
+        self._finalize(step)
+
+    def _stepped(self) -> StepResult:
+        """One step, whole or by halves."""
+        optimizer = self.optimizer
+        if "steps by halves" not in self.case.habits:
+            return optimizer.step()
+        if optimizer.prepare_grads():
+            return StepResult(False, optimizer.get_grad_norm(), None)
+        zeros = optimizer.count_zeros() if self.case.counts_zeros else None
+        norm = optimizer.clip_grad_norm(self.case.clip)
+        return StepResult(optimizer.step_with_ready_grads(), norm, zeros)
+
+    def _begin_again(self) -> None:
+        """Zeros, and what some runs do between two iterations."""
+        habits = self.case.habits
+        for wrapper in self.wrappers:
+            if "toggles hooks" in habits and self.setup.overlap_gather:
+                wrapper.disable_forward_pre_hook()
+                wrapper.enable_forward_pre_hook()
+            if "offloads" in habits:
+                wrapper.offload_grad_buffers()
+                wrapper.restore_grad_buffers()
+            else:
+                wrapper.zero_grad_buffer()
+        if "offloads" in habits:
+            self.optimizer.offload_to_cpu()
+            self.optimizer.restore_from_cpu()
+        self.optimizer.zero_grad(set_to_none=not self.case.keeps_grads)
 
     def holds(self, param: Param) -> bool:
         return is_held(param, self.place, self.setup.grid)
@@ -160,9 +199,8 @@ class Run:
 
     def complete(self) -> None:
         """Waits for parameters on their way."""
-        for model in self.models:
-            if isinstance(model, DistributedDataParallel):
-                model.finish_param_sync()
+        for wrapper in self.wrappers:
+            wrapper.finish_param_sync()
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's parts, complete."""
@@ -186,27 +224,27 @@ class Run:
         is_last = number == self.setup.microbatches - 1
         found = 0.0
         with ExitStack() as stack:
-            for model in self.models:
-                if isinstance(model, DistributedDataParallel) and not is_last:
-                    stack.enter_context(model.no_sync())
+            for wrapper in self.wrappers if not is_last else ():
+                stack.enter_context(wrapper.no_sync())
             for chunk, model in enumerate(self.models):
                 grads = self._grads(chunk, step, number)
                 if grads:
                     loss = model(grads)
                     found += loss.item()
-                    self.optimizer.scale_loss(loss).backward()
+                    if loss.requires_grad:
+                        self.optimizer.scale_loss(loss).backward()
         return found
 
     def _grads(self, chunk: int, step: int, microbatch: int) -> dict[str, tuple[Tensor, int]]:
-        """The gradients of what this rank's forward uses, unless nothing in it is trainable."""
+        """The gradients of what this rank's forward uses."""
         held = [param for param in self.case.params if hasattr(self.nets[chunk], param.name)]
         used = [
             param
             for param in held
             if is_used(self.case, param, step=step, microbatch=microbatch, replica=replica_of(param, self.place))
         ]
-        if all(param.frozen for param in used):
-            return {}
+        if used and OTHER_ORDERS in self.case.habits:
+            used = used[(self.rank + step) % len(used) :] + used[: (self.rank + step) % len(used)]
         return {
             param.name: (local_gradient(self.case, param, self.rank, step=step, microbatch=microbatch), param.uses)
             for param in used
@@ -269,77 +307,3 @@ class Run:
             for param in self.case.params
             if is_trained(param)
         ]
-
-
-def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
-    """The case in the project's words."""
-    numbers: dict[str, Any] = {
-        "fp32": {},
-        "bf16": {"bf16": True},
-        "bf16_remainder": {"bf16": True, "use_precision_aware_optimizer": True},
-        "bf16_grads": {"bf16": True, "use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
-        "bf16_narrow": {
-            "bf16": True,
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": torch.bfloat16,
-            "exp_avg_sq_dtype": torch.bfloat16,
-        },
-        "fp16": {
-            "fp16": True,
-            "initial_loss_scale": case.scale,
-            "loss_scale_window": case.window,
-            "hysteresis": case.hysteresis,
-        },
-        "fp16_constant": {"fp16": True, "loss_scale": case.scale},
-    }[case.numbers_of(setup)]
-    config = OptimizerConfig(
-        optimizer=case.rule.removesuffix("_l2"),
-        decoupled_weight_decay=case.rule != "adam_l2",
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        clip_grad=case.clip,
-        log_num_zeros_in_grad=case.counts_zeros,
-        adam_beta1=ADAM_BETAS[0],
-        adam_beta2=ADAM_BETAS[1],
-        adam_eps=ADAM_EPS,
-        sgd_momentum=SGD_MOMENTUM,
-        lion_beta1=LION_BETAS[0],
-        lion_beta2=LION_BETAS[1],
-        muon_momentum=MUON_MOMENTUM,
-        muon_nesterov=case.nesterov,
-        muon_tp_mode=case.tp_mode,
-        muon_fp32_matmul_prec="highest",
-        muon_scale_mode=case.scale_mode,
-        grad_norm_skip_threshold=case.skip_above,
-        adaptive_muon_moment2_method=case.moment2,
-        adaptive_muon_beta2=ADAPTIVE_BETA2,
-        adaptive_muon_eps=ADAPTIVE_EPS,
-        use_distributed_optimizer=setup.sharding == "flat",
-        use_layer_wise_distributed_optimizer=setup.sharding == "whole",
-        overlap_param_gather=setup.overlap_gather,
-        overlap_param_gather_with_optimizer_step=setup.gathers_with_step,
-        **numbers,
-    )
-    if case.mistake is not None and case.mistake.rank in (None, rank):
-        return dataclasses.replace(config, **dict(case.mistake.fields))
-    return config
-
-
-def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelConfig:
-    """The wrapper's part of the setup."""
-    config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=setup.reduce_in_fp32,
-        overlap_grad_reduce=setup.overlap_grads,
-        overlap_param_gather=setup.overlap_gather,
-        check_for_nan_in_grad=setup.checks_nan,
-        use_distributed_optimizer=setup.is_sharded,
-        num_distributed_optimizer_instances=setup.grid.instances,
-        bucket_size=setup.bucket_size,
-        num_buckets=setup.num_buckets,
-        pad_buckets_for_high_nccl_busbw=setup.pads_for_busbw,
-        reduce_scatter_with_fp32_accumulation=setup.sum_in_fp32,
-        average_in_collective=setup.average_in_collective,
-    )
-    if case.mistake is not None and case.mistake.rank in (None, rank):
-        return dataclasses.replace(config, **dict(case.mistake.ddp_fields))
-    return config

@@ -12,7 +12,7 @@ from fuzz.cases import Case, Mistake, is_held
 from fuzz.drawing import draw
 from fuzz.failed import Failed
 from fuzz.gradients import kept_part
-from fuzz.oracle import ExpectedStep, expect
+from fuzz.oracle import ExpectedStep, Weights, expect, expected_loss, first_weights
 from fuzz.rank import SeenStep
 from fuzz.training import first_part, run_part, second_part
 
@@ -82,10 +82,12 @@ def _differences(
 ) -> Iterator[str]:
     for index, step in enumerate(steps):
         wanted = expected[step]
+        before = expected[step - 1].weights if step else first_weights(case)
         of_step = [seen[index] for seen in by_rank]
         yield from (f"step {step}: {line}" for line in _of_results(wanted, of_step))
         for rank, seen in enumerate(of_step):
-            yield from (f"step {step}, rank {rank}: {line}" for line in _of_rank(case, wanted, seen, step, rank))
+            wrong = _of_rank(case, wanted, before, seen, step, rank)
+            yield from (f"step {step}, rank {rank}: {line}" for line in wrong)
         yield from (f"step {step}: {line}" for line in _of_copies(case, of_step, step))
 
 
@@ -108,14 +110,16 @@ def _of_results(wanted: ExpectedStep, seen: Sequence[SeenStep]) -> Iterator[str]
         yield f"loss scale is {first.scale}, should be {wanted.scale}"
 
 
-def _of_rank(case: Case, wanted: ExpectedStep, seen: SeenStep, step: int, rank: int) -> Iterator[str]:
+def _of_rank(case: Case, wanted: ExpectedStep, before: Weights, seen: SeenStep, step: int, rank: int) -> Iterator[str]:
     setup = case.setup_at(step)
     place = setup.grid.place(rank)
     for name, count in seen.steps.items():
         if count != wanted.steps[name]:
             yield f"{name} has had {count} updates, should be {wanted.steps[name]}"
-    if not math.isfinite(seen.loss) and not any(bad.step == step for bad in case.bad):
-        yield f"the loss is {seen.loss}: weights were read before they arrived"
+    if not any(bad.step == step for bad in case.bad):
+        loss, tolerance = expected_loss(case, rank, before, step)
+        if not abs(seen.loss - loss) <= tolerance:
+            yield f"the loss is {seen.loss}, should be {loss}: the forward did not read the present weights"
     for name, value in (seen.weights or {}).items():
         param = case.param(name)
         main, slack = (kept_part(whole, param, place, setup) for whole in wanted.weights[name])

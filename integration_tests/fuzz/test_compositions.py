@@ -2,9 +2,7 @@
 
 import pytest
 
-from fuzz.cases import Case
-from fuzz.drawing import draw
-from fuzz.running import failures, report
+from fuzz.running import check_seed
 
 IN_CI = 250
 
@@ -16,23 +14,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_composition_has_the_weights_norms_and_verdicts_of_one_process(seed: int) -> None:
-    case = draw(seed)
-    found = failures(case)
-    if found and (reason := known_defect(case)):
-        pytest.xfail(reason)
+    found = check_seed(seed)
     if found:
-        pytest.fail(report(case, found), pytrace=False)
-
-
-def known_defect(case: Case) -> str | None:
-    """What is known to be wrong with such cases; a repair takes the line out."""
-    setups = [case.setup, *([case.resume] if case.resume else [])]
-    if case.resume and case.setup.grid.instances > 1:
-        return "several optimizer instances cannot be saved"
-    if (case.resume or case.reload_at is not None) and any(0 in param.shape for param in case.params):
-        return "the state of a parameter without elements is saved by some layouts and asked for by others"
-    if any(setup.layout == "tp_plan" and setup.grid.dp > 1 for setup in setups):
-        return "replicas of a tensor-parallel plan are not averaged"
-    if case.resume and case.setup.layout in ("tp_plan", "fsdp2_x_tp"):
-        return "parameters outside of a tensor-parallel plan cannot be saved"
-    return None
+        pytest.fail(found, pytrace=False)
