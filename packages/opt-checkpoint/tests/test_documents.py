@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from opt_checkpoint import load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -19,7 +23,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(PROGRAMS) == 3
+    assert len(PROGRAMS) == 4
     for program in PROGRAMS:
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     commands = re.findall(r"^optckpt (.*)$", README, re.MULTILINE)
@@ -27,6 +31,49 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
     codes = {command: main(shlex.split(command)) for command in commands}
     assert codes.pop("diff run/step-000000004 run/step-000000005") == 1
     assert set(codes.values()) == {0}
+
+
+def start_train(folder: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """The README's first program as one process, or as ranks of a world that find each other through a port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(ranks):
+        world = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **({k: str(v) for k, v in world.items()} if ranks > 1 else {})}
+        started.append(subprocess.Popen([sys.executable, folder / "train.py"], cwd=folder, env=env))
+    return started
+
+
+def weights_at_the_end(folder: Path) -> dict[str, torch.Tensor]:
+    index = read_index(folder / "train-run" / "step-000000200")
+    weights = {key: torch.zeros(t.shape) for key, t in index.tensors.items() if key.startswith("model.")}
+    load({key: sharded_like(key, weight) for key, weight in weights.items()}, index.path)
+    return weights
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
+def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(PROGRAMS[0])
+    # Two ranks, killed after their first checkpoints; the kill may come in the middle of a save.
+    ranks, deadline = start_train(tmp_path / "killed", 2), time.monotonic() + 90
+    while not (tmp_path / "killed/train-run/step-000000040").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for rank in ranks:
+        rank.kill()
+        rank.wait(30)
+    assert (tmp_path / "killed/train-run/step-000000040").exists()
+    assert not (tmp_path / "killed/train-run/step-000000200").exists()
+    for name in ("killed", "whole"):  # both to the end, in one process
+        (process,) = start_train(tmp_path / name, 1)
+        assert process.wait(90) == 0
+    resumed, whole = (weights_at_the_end(tmp_path / name) for name in ("killed", "whole"))
+    assert len(whole) == 4
+    for key, weight in whole.items():  # averaging two equal gradients is exact
+        assert torch.equal(resumed[key], weight), key
 
 
 def test_the_package_imports_only_torch_and_numpy() -> None:

@@ -11,6 +11,8 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
 from opt_checkpoint.disk.files import Files, LocalFiles, discard
 from opt_checkpoint.disk.manifest import has_manifest, read_manifest
@@ -19,6 +21,7 @@ from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, load, save
+from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 logger = logging.getLogger(__name__)
@@ -218,10 +221,30 @@ class CheckpointManager:
             CheckpointNotFoundError: there is none.
             CheckpointingException: as `opt_checkpoint.load`.
         """
+        return load(state, self._path_of(step), process_group=self._group, **options)
+
+    def load_optimizer(
+        self, model: nn.Module, optimizer: Optimizer, *, step: int | None = None, **options: Any
+    ) -> OptimizerLoadReport:
+        """Load an optimizer from a step, the newest whole one by default.
+
+        Args:
+            model: as for `opt_checkpoint.load_optimizer`.
+            optimizer: as for `opt_checkpoint.load_optimizer`.
+            step: which; None for the newest.
+            options: as for `opt_checkpoint.load_optimizer`.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointingException: as `opt_checkpoint.load_optimizer`.
+        """
+        return load_optimizer(model, optimizer, self._path_of(step), process_group=self._group, **options)
+
+    def _path_of(self, step: int | None) -> Path:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
-        return load(state, self.directory / step_name(chosen), process_group=self._group, **options)
+        return self.directory / step_name(chosen)
 
     def _retire(self) -> None:
         """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at."""
