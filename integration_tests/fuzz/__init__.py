@@ -1,9 +1,11 @@
 """The composition fuzz: random cases of everything at once, compared with float64 on one process.
 
 `cases`      what a case is: frozen values, printable as a sentence
-`drawing`    draws them from seeds; knows what has to be refused
+`drawing`    draws them from seeds
+`mistakes`   what has to be refused on every rank, with the reason
 `gradients`  weights and gradients that are exact in every dtype, and the same in every process
 `oracle`     what a case must come to, in plain torch; imports nothing of the project
+`configs`    a case as the project's configurations
 `rank`       what one rank does with the project, and what it sees
 `laid_out`   models of DTensors: FSDP2, HSDP, tensor-parallel plans
 `saving`     a run through opt_checkpoint

@@ -425,6 +425,19 @@ def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
     assert [bucket.params_numel for bucket in ddp.synced_buffers[0].plan.layout.buckets] == [384, 384]
 
 
+@pytest.mark.parametrize("experts", [1, 4])
+def test_experts_do_not_change_how_dense_buckets_are_cut(experts: int) -> None:
+    """Replicas of dense parameters may hold other experts, and must cut what they share alike."""
+    net = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6 + experts))
+    for module in net[6:]:
+        module.weight.allreduce = False
+    config = replace(OVERLAP, bucket_size=None)
+    config.num_buckets = 2
+    ddp = DistributedDataParallel(config, net, groups=over(Alone()))
+    dense = ddp.synced_buffers[0].plan.layout.buckets
+    assert [bucket.params_numel for bucket in dense] == [384, 384]
+
+
 def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         model = nn.ModuleList(nn.Linear(100, 7) for _ in range(4))

@@ -41,7 +41,7 @@ class DistributedDataParallelConfig(Configuration):
     bucket_size: int | None = None
     """Elements after which a bucket closes; None: max(40 000 000, 1 000 000 x ranks)."""
     num_buckets: int | None = None
-    """Number of buckets, instead of `bucket_size`."""
+    """Number of buckets, instead of `bucket_size`; of dense parameters, and as many again of experts."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to multiples of 2**16 elements, at which NCCL is fastest."""
     reduce_scatter_with_fp32_accumulation: bool = False

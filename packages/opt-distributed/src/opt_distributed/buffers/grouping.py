@@ -71,7 +71,8 @@ def plan_buffers(
 ) -> tuple[BufferPlan, ...]:
     """The buffers of a model chunk, in order of first appearance.
 
-    Without any overlap there is nothing to cut a buffer into buckets for, and each has one.
+    Without any overlap there is nothing to cut a buffer into buckets for, and each has one. `num_buckets` counts dense
+    buckets and experts' buckets apart, since dense replicas may hold other experts and must cut alike.
 
     Raises:
         LayoutError: a parameter is a DTensor, which is laid out already; ``shard_multiple`` below 1.
@@ -85,13 +86,19 @@ def plan_buffers(
         key = _key(meta, config, is_whole)
         shape = ParamShape(id=meta.id, shape=meta.shape, shared_embedding=meta.is_on_several_stages)
         by_key.setdefault(key, []).append(shape)
-    numel = sum(meta.numel for meta in metas.values())
-    bucket_size = _bucket_size(config, numel=numel, num_ranks=num_ranks)
+    sizes = {
+        is_expert: _bucket_size(
+            config, numel=sum(meta.numel for meta in metas.values() if meta.is_expert == is_expert), num_ranks=num_ranks
+        )
+        for is_expert in (False, True)
+    }
     return tuple(
         BufferPlan(
             key=key,
             params=tuple(params),
-            layout=_layout(key, params, config, num_shards=num_shards, size=bucket_size, multiple=shard_multiple),
+            layout=_layout(
+                key, params, config, num_shards=num_shards, size=sizes[key.is_expert], multiple=shard_multiple
+            ),
         )
         for key, params in by_key.items()
     )
