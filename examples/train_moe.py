@@ -29,10 +29,11 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(DIM, dist.get_world_size(), bias=False)
-        torch.manual_seed(100 + dist.get_rank())  # every rank's expert is another one
-        self.expert = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+        with torch.random.fork_rng(devices=[]):  # the layers after this one are the same on every rank again
+            torch.manual_seed(100 + dist.get_rank())  # each rank has its own expert
+            self.expert = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
         for param in self.expert.parameters():
-            param.allreduce = False  # the reference's mark of an expert: not to be averaged with the dense parameters
+            param.allreduce = False  # Megatron-Core's mark of an expert: not averaged with the dense parameters
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, DIM) of this rank
         rank = dist.get_rank()

@@ -1,14 +1,9 @@
-"""Where the Triton tests run: on a GPU if there is one, else under Triton's interpreter on CPU tensors."""
+"""Fixtures of the kernels' tests. The repository's own conftest chooses between a GPU and Triton's interpreter."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-# Read when a kernel is defined, hence before any module that defines one is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
