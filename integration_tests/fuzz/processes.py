@@ -111,7 +111,7 @@ def process_groups(grid: Grid, rank: int) -> ProcessGroups:
         "tp_ep_pp": lambda p: p.expert_replica,
         "tp": lambda p: (p.stage, p.replica),
         "expt_tp": lambda p: (p.stage, p.ep, p.expert_replica),
-        "embd": lambda p: (p.tp, p.replica, p.stage in (0, grid.pp - 1) or p.stage),
+        "embd": lambda p: (p.tp, p.replica, "ends" if p.stage in (0, grid.pp - 1) else p.stage),
         "pp": lambda p: (p.tp, p.replica),
         "ep": lambda p: (p.stage, p.etp, p.expert_replica),
         "intra_dist_opt": lambda p: p.instance,
