@@ -367,6 +367,15 @@ def test_gc_removes_only_what_nobody_writes_to_and_only_when_told_to(
     assert sorted(p.name for p in steps.iterdir()) == [new.name, "step-1", "step-2"]
 
 
+def test_extract_writes_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"layer": {"weight": torch.arange(6.0).view(2, 3)}}, tmp_path / "x")
+    assert run(capsys, "extract", tmp_path / "x", "layer.weight", tmp_path / "w.pt") == (0, f"{tmp_path / 'w.pt'}\n")
+    assert torch.equal(torch.load(tmp_path / "w.pt"), torch.arange(6.0).view(2, 3))
+    assert main(["extract", str(tmp_path / "x"), "layer.wieght", str(tmp_path / "v.pt")]) == 2
+    assert "holds no tensor 'layer.wieght'; similar: layer.weight" in capsys.readouterr().err
+    assert main(["extract", str(tmp_path / "x"), "layer.weight", str(tmp_path / "w.pt")]) == 2
+
+
 def test_errors_are_sentences_and_an_exit_code(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "opt_checkpoint", "show", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

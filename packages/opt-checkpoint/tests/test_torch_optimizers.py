@@ -9,12 +9,22 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from torch import nn
+from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from opt_checkpoint import CheckpointKeyError, load, load_optimizer, save, sharded_model
+from opt_checkpoint import (
+    CheckpointKeyError,
+    load,
+    load_optimizer,
+    save,
+    sharded_model,
+    sharded_optimizer,
+    verify_checkpoint,
+)
+from opt_checkpoint.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,6 +87,35 @@ def load_sharded(rank: int, size: int, path: str) -> list[float]:
     load({"model": sharded_model(model)}, path)
     load_optimizer(model, optimizer, path, at=("optim",))
     return train(model, optimizer, 3)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_stock_dcp_goes_on_from_a_checkpoint_of_ours(tmp_path: Path, flat: bool) -> None:
+    model, optimizer = trained()
+    state = {"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer), "step": 2}
+    save(state, tmp_path / "ours")
+    losses = train(model, optimizer, 3)
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--to", "dcp", "--name", "optim"]
+    assert main(command) == 0
+    assert verify_checkpoint(tmp_path / "theirs") == []
+    again, other = trained(1)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, states = get_state_dict(again, other, options=options)
+    target = {"model": weights, "optim": states, "step": 0}
+    dcp_load(target, checkpoint_id=tmp_path / "theirs")
+    set_state_dict(again, other, model_state_dict=target["model"], optim_state_dict=target["optim"], options=options)
+    assert target["step"] == 2
+    assert train(again, other, 3) == losses
+    assert main(command) == 2  # it is there already
+
+
+def test_the_optimizer_of_one_of_two_models_is_converted_to_a_torch_file(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    parts = {"a": sharded_optimizer(*trained(1)), "b": sharded_optimizer(model, optimizer)}
+    save(parts, tmp_path / "x")
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "b.pt"), "--to", "torch", "--at", "b"]) == 0
+    states = torch.load(tmp_path / "b.pt", weights_only=True)["state"]
+    assert torch.equal(states[0]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")

@@ -1,8 +1,9 @@
-"""`python -m opt_checkpoint`: look into checkpoints, prove them, compare and convert them; one process, streaming."""
+"""`optckpt`, or `python -m opt_checkpoint`: look into, verify, compare and convert checkpoints; one process, streaming."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 import json
 import sys
@@ -66,6 +67,7 @@ def _commands() -> dict[str, _Command]:
         "verify": _Command("read every byte and compare it with its checksum", _one_path, _verify),
         "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
         "convert": _Command("convert from or to other formats", command.add_arguments, command.run),
+        "extract": _Command("write one stored tensor to a .pt file", _extract_arguments, _extract),
         "gc": _Command("delete what interrupted saves left in a directory, after asking", _gc_arguments, _gc),
     }
 
@@ -166,6 +168,23 @@ def _diff(options: argparse.Namespace) -> int:
     if code == FINE:
         print("equal")
     return code
+
+
+def _extract_arguments(parser: argparse.ArgumentParser) -> None:
+    _one_path(parser)
+    parser.add_argument("key", help="the stored key, as `show` lists it")
+    parser.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
+
+
+def _extract(options: argparse.Namespace) -> int:
+    index = read_index(options.path)
+    if options.key not in index.tensors:
+        near = ", ".join(difflib.get_close_matches(options.key, index.tensors, 3))
+        raise CheckpointingException(f"{options.path} holds no tensor {options.key!r}{near and f'; similar: {near}'}")
+    with options.target.open("xb") as file:
+        torch.save(read_whole(index, options.key), file)
+    print(options.target)
+    return FINE
 
 
 def _gc_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from opt_checkpoint.convert.foreign_files import read_names
 from opt_checkpoint.convert.megatron import megatron_to_checkpoint
 from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
 from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.stock_dcp import checkpoint_to_dcp
 from opt_checkpoint.convert.torch_file import (
     checkpoint_to_torch_file,
     legacy_file_to_checkpoint,
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")
     parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
     parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
+    parser.add_argument("--at", default="optimizer", help="torch, dcp: where in the state the optimizer is")
+    parser.add_argument("--name", default="", help="dcp: where dcp.load looks for the optimizer, as optim")
     parser.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
     parser.add_argument("--slots", type=Path, help="megatron, legacy: JSON list of {name, shape, start, ...}")
     parser.add_argument("--step", type=int, help="megatron, legacy: number of optimizer steps taken")
@@ -65,7 +68,11 @@ def _from_megatron(options: argparse.Namespace) -> None:
 
 
 def _to_torch(options: argparse.Namespace) -> None:
-    checkpoint_to_torch_file(options.source, options.target)
+    checkpoint_to_torch_file(options.source, options.target, at=tuple(options.at.split(".")))
+
+
+def _to_dcp(options: argparse.Namespace) -> None:
+    checkpoint_to_dcp(options.source, options.target, at=tuple(options.at.split(".")), name=options.name)
 
 
 def _to_safetensors(options: argparse.Namespace) -> list[Path]:
@@ -80,4 +87,4 @@ _Convert = Callable[[argparse.Namespace], list[Path] | None]
 _FROM: Mapping[str, _Convert] = MappingProxyType(
     {"torch": _from_torch, "megatron": _from_megatron, "legacy": _from_legacy}
 )
-_TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors})
+_TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors, "dcp": _to_dcp})

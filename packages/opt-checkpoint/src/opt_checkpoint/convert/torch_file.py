@@ -127,19 +127,21 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
             parameters that are stacked under one key.
     """
     opened = open_checkpoint(path)
-    saved = _with_state_names(lookup(opened.common, at), opened.index)
+    prefix = f"{'.'.join(at)}.state."
+    prefix = prefix if any(key.startswith(prefix) for key in opened.index.tensors) else PREFIX
+    saved = _with_state_names(lookup(opened.common, at), opened.index, prefix)
     if saved is None:
         raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
-    keys = [f"{PREFIX}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
+    keys = [f"{prefix}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
     stored = select(opened.index, [k for k in keys if k in opened.index.tensors])
     with tempfile.TemporaryDirectory(dir=Path(file).absolute().parent, prefix=".scratch-") as scratch:
         tensors = mapped_apart(Path(scratch), stored)
         read_into(opened.index, tensors)
-        torch.save(_torch_state(saved, tensors), Path(scratch) / "whole.pt")
+        torch.save(_torch_state(saved, tensors, prefix), Path(scratch) / "whole.pt")
         os.replace(Path(scratch) / "whole.pt", file)  # a file that was there stays until the new one is whole
 
 
-def _with_state_names(saved: Any, index: CheckpointIndex) -> Mapping[str, Any] | None:
+def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mapping[str, Any] | None:
     """What `sharded_optimizer` stores; for opt-stack's optimizer, which stores groups alone, made from the keys.
 
     None where there is neither.
@@ -154,13 +156,13 @@ def _with_state_names(saved: Any, index: CheckpointIndex) -> Mapping[str, Any] |
     if stacked:
         raise CheckpointKeyError(f"{stacked[0]} is stacked with others under one key, which a state dict cannot say")
     for key in sorted(index.tensors):
-        state_name, _, name = key.removeprefix(PREFIX).partition(".")
-        if key.startswith(PREFIX) and name in state_names:
+        state_name, _, name = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and name in state_names:
             state_names[name].append(state_name)
     return {"plain_state": {}, "state_names": state_names, **groups}
 
 
-def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
     """Indices in the order of the stored names, group by group."""
     members: list[list[str]] = saved["names"]
     index = {name: i for i, name in enumerate(n for own in members for n in own)}
@@ -168,7 +170,7 @@ def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dic
     for name, state_names in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
         if state_names:
-            state[index[name]] = {s: plain[s] if s in plain else tensors[f"{PREFIX}{s}.{name}"] for s in state_names}
+            state[index[name]] = {s: plain[s] if s in plain else tensors[f"{prefix}{s}.{name}"] for s in state_names}
     groups = [
         {**group, "params": [index[n] for n in own], "param_names": own} for group, own in zip(saved["groups"], members)
     ]

@@ -1,0 +1,122 @@
+"""Checkpoints of ours as directories that `torch.distributed.checkpoint.load` fills a model and an optimizer from.
+
+Tensors are not copied: the new directory has hard links to the data files and a `.metadata` of its own, in which the
+optimizer's states have the keys of `torch.distributed.checkpoint.state_dict` (`optim.state.<parameter>.<state>`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opt_checkpoint.disk.dcp_metadata import METADATA, encode_dcp_metadata, read_dcp_index
+from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+from opt_checkpoint.run.save_load import PathLike
+from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
+from opt_checkpoint.state.sharded import Shape
+
+_GROUPS_FILE = "optimizer.data"
+
+
+def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
+    """Write a directory for stock `dcp.load`: `{"model": model_state, "optim": optimizer_state}` of `get_state_dict`.
+
+    Groups are stored by number and flattened by parameter, so that both forms of the optimizer's state dict are found.
+
+    Args:
+        path: a checkpoint of ours with `sharded_optimizer(...)` in its state.
+        folder: the directory to write; on the file system of `path`, files are linked, else copied.
+        at: the keys under which the optimizer is.
+        name: the key under which the optimizer shall be found; "" for the same as in `path`.
+
+    Raises:
+        CheckpointExistsError: something is at `folder`.
+        CheckpointKeyError: there is no optimizer.
+        CheckpointingException: `path` was not written by opt-checkpoint.
+    """
+    opened, target = open_checkpoint(path), Path(folder).absolute()
+    if opened.index.kind is not Kind.OURS:
+        raise CheckpointingException(f"{path} was written by {opened.index.kind.value}; only ours are converted")
+    if os.path.lexists(target):
+        raise CheckpointExistsError(f"{target} exists; choose another folder")
+    saved, archives = find_optimizer(opened, at), read_dcp_index(Path(path))
+    renamed = dict(_renamed(saved, name or ".".join(at)))
+    values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".scratch-") as scratch:
+        out = Path(scratch) / "whole"
+        out.mkdir()
+        files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
+        for file, link in files.items():
+            _link(Path(path) / file, out / link)
+        tensors = {renamed.get(key, key): _moved(tensor, files) for key, tensor in archives.tensors.items()}
+        objects = {key: dataclasses.replace(place, file=files[place.file]) for key, place in values.items()}
+        objects |= _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name or ".".join(at))))
+        index = CheckpointIndex(path=out, kind=Kind.DCP, tensors=tensors, objects=objects, files={})
+        (out / METADATA).write_bytes(encode_dcp_metadata(index, _places(index)))
+        out.rename(target)
+
+
+def _renamed(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, str]]:
+    for param, states in saved.keys.items():
+        for state, key in states.items():
+            yield key, f"{name}.state.{param}.{state}"
+
+
+def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]:
+    """Every field of every group by number and by parameter, and the states that are no tensors."""
+    for number, (group, members) in enumerate(zip(saved.groups, saved.names, strict=True)):
+        for field, value in {**group, "params": list(members)}.items():
+            yield f"{name}.param_groups.{number}.{field}", value
+        for param in members:
+            for field, value in group.items():
+                yield f"{name}.param_groups.{param}.{field}", value
+    for param, states in saved.plain_state.items():
+        for state, value in states.items():
+            yield f"{name}.state.{param}.{state}", value
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+
+
+def _moved(tensor: StoredTensor, files: Mapping[str, str]) -> StoredTensor:
+    chunks = tuple(
+        dataclasses.replace(c, place=dataclasses.replace(c.place, file=files[c.place.file])) for c in tensor.chunks
+    )
+    return dataclasses.replace(tensor, chunks=chunks)
+
+
+def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]:
+    """Each value as an archive of `torch.save`; equal ones once."""
+    places: dict[str, ByteRange] = {}
+    first: dict[bytes, ByteRange] = {}
+    with file.open("wb") as out:
+        for key, value in values.items():
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            raw = stream.getvalue()
+            if raw not in first:
+                first[raw] = ByteRange(file=file.name, start=out.tell(), nbytes=len(raw), archive=True)
+                out.write(raw)
+            places[key] = first[raw]
+    return places
+
+
+def _places(index: CheckpointIndex) -> dict[tuple[str, Shape | None], ByteRange]:
+    places: dict[tuple[str, Shape | None], ByteRange] = {(key, None): place for key, place in index.objects.items()}
+    for key, tensor in index.tensors.items():
+        places.update(((key, chunk.box.offsets), chunk.place) for chunk in tensor.chunks)
+    return places
