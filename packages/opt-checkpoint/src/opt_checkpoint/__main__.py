@@ -1,4 +1,4 @@
-"""`optckpt`, or `python -m opt_checkpoint`: look into, verify, compare and convert checkpoints; one process, streaming."""
+"""`optckpt`: look into checkpoints, verify, compare and convert them; one process, streaming."""
 
 from __future__ import annotations
 
