@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -24,13 +25,15 @@ from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32
 from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter, ItemSums
-from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_dcp_metadata, encode_megatron_mark
+from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_megatron_mark
+from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.files import Files, LocalFiles, discard, make_parents, new_file, write_file
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
 from opt_checkpoint.disk.read_region import is_plain_memory
+from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
@@ -198,11 +201,8 @@ class CheckpointWriter(StorageWriter):
             raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
         details = MappingProxyType({"paths": metadata.planner_data, **self._details})
         index = _index_of(self.path, self._save_id, metadata, items, files, details)
-        archives = {
-            (i.fqn, None if i.offset is None else tuple(i.offset)): written.archive for i, written in items.items()
-        }
         for name, content in (
-            (METADATA, encode_dcp_metadata(index, archives)),
+            (METADATA, _dcp_metadata(index, items)),
             (MEGATRON_MARK, encode_megatron_mark()),
         ):
             write_file(self._files, self.temporary / name, content)
@@ -287,6 +287,20 @@ def _bounded_parts(data: Tensor) -> list[Tensor]:
     row_bytes = data.numel() // rows * data.element_size()
     step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
     return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
+
+
+def _dcp_metadata(index: CheckpointIndex, items: dict[MetadataIndex, Written]) -> bytes:
+    """What stock readers find the archives by."""
+    tensors = StoredTensors.of(index.tensors, index.files)
+    archives = [
+        items[MetadataIndex(key, chunk.box.offsets)].archive
+        for key, tensor in tensors.items()
+        for chunk in tensor.chunks
+    ]
+    starts, nbytes = (np.array([getattr(a, name) for a in archives], "<i8") for name in ("start", "nbytes"))
+    objects = {item.fqn: written.archive for item, written in items.items() if item.offset is None}
+    paths = {key: tuple(path) for key, path in (index.details.get("paths") or {}).items()}
+    return encode_dcp_metadata(tensors, objects, list(index.files), (starts, nbytes), paths)
 
 
 def _index_of(

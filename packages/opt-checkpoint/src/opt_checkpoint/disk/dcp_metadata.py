@@ -1,20 +1,16 @@
-"""The `.metadata` pickle of torch.distributed.checkpoint, written for stock readers and read without running it.
+"""The `.metadata` pickle of torch.distributed.checkpoint, read without running it.
 
-Reading takes the pickle as a description (`inert_pickle`), so nothing in a foreign file is imported or called. The one
-private name of torch here, `_StorageInfo`, is pickled inside every `.metadata` and so cannot change.
+Reading takes the pickle as a description (`inert_pickle`), so nothing in a foreign file is imported or called.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.reshard import first_overlap
@@ -226,26 +222,6 @@ def _size(path: Path, name: str) -> int:
         return (path / name).stat().st_size
     except FileNotFoundError:
         raise CheckpointCorruptError(f"data file {path / name} is missing") from None
-
-
-def encode_dcp_metadata(index: CheckpointIndex, archives: Mapping[tuple[str, Shape | None], ByteRange]) -> bytes:
-    """The `.metadata` by which stock readers find everything in a checkpoint of ours.
-
-    Args:
-        index: the checkpoint.
-        archives: the whole archive of every chunk by (key, offsets), and of every object and plain value by
-            (its key, None).
-    """
-    state: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key, offsets in archives if offsets is None}
-    for key, tensor in index.tensors.items():
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
-        state[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
-    storage = {
-        dcp.MetadataIndex(key, offsets): _StorageInfo(p.file, p.start, p.nbytes)
-        for (key, offsets), p in archives.items()
-    }
-    paths = {key: tuple(path) for key, path in (index.details.get("paths") or {}).items()}
-    return pickle.dumps(dcp.Metadata(state, {key: paths.get(key, (key,)) for key in state}, storage), protocol=4)
 
 
 def encode_megatron_mark() -> bytes:

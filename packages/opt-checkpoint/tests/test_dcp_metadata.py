@@ -1,0 +1,91 @@
+"""The `.metadata` that is written by hand says what torch.distributed.checkpoint's own classes would say."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import save_as_ranks
+from states import state_at
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from opt_checkpoint import ShardedObject, ShardedTensor, read_index, sharded_like
+from opt_checkpoint.disk.dcp_metadata import read_dcp_index
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Tensors of no to four axes, of several dtypes, of several chunks; objects; keys that are not plain words."""
+    shapes: list[tuple[int, ...]] = [(), (4,), (2, 6), (4, 1, 3), (2, 2, 2, 2)]
+    state: dict[str, Any] = {}
+    for shape in shapes:
+        for dtype in DTYPES:
+            key, values = f"{dtype} {shape}", torch.ones(shape, dtype=dtype)
+            if shape:
+                state[key] = ShardedTensor.from_rank_offsets(key, values, (0, rank, 2))
+            else:
+                state[key] = sharded_like(key, values, replica_id=rank)
+    state["odd"] = sharded_like("schlüssel/\n'\"€", torch.zeros(3), replica_id=rank)
+    state["none"] = sharded_like("none", torch.zeros(0, 3), replica_id=rank)
+    state["rng"] = ShardedObject("data/position", {"rank": rank}, (2,), (rank,))
+    return {**state, "nested": [{"w": state_at(1, rank, 2)["w"], "lr": 0.5}]}
+
+
+def expected(path: Path) -> dcp.Metadata:
+    """The same made with the classes of DCP, from the manifest and the zip archives around the values."""
+    index = read_index(path)
+    state: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key in index.objects}
+    for key, tensor in index.tensors.items():
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks]
+        state[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), torch.Size(tensor.shape), chunks)
+    storage = {dcp.MetadataIndex(k): _StorageInfo(p.file, p.start, p.nbytes) for k, p in index.objects.items()}
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            start, stop = archive_around(path / chunk.place.file, chunk.place.start, chunk.place.nbytes)
+            storage[dcp.MetadataIndex(key, chunk.box.offsets)] = _StorageInfo(chunk.place.file, start, stop - start)
+    paths = {key: tuple(path) for key, path in index.details["paths"].items()}
+    state["nested.0.lr"] = dcp.BytesStorageMetadata()  # a plain value, for stock readers
+    return dcp.Metadata(state, {key: paths.get(key, (key,)) for key in state}, storage)
+
+
+def archive_around(file: Path, start: int, nbytes: int) -> tuple[int, int]:
+    """Where the zip archive that holds the values begins, with its entry `data.pkl`, and ends."""
+    raw = file.read_bytes()
+    return raw.rindex(b"archive/data.pkl", 0, start) - 30, raw.index(b"PK\x05\x06", start + nbytes) + 22
+
+
+def test_it_equals_what_the_classes_of_dcp_pickle(tmp_path: Path) -> None:
+    save_as_ranks([state_of(rank) for rank in range(2)], tmp_path / "x")
+    raw = (tmp_path / "x" / ".metadata").read_bytes()
+    pickletools.dis(raw, out=io.StringIO())
+    found, wanted = pickle.loads(raw), expected(tmp_path / "x")
+    assert found.state_dict_metadata == wanted.state_dict_metadata
+    plain = {index: place for index, place in found.storage_data.items() if index not in wanted.storage_data}
+    assert {index.fqn for index in plain} == {"nested.0.lr"}
+    assert found.storage_data == {**wanted.storage_data, **plain}
+    assert found.planner_data == wanted.planner_data
+    assert found.planner_data.keys() == found.state_dict_metadata.keys()
+    assert found.storage_meta is None
+
+
+def test_our_own_reader_of_foreign_metadata_reads_it(tmp_path: Path) -> None:
+    save_as_ranks([state_of(rank) for rank in range(2)], tmp_path / "x")
+    index, foreign = read_index(tmp_path / "x"), read_dcp_index(tmp_path / "x")
+    assert foreign.objects.keys() - {"nested.0.lr"} == index.objects.keys()
+    assert {k: (t.shape, t.dtype) for k, t in foreign.tensors.items()} == {
+        k: (t.shape, t.dtype) for k, t in index.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("tensors", [0, 1])
+def test_checkpoints_without_tensors_or_objects_have_one_too(tmp_path: Path, tensors: int) -> None:
+    state = {str(i): sharded_like(str(i), torch.ones(2)) for i in range(tensors)}
+    save_as_ranks([state], tmp_path / "x")
+    assert len(pickle.loads((tmp_path / "x" / ".metadata").read_bytes()).state_dict_metadata) == tensors + 1
