@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, codec_for
-from opt_kernels.ops import scalars
-from opt_kernels.ops.adam.triton import adam_, adam_sweep
-from opt_kernels.ops.formats import triton_dtype
+from opt_kernels.formulas.adam import ADAM
 from opt_kernels.ops.grad_stats.triton import grad_stats
 from opt_kernels.ops.muon import Inputs
 from opt_kernels.ops.muon import torch_native as muon_in_torch
@@ -30,6 +28,8 @@ from opt_kernels.ops.remainder.reference import split_
 from opt_kernels.ops.sweep import launch_options, sweeps
 from opt_kernels.ops.syrk.torch_native import dense_product
 from opt_kernels.ops.syrk.triton import halved_product
+from opt_kernels.ops.update.kernels import kernels_of
+from opt_kernels.ops.update.triton import filled, state_options, update_
 from opt_kernels.optim import AdamW, Muon
 from opt_kernels.rules.base import Batch, Hyper, Work, Works
 
@@ -129,7 +129,7 @@ def adam_step(works: Sequence[Work], *, kind: str) -> Callable[[], None]:
         "8-bit": (codec_for("m", torch.int8, signed=True), codec_for("v", torch.uint8, signed=False)),
     }.get(kind, (Plain(), Plain()))
     batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, step=3), works)]
-    return lambda: adam_(batches, decoupled=True, order="torch", exp_avg_codec=m, exp_avg_sq_codec=v)
+    return lambda: update_(batches, ADAM, {"exp_avg": m, "exp_avg_sq": v})
 
 
 def flat_sweeps(stage: Stage) -> Iterator[Measure]:
@@ -181,15 +181,13 @@ def launch_shapes(stage: Stage) -> Iterator[Measure]:
 
 def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Callable[[], None]:
     """The bare Adam kernel with moments of `dtype`, some launch options changed."""
-    codec, state = Plain(dtype=dtype), triton_dtype(dtype)
+    codecs = dict.fromkeys(("exp_avg", "exp_avg_sq"), Plain(dtype=dtype))
     batches = [Batch(Hyper(lr=1e-4, step=3), [one])]
-    [(formats, table, _)] = sweeps(batches, {"exp_avg": codec, "exp_avg_sq": codec})
-    block = scalars.scalar_block([batches[0].hyper], grad_scale=1.0, skip=None, device=one.grad.device)
-    options = launch_options(formats, table) | changed
-    return lambda: adam_sweep[(table.num_chunks,)](
-        table.records, table.grads, block, EXP_AVG=state, EXP_AVG_SQ=state, SCHEME="plain", SCHEME_SQ="plain",
-        BY_CHANCE=False, DECOUPLED=True, TE=False, **options,
-    )  # fmt: skip
+    [(formats, table, _)] = sweeps(batches, codecs)
+    kernels = kernels_of(ADAM)
+    block = filled(kernels, ADAM, [batches[0].hyper], grad_scale=1.0, skip=None, device=one.grad.device)
+    options = launch_options(formats, table) | state_options(formats, codecs) | {"BY_CHANCE": False} | changed
+    return lambda: kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 
 
 def llama(stage: Stage) -> list[int]:
@@ -287,10 +285,8 @@ def graphs(stage: Stage) -> Iterator[Measure]:
     def whole_step() -> None:
         found = grad_stats([w.grad for w in works])
         scale = (1.0 / (found.sum_of_squares.sqrt() + 1e-6)).clamp(max=1.0)
-        adam_(
-            batches, decoupled=True, order="torch", exp_avg_codec=Plain(), exp_avg_sq_codec=Plain(),
-            grad_scale=scale, skip=found.nonfinite,
-        )  # fmt: skip
+        codecs = {"exp_avg": Plain(), "exp_avg_sq": Plain()}
+        update_(batches, ADAM, codecs, grad_scale=scale, skip=found.nonfinite)
 
     whole_step()
     graph = torch.cuda.CUDAGraph()

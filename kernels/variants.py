@@ -7,17 +7,20 @@ from typing import Any
 import torch
 
 from opt_kernels.codecs import StateCodec, codec_for
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
 from opt_kernels.jit import tl
-from opt_kernels.ops.adam.triton import adam_sweep
 from opt_kernels.ops.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.ops.grad_stats.triton import SUM_BLOCK, stats_sweep, stats_total, tile_elements
-from opt_kernels.ops.lion.triton import lion_sweep
 from opt_kernels.ops.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.ops.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.ops.quantize.triton import scheme
 from opt_kernels.ops.scalars import fill_scalars
-from opt_kernels.ops.sgd.triton import sgd_sweep
 from opt_kernels.ops.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
+from opt_kernels.ops.update.kernels import kernels_of
+from opt_kernels.ops.update.triton import state_options
 
 F32, BF16, F16, I8, U8, E4M3 = (
     torch.float32,
@@ -89,11 +92,10 @@ def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec
     scaled = any(codec.block for codec in codecs.values())
     lanes = 2 + len(codecs) + sum(codec.block > 0 for codec in codecs.values()) + 3
     reads = formats.grad.itemsize + (4 if formats.main is None else formats.main.itemsize)
-    scalars = {"fresh": "fp32"} if kernel is sgd_sweep else {}
     return Variant(
         name=name,
         kernel=kernel,
-        signature={"records": "*i64", "grads": "*i64", "block": "*fp32"} | scalars,
+        signature={"records": "*i64", "grads": "*i64", "block": "*fp32"},
         constants={
             "GRAD": triton_dtype(formats.grad),
             "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
@@ -126,39 +128,35 @@ def formats(
     return Formats(grad, main, out, states, aligned)
 
 
+def update(
+    name: str, formula: Formula, dtypes: tuple[torch.dtype, ...], *, by_chance: bool = False, **of: Any
+) -> Variant:
+    """The sweep of a formula with states of these dtypes."""
+    codecs = {
+        state.name: codec_for(state.name, dtype, signed=state.signed)
+        for state, dtype in zip(formula.states, dtypes, strict=True)
+    }
+    kept = formats(states=dtypes, **of)
+    extra = state_options(kept, codecs) | {"BY_CHANCE": by_chance}
+    return sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
+
+
 def adam(
     name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", by_chance: bool = False, **of: Any
 ) -> Variant:
     """Adam with these moments."""
-    codecs = {"exp_avg": codec_for("exp_avg", m, signed=True), "exp_avg_sq": codec_for("exp_avg_sq", v, signed=False)}
-    extra = {
-        "EXP_AVG": triton_dtype(m),
-        "EXP_AVG_SQ": triton_dtype(v),
-        "SCHEME": scheme(codecs["exp_avg"]),
-        "SCHEME_SQ": scheme(codecs["exp_avg_sq"]),
-        "BY_CHANCE": by_chance,
-        "DECOUPLED": True,
-        "TE": order == "te",
-    }
-    return sweep(f"adam/{name}", adam_sweep, formats(states=(m, v), **of), codecs, extra)
+    return update(f"adam/{name}", ADAM.with_constants(te=order == "te"), (m, v), by_chance=by_chance, **of)
 
 
 def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
     """Lion with this momentum."""
-    codec = codec_for("exp_avg", m, signed=True)
-    extra = {"EXP_AVG": triton_dtype(m), "SCHEME": scheme(codec)}
-    return sweep(f"lion/{name}", lion_sweep, formats(states=(m,), **of), {"exp_avg": codec}, extra)
+    return update(f"lion/{name}", LION, (m,), **of)
 
 
 def sgd(name: str, b: torch.dtype | None, **of: Any) -> Variant:
     """SGD with this momentum, or with none."""
-    codecs = {} if b is None else {"momentum_buffer": codec_for("momentum_buffer", b, signed=True)}
-    extra = {
-        "BUFFER": None if b is None else triton_dtype(b),
-        "SCHEME": "plain" if b is None else scheme(codecs["momentum_buffer"]),
-        "NESTEROV": True,
-    }
-    return sweep(f"sgd/{name}", sgd_sweep, formats(states=() if b is None else (b,), **of), codecs, extra)
+    formula = PLAIN_SGD if b is None else SGD.with_constants(nesterov=True)
+    return update(f"sgd/{name}", formula, () if b is None else (b,), **of)
 
 
 def stats(name: str, dtype: torch.dtype) -> Variant:
@@ -265,6 +263,14 @@ def small_kernels() -> Iterator[Variant]:
         shared_allowed=True,
     )
     columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
+    for formula in (ADAM, LION, SGD):
+        yield Variant(
+            name=f"scalars/{formula.name}",
+            kernel=kernels_of(formula).fill,
+            signature={"block": "*fp32", "host": "*fp64"} | columns,
+            constants={},
+            aligned=("block", "host"),
+        )
     yield Variant(
         name="scalars/device",
         kernel=fill_scalars,

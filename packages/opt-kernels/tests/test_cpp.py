@@ -18,6 +18,7 @@ from torch import Tensor
 from opt_kernels.cpp import cache as on_disk
 from opt_kernels.cpp import compiler, threads
 from opt_kernels.cpp.compiler import CompilerError, library, usable
+from opt_kernels.dispatch import _available
 from opt_kernels.ops.grad_stats import cpp as grad_stats_cpp
 from opt_kernels.ops.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
@@ -35,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A compiler that remembers nothing, and an empty folder to keep libraries in."""
     found = (
         compiler.usable, compiler._library, compiler._attempt, compiler._warned, compiler._compiler,
-        compiler._compiler_version, on_disk.folder,
+        compiler._compiler_version, on_disk.folder, _available,
     )  # fmt: skip
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
     monkeypatch.delenv("OPT_KERNELS_CPP", raising=False)

@@ -1,7 +1,7 @@
 """Every Triton sweep against its float64 reference, dtype by dtype, and what it must leave alone."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,16 +11,16 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.codecs import Plain, StateCodec, codec_for
-from opt_kernels.ops.adam import reference as adam_reference
-from opt_kernels.ops.adam import triton as adam_triton
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.sgd import PLAIN_SGD
+from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.ops.elements import LayoutError
 from opt_kernels.ops.formats import Formats
-from opt_kernels.ops.lion import reference as lion_reference
-from opt_kernels.ops.lion import triton as lion_triton
 from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.ops.sgd import reference as sgd_reference
-from opt_kernels.ops.sgd import triton as sgd_triton
 from opt_kernels.ops.sweep import sweeps
+from opt_kernels.ops.update import reference, triton
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Batch, Hyper, Work, Works
 from opt_kernels.rules.lion import Lion
@@ -33,19 +33,21 @@ HALF_UNIT = 2.0**-24  # of float32, relative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """An op: its fast and its slow version, its states (name, whether never negative), and its own arguments."""
+    """A formula, with the fast and the slow way to run it."""
 
-    fast: Callable[..., None]
-    slow: Callable[..., None]
-    states: tuple[tuple[str, bool], ...]
-    codec_args: tuple[str, ...]
-    arguments: dict[str, Any] = field(default_factory=dict)
+    formula: Formula
+    fast: Callable[..., None] = triton.update_
+    slow: Callable[..., None] = reference.update_
+
+    @property
+    def states(self) -> tuple[tuple[str, bool], ...]:
+        """Names, and whether never negative."""
+        return tuple((state.name, not state.signed) for state in self.formula.states)
 
     def run(
         self, version: Callable[..., None], batches: list[Batch], codecs: dict[str, StateCodec], **more: Any
     ) -> None:
-        of_states = {arg: codecs[name] for arg, (name, _) in zip(self.codec_args, self.states)}
-        version(batches, **of_states, **(self.arguments | more))
+        version(batches, self.formula, codecs, **more)
 
     def codecs(self, narrow: torch.dtype) -> dict[str, StateCodec]:
         eight = {True: torch.int8, False: torch.uint8}
@@ -55,44 +57,17 @@ class Sweep:
         }
 
 
-def adam(decoupled: bool, order: str) -> Sweep:
-    return Sweep(
-        fast=adam_triton.adam_,
-        slow=adam_reference.adam_,
-        states=(("exp_avg", False), ("exp_avg_sq", True)),
-        codec_args=("exp_avg_codec", "exp_avg_sq_codec"),
-        arguments={"decoupled": decoupled, "order": order},
-    )
-
-
-def sgd(nesterov: bool, dampening: float) -> Sweep:
-    return Sweep(
-        fast=sgd_triton.sgd_,
-        slow=sgd_reference.sgd_,
-        states=(("momentum_buffer", False),),
-        codec_args=("momentum_buffer_codec",),
-        arguments={"nesterov": nesterov, "dampening": dampening},
-    )
-
-
 SWEEPS = {
-    "adamw-torch": adam(True, "torch"),
-    "adam-torch": adam(False, "torch"),
-    "adamw-te": adam(True, "te"),
-    "adam-te": adam(False, "te"),
-    "sgd-nesterov": sgd(True, 0.0),
-    "sgd-dampened": sgd(False, 0.1),
-    "sgd-plain": Sweep(
-        fast=sgd_triton.sgd_,
-        slow=sgd_reference.sgd_,
-        states=(),
-        codec_args=(),
-        arguments={"nesterov": False, "dampening": 0.0, "momentum_buffer_codec": None},
-    ),
-    "lion": Sweep(
-        fast=lion_triton.lion_, slow=lion_reference.lion_, states=(("exp_avg", False),), codec_args=("exp_avg_codec",)
-    ),
+    "adamw-torch": Sweep(formula=ADAM),
+    "adam-torch": Sweep(formula=ADAM.with_constants(decoupled=False)),
+    "adamw-te": Sweep(formula=ADAM.with_constants(te=True)),
+    "adam-te": Sweep(formula=ADAM.with_constants(te=True, decoupled=False)),
+    "sgd-nesterov": Sweep(formula=SGD_FORMULA.with_constants(nesterov=True)),
+    "sgd-dampened": Sweep(formula=SGD_FORMULA.with_constants(dampening=0.1)),
+    "sgd-plain": Sweep(formula=PLAIN_SGD),
+    "lion": Sweep(formula=LION),
 }
+LION_CODECS = {"exp_avg": Plain()}
 ONE_OF_EACH = {name: SWEEPS[name] for name in ("adamw-torch", "sgd-nesterov", "lion")}
 
 
@@ -483,23 +458,22 @@ def test_holes_are_refused(kernel_device: torch.device) -> None:
         name: tensor[::2] for name, tensor in work.state.items()
     })  # fmt: skip
     with pytest.raises(LayoutError, match="contiguous"):
-        lion_triton.lion_([Batch(HYPER, [holes])], exp_avg_codec=Plain())
+        triton.update_([Batch(HYPER, [holes])], LION, LION_CODECS)
 
 
 def test_float64_is_refused_with_a_way_on(kernel_device: torch.device) -> None:
     p = torch.zeros(4, dtype=torch.float64, device=kernel_device)
+    work = Work(grad=p, main=p.clone(), state={"exp_avg": p.clone()})
     with pytest.raises(LayoutError, match="backend='torch'"):
-        lion_triton.lion_(
-            [Batch(HYPER, [Work(grad=p, main=p.clone(), state={"exp_avg": p.clone()})])], exp_avg_codec=Plain()
-        )
+        triton.update_([Batch(HYPER, [work])], LION, LION_CODECS)
 
 
 def test_a_gradient_that_has_moved_is_found_again(kernel_device: torch.device) -> None:
     works, expected = (make_works(SWEEPS["lion"], Storage(), kernel_device) for _ in range(2))
     for _ in range(3):
         works = [replace(work, grad=work.grad.clone()) for work in works]
-        lion_triton.lion_([Batch(HYPER, works)], exp_avg_codec=Plain())
-        lion_reference.lion_([Batch(HYPER, expected)], exp_avg_codec=Plain())
+        triton.update_([Batch(HYPER, works)], LION, LION_CODECS)
+        reference.update_([Batch(HYPER, expected)], LION, LION_CODECS)
     for work, other in zip(works, expected):
         torch.testing.assert_close(work.main, other.main, rtol=1e-6, atol=1e-7)
 
@@ -512,7 +486,7 @@ def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: to
         main = memory.view(dtype)[:128]
         work = Work(grad=grad, main=main, state={"exp_avg": torch.zeros(128, device=kernel_device)})
         memory[64:] = 1.0
-        lion_triton.lion_([Batch(replace(HYPER, lr=0.5, weight_decay=0.0), [work])], exp_avg_codec=Plain())
+        triton.update_([Batch(replace(HYPER, lr=0.5, weight_decay=0.0), [work])], LION, LION_CODECS)
     assert memory[64:].tolist() == [1.0] * 192
     assert main.tolist() != [1.0] * 128
 
@@ -552,5 +526,5 @@ def test_a_rule_runs_on_triton_where_it_is_asked_for_by_name(
 
 
 def test_nothing_to_update_is_no_error() -> None:
-    adam_triton.adam_([], decoupled=True, order="torch", exp_avg_codec=Plain(), exp_avg_sq_codec=Plain())
-    lion_triton.lion_([Batch(HYPER, [])], exp_avg_codec=Plain())
+    triton.update_([], ADAM, {"exp_avg": Plain(), "exp_avg_sq": Plain()})
+    triton.update_([Batch(HYPER, [])], LION, LION_CODECS)

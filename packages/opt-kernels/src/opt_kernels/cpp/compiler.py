@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from opt_kernels.cpp import cache as on_disk
 
@@ -44,7 +45,14 @@ def usable() -> bool:
     return attempt(PROBE) is not None
 
 
-def attempt(source: Path, **macros: str | int) -> ctypes.CDLL | None:
+class Source(NamedTuple):
+    """A source by the name that its libraries get."""
+
+    name: str
+    text: str
+
+
+def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
     """What `library` returns; None where it cannot be compiled, kept or loaded, which is logged as a warning once.
 
     A step that needs it runs on torch's operations instead: a full disk or a failing compiler does not stop training.
@@ -52,7 +60,7 @@ def attempt(source: Path, **macros: str | int) -> ctypes.CDLL | None:
     return _attempt(source, _sorted(macros))
 
 
-def library(source: Path, **macros: str | int) -> ctypes.CDLL:
+def library(source: Path | Source, **macros: str | int) -> ctypes.CDLL:
     """`source` compiled after `elements.h` with these macros, and loaded.
 
     Raises CompilerError with the compiler's message.
@@ -61,7 +69,7 @@ def library(source: Path, **macros: str | int) -> ctypes.CDLL:
 
 
 @cache
-def _attempt(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
+def _attempt(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
     try:
         return _library(source, macros)
     except (CompilerError, OSError, subprocess.SubprocessError) as error:
@@ -86,9 +94,10 @@ def _warn_once(reason: str) -> None:
 
 
 @cache
-def _library(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    text = "\n".join(path.read_text() for path in (ELEMENTS, source))
-    stem = f"{source.stem}-{_digest(text, dict(macros))}"
+def _library(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
+    name, content = source if isinstance(source, Source) else Source(source.stem, source.read_text())
+    text = f"{ELEMENTS.read_text()}\n{content}"
+    stem = f"{name}-{_digest(text, dict(macros))}"
     return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, dict(macros), stem)))
 
 

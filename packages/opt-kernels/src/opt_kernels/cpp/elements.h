@@ -1,10 +1,5 @@
 // What every sweep shares: numbers as they are stored, runs of them, and how a call walks its runs.
 //
-// Compiled once for each combination of formats, which come as macros:
-//
-//   GRAD, MAIN, OUT, STATE0, STATE1   float or bfloat16; MAIN int16_t: the remainder of a bfloat16 OUT
-//   HAS_OUT, NUM_STATES               what there is of these; the type of what is not there does not matter
-//
 // Nothing here may depend on where a run is cut or on how wide the processor's vectors are: products are contracted
 // only where `fma` says so, and every operation is rounded as IEEE 754 has it.
 
@@ -95,61 +90,3 @@ extern "C" void work(Task *task) {
         __atomic_fetch_add(&task->result, result, __ATOMIC_RELAXED);
     }
 }
-
-#ifdef MAIN  // the update sweeps; statistics have no main
-
-// One run of elements.
-struct Run {
-    MAIN *main;
-    OUT *out;
-    const GRAD *grad;
-    STATE0 *state0;
-    STATE1 *state1;
-    int64_t numel;
-    int64_t row;  // of the table of hyper-parameters
-};
-
-// Run `i` of `n`, of a table that holds the fields in columns, as `sweep.py` fills it.
-static inline Run run_at(const int64_t *table, int64_t n, int64_t i) {
-    return {(MAIN *)table[i], (OUT *)table[n + i], (const GRAD *)table[2 * n + i], (STATE0 *)table[3 * n + i],
-            (STATE1 *)table[4 * n + i], table[5 * n + i], table[6 * n + i]};
-}
-
-// A rule brings its `Row`, the hyper-parameters of one group at this step, and of it
-//
-//   float grad_scale_of(const Row &)
-//   float updated(float p, float g, float &state0, float &state1, const Row &)
-//
-// which gives the new parameter and changes the states; the gradient comes scaled.
-template <class Row>
-static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {
-    MAIN *__restrict main = run.main;
-    OUT *__restrict out = run.out;
-    const GRAD *__restrict grad = run.grad;
-    STATE0 *__restrict state0 = run.state0;
-    STATE1 *__restrict state1 = run.state1;
-    const float grad_scale = grad_scale_of(row);
-    for (int64_t i = begin; i < end; i++) {
-        float s0 = NUM_STATES > 0 ? read(state0[i]) : 0.0f;
-        float s1 = NUM_STATES > 1 ? read(state1[i]) : 0.0f;
-        float p = read_main(main, out, i);
-        write_main<HAS_OUT>(main, out, i, updated(p, read(grad[i]) * grad_scale, s0, s1, row));
-        if (NUM_STATES > 0) write(state0[i], s0);
-        if (NUM_STATES > 1) write(state1[i], s1);
-    }
-}
-
-template <class Row>
-static inline int64_t update_sweep(const Task &task, int64_t begin, int64_t end) {
-    const Row *rows = (const Row *)task.extra;
-    int64_t first = 0;
-    for (int64_t i = 0; i < task.num_runs && first < end; i++) {
-        Run run = run_at(task.table, task.num_runs, i);
-        int64_t from = larger(begin - first, 0), to = smaller(end - first, run.numel);
-        if (from < to) update_span(run, rows[run.row], from, to);
-        first += run.numel;
-    }
-    return 0;
-}
-
-#endif

@@ -1,8 +1,9 @@
 """From batches of works to calls of an update sweep in C++: one per combination of formats, over all groups."""
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import CDLL
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -10,14 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.cpp.compiler import attempt
+from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
+from opt_kernels.cpp.compiler import Source, attempt
 from opt_kernels.cpp.threads import run
-from opt_kernels.ops.elements import HostHyper, LayoutError, Run, on_host, run_of
-from opt_kernels.rules.base import Batch, Work, Works
+from opt_kernels.cpp.translate import source_of
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.ops.elements import LayoutError, Run, run_of
+from opt_kernels.rules.base import Batch, Hyper, Work, Works
 
-C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-MOST_STATES = 2
+C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
+UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
+UPDATE = Path(__file__).with_name("update.h")
 SHARE_NUMEL = 1 << 15  # elements that are worth waking a thread for
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -31,26 +35,49 @@ class Formats(NamedTuple):
     out: torch.dtype | None
     states: tuple[torch.dtype, ...]
 
-    @property
-    def is_known(self) -> bool:
-        """Whether the sweeps can be compiled for them."""
-        given = (self.grad, self.main, self.out, *self.states)
+    def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
+        """The types of `update.h` for states kept by `codecs`; None where no sweep can be compiled."""
+        given = (self.grad, self.main, self.out)
         is_main = self.main is not None or self.out is torch.bfloat16
-        return is_main and all(dtype is None or dtype in C_TYPES for dtype in given)
+        if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
+            return None
+        types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
+        known = tuple(one for one in types if one is not None)
+        return known if len(known) == len(types) else None
 
-    @property
-    def macros(self) -> dict[str, str | int]:
-        """As `elements.h` asks for them; what is not there gets a type that nobody reads."""
-        states = [C_TYPES[dtype] for dtype in self.states] + ["float"] * MOST_STATES
+    def macros(self, *, by_chance: bool) -> dict[str, str | int]:
+        """As `update.h` asks for them; an out that does not exist gets a type that nobody reads."""
         return {
-            "GRAD": C_TYPES[self.grad],
-            "MAIN": "int16_t" if self.main is None else C_TYPES[self.main],
-            "OUT": "bfloat16" if self.out is None else C_TYPES[self.out],
+            "GRAD": UPDATE_TYPES[self.grad],
+            "MAIN": "int16_t" if self.main is None else UPDATE_TYPES[self.main],
+            "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
             "HAS_OUT": int(self.out is not None),
-            "NUM_STATES": len(self.states),
-            "STATE0": states[0],
-            "STATE1": states[1],
+            "BY_CHANCE": int(by_chance and self.main is torch.bfloat16),
         }
+
+
+def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
+    """The type of `update.h` that keeps a state of `dtype` as `codec` does; None where there is none."""
+    if isinstance(codec, Plain):
+        return f"Plain<{UPDATE_TYPES[dtype]}>" if dtype in UPDATE_TYPES else None
+    if dtype is not codec.dtype:
+        return None
+    match codec:
+        case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
+            return f"Scaled<Half, {str(signed).lower()}>"
+        case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
+            return f"Scaled<E4M3, {str(signed).lower()}>"
+        case Companded(block=128):
+            return "Companded"
+        case Root(block=128):
+            return "Root"
+    return None
+
+
+@cache
+def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
+    """The source of a formula's sweep."""
+    return Source(formula.name, f"{UPDATE.read_text()}\n{source_of(formula, codecs)}")
 
 
 class Columns(NamedTuple):
@@ -63,9 +90,11 @@ class Columns(NamedTuple):
     mains: Sequence[Tensor]  # or remainders
     outs: Sequence[Tensor] | None
     states: Sequence[Sequence[Tensor]]
+    scales: Sequence[Sequence[Tensor] | None]  # of each state; None where its codec has none
+    firsts: Sequence[int]
 
     def all(self) -> Iterator[Sequence[Tensor]]:
-        """The columns that are there, the gradients first."""
+        """The columns with an element for each of the parameter's, the gradients first."""
         yield self.grads
         yield self.mains
         if self.outs is not None:
@@ -86,8 +115,8 @@ class Columns(NamedTuple):
 class _Call:
     """The runs of one combination of formats, as the C++ side reads them: the fields of `struct Run` in columns."""
 
-    def __init__(self) -> None:
-        self._fields: list[array[int]] = [array("q") for _ in range(5 + MOST_STATES)]
+    def __init__(self, num_states: int) -> None:
+        self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
         self._kept: list[Columns] = []  # the fields are addresses only: this keeps them valid
         self._numel = 0
         self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
@@ -97,15 +126,14 @@ class _Call:
         self.works.append((row, works))
         numels = list(map(Tensor.numel, columns.grads))
         nothing = [0] * len(numels)
-        states = [map(Tensor.data_ptr, state) for state in columns.states] + [nothing] * MOST_STATES
-        values = (
+        values: list[Iterable[int]] = [
             map(Tensor.data_ptr, columns.mains),
             nothing if columns.outs is None else map(Tensor.data_ptr, columns.outs),
             map(Tensor.data_ptr, columns.grads),
-            *states[:MOST_STATES],
-            numels,
-            [row] * len(numels),
-        )
+        ]
+        for codes, scales in zip(columns.states, columns.scales, strict=True):
+            values += [map(Tensor.data_ptr, codes), nothing if scales is None else map(Tensor.data_ptr, scales)]
+        values += [numels, [row] * len(numels), columns.firsts]
         for into, value in zip(self._fields, values, strict=True):
             into.extend(value)
         self._kept.append(columns)
@@ -126,32 +154,31 @@ class _Call:
 
 def update_(
     batches: Sequence[Batch],
-    source: Path,
+    formula: Formula,
     codecs: Mapping[str, StateCodec],
-    row_of: Callable[[HostHyper], Sequence[float]],  # the fields of the source's `Row`
     *,
-    rounds_by_chance: bool = False,
-    **macros: int,
+    grad_scale: float,
+    stochastic_rounding: bool = False,
 ) -> list[Batch]:
-    """Sweeps every work whose tensors are float32, bfloat16 and remainders in CPU memory; returns the others.
+    """Sweeps every work in CPU memory whose formats a sweep can be compiled for; returns the others.
 
-    With `rounds_by_chance`, works whose main is not float32 are among the others; so are those whose sweep cannot be
-    compiled here.
+    Among the others are works whose sweep cannot be compiled here.
     """
-    if not all(isinstance(codec, Plain) for codec in codecs.values()):
-        return list(batches)
-    names = list(codecs)
-    calls: dict[Formats, _Call] = {}
+    calls: dict[tuple[Formats, tuple[str, ...]], _Call] = {}
     others = []
     for index, (hyper, works) in enumerate(batches):
-        for formats, same, columns in _by_formats(works, names):
-            if not formats.is_known or (rounds_by_chance and formats.main not in (None, torch.float32)):
+        for formats, same, columns in _by_formats(works, codecs):
+            types = formats.codec_types(codecs.values())
+            if types is None or (stochastic_rounding and formats.main is torch.float16):
                 others.append(Batch(hyper, same))
                 continue
-            calls.setdefault(formats, _Call()).add(_checked(columns, same, names), same, index)
-    rows = array("f", [value for hyper, _ in batches for value in row_of(on_host(hyper))])
-    for formats, call in calls.items():
-        compiled = attempt(source, **formats.macros | macros)
+            call = calls.setdefault((formats, types), _Call(len(codecs)))
+            call.add(_checked(columns, same, codecs), same, index)
+    if not calls:
+        return others
+    rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
+    for (formats, types), call in calls.items():
+        compiled = attempt(sweep_source(formula, types), **formats.macros(by_chance=stochastic_rounding))
         if compiled is None:
             others += [Batch(batches[index].hyper, same) for index, same in call.works]
         else:
@@ -159,21 +186,29 @@ def update_(
     return others
 
 
-def _by_formats(works: Sequence[Work], names: Sequence[str]) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
+def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
+    """`struct Row` of the formula's sweep. The step is cut in two, because a float holds integers up to 2^24 only."""
+    step = int(hyper.step)
+    return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
+
+
+def _by_formats(
+    works: Sequence[Work], codecs: Mapping[str, StateCodec]
+) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
     """`works` by what they are stored in, and their tensors."""
     if isinstance(works, Works) and works:
-        columns = _columns(works, names)
+        columns = _columns(works, codecs)
         if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
-            yield _formats(works[0], names), works, columns
+            yield _formats(works[0], codecs), works, columns
             return
     found: dict[Formats, list[Work]] = {}
     for work in works:
-        found.setdefault(_formats(work, names), []).append(work)
+        found.setdefault(_formats(work, codecs), []).append(work)
     for formats, same in found.items():
-        yield formats, same, _columns(same, names)
+        yield formats, same, _columns(same, codecs)
 
 
-def _formats(work: Work, names: Sequence[str]) -> Formats:
+def _formats(work: Work, names: Iterable[str]) -> Formats:
     main, out, state = work.main, work.out, work.state
     return Formats(
         work.grad.dtype,
@@ -183,30 +218,47 @@ def _formats(work: Work, names: Sequence[str]) -> Formats:
     )
 
 
-def _checked(columns: Columns, works: Sequence[Work], names: Sequence[str]) -> Columns:
+def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, StateCodec]) -> Columns:
     """`columns`, flat: a call has addresses only, and takes nothing on trust.
 
     Raises LayoutError for what cannot be walked.
     """
     if not columns.are_flat():
-        columns = _columns([run_of(work, names) for work in works], names)
-    for column in columns.all():
+        columns = _columns([run_of(work, tuple(codecs)) for work in works], codecs)
+    for column in (*columns.all(), *(scales for scales in columns.scales if scales is not None)):
         if not all(map(_IS_CPU, column)):
             devices = sorted({str(tensor.device) for tensor in column})
             raise LayoutError(
                 f"backend='cpp' with tensors on {devices}: it sweeps CPU memory, and one sweep has one device"
             )
+    for (name, codec), scales in zip(codecs.items(), columns.scales, strict=True):
+        for grad, scale in zip(columns.grads, scales or ()):
+            expected = -(-grad.numel() // codec.block)
+            if scale.shape != (expected,) or scale.dtype is not torch.float32 or not scale.is_contiguous():
+                raise LayoutError(
+                    f"{scale_name(name)} is {scale.dtype} of shape {tuple(scale.shape)} for {grad.numel()} elements; "
+                    f"allowed is contiguous torch.float32 of shape ({expected},), as init_state makes it"
+                )
     return columns
 
 
-def _columns(works: Sequence[Work | Run], names: Sequence[str]) -> Columns:
+def _columns(works: Sequence[Work | Run], codecs: Mapping[str, StateCodec]) -> Columns:
     """Of works alike in which tensors they have."""
+    firsts: Sequence[int] | None
     if isinstance(works, Works):
         mains = works.remainders if works.mains is None else works.mains
-        grads, outs, states = works.grads, works.outs, works.states
+        grads, outs, states, firsts = works.grads, works.outs, works.states, works.firsts
     else:
         mains = [main for work in works if (main := work.remainder if work.main is None else work.main) is not None]
         outs = [work.out for work in works if work.out is not None] or None
         grads, states = [work.grad for work in works], [work.state for work in works]
+        firsts = [work.first for work in works]
     assert mains is not None
-    return Columns(grads, mains, outs, [[state[name] for state in states] for name in names])
+    return Columns(
+        grads,
+        mains,
+        outs,
+        [[state[name] for state in states] for name in codecs],
+        [[state[scale_name(name)] for state in states] if codecs[name].block else None for name in codecs],
+        [0] * len(grads) if firsts is None else firsts,
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opt_kernels.ops.remainder import reference as remainder_reference
 from opt_kernels.ops.rounding import reference as rounding_reference
-from opt_kernels.rules.base import Hyper, Work
+from opt_kernels.rules.base import Work
 
 
 class Run(NamedTuple):
@@ -23,31 +23,8 @@ class Run(NamedTuple):
     first: int = 0  # number of the first element
 
 
-class HostHyper(NamedTuple):
-    """A hyper row as host numbers; reading it waits for the device where the row's values are device tensors."""
-
-    lr: float
-    weight_decay: float
-    step: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-
-
 class LayoutError(ValueError):
     """The tensors of a work cannot be walked in one order of elements."""
-
-
-def on_host(hyper: Hyper) -> HostHyper:
-    """The row as host numbers."""
-    return HostHyper(
-        lr=float(hyper.lr),
-        weight_decay=float(hyper.weight_decay),
-        step=float(hyper.step),
-        betas=hyper.betas,
-        eps=hyper.eps,
-        momentum=hyper.momentum,
-    )
 
 
 def skipped(skip: Tensor | None) -> bool:

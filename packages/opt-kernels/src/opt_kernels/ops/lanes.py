@@ -72,3 +72,21 @@ def root(x: tl.tensor, IEEE: tl.constexpr) -> tl.tensor:
         return tl.sqrt_rn(x)
     else:
         return tl.sqrt(x)
+
+
+@jit
+def sign(x: tl.tensor) -> tl.tensor:
+    """-1, 0 or 1; NaN for NaN, without which a diverged weight would look like one at rest."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+
+
+@jit
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The larger of both; NaN where either is NaN."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@jit
+def smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The smaller of both; NaN where either is NaN."""
+    return tl.where((a < b) | (a != a), a, b)

@@ -7,6 +7,7 @@ are computed in float64 and rounded once, as a host would.
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,28 +104,37 @@ def scalar_block(
 
     Raises FrozenHyperError where a CUDA graph is being captured and a number that must change is a host number.
     """
+    own = [(*hyper.betas, hyper.eps, hyper.momentum) for hyper in hypers]
+    columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
+    # `fill_scalars` reads the gradient scale last.
+    rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
     block = torch.empty(len(hypers), WIDTH.value, dtype=torch.float32, device=device)
-    lr = _on_device([h.lr for h in hypers], device)
-    weight_decay = _on_device([h.weight_decay for h in hypers], device)
-    step = _on_device([h.step for h in hypers], device)
+    fill_scalars[(len(hypers),)](block, host_rows(rows, device), *columns.on_device)
+    return block
+
+
+class Given(NamedTuple):
+    """The numbers that may be device tensors, as the kernels that compute scalars take them."""
+
+    host: tuple[tuple[float, ...], ...]  # lr, weight decay, step, gradient scale of each row; 0 where on the device
+    on_device: tuple[Tensor | None, ...]  # lr, weight decay, step, gradient scale, skip flag
+
+
+def given_columns(
+    hypers: Sequence[Hyper], *, grad_scale: float | Tensor, skip: Tensor | None, device: torch.device
+) -> Given:
+    """Numbers of the host and of the device. Raises FrozenHyperError as `scalar_block` does."""
+    names = ("lr", "weight_decay", "step")
+    columns = [_on_device([getattr(hyper, name) for hyper in hypers], device) for name in names]
     if multi_tensor.is_capturing(device):
-        _refuse_host_numbers(lr=lr, weight_decay=weight_decay, step=step)
+        _refuse_host_numbers(**dict(zip(names, columns)))
     scale = grad_scale.to(device) if isinstance(grad_scale, Tensor) else None
-    rows = tuple(
-        (
-            0.0 if lr is not None else float(h.lr),
-            0.0 if weight_decay is not None else float(h.weight_decay),
-            0.0 if step is not None else float(h.step),
-            *h.betas,
-            h.eps,
-            h.momentum,
-            1.0 if isinstance(grad_scale, Tensor) else grad_scale,
-        )
+    of_host = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+    host = tuple(
+        (*[0.0 if column is not None else float(getattr(h, name)) for name, column in zip(names, columns)], of_host)
         for h in hypers
     )
-    flag = None if skip is None else skip.to(device)
-    fill_scalars[(len(hypers),)](block, _host_rows(rows, device), lr, weight_decay, step, scale, flag)
-    return block
+    return Given(host, (*columns, scale, None if skip is None else skip.to(device)))
 
 
 def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> Tensor | None:
@@ -140,7 +150,8 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
 
 
-def _host_rows(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+def host_rows(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Numbers of the host on `device`, (rows, numbers) float64."""
     return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
 
 

@@ -29,7 +29,6 @@ from opt_kernels.multi_tensor import (
     moved,
     to_device,
 )
-from opt_kernels.ops import scalars
 from opt_kernels.ops.elements import LayoutError, Run, run_of
 from opt_kernels.ops.formats import ALIGNMENT, BLOCK, NUM_WARPS, Formats, triton_dtype
 from opt_kernels.rules.base import Batch, Work, Works
@@ -99,10 +98,8 @@ def launch(
     kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
     batches: Sequence[Batch],
     codecs: Mapping[str, StateCodec],  # of the states, in the order of their columns
-    options: Callable[[Formats], dict[str, Any]],  # what the kernel takes beside `launch_options`
-    *,
-    grad_scale: float | Tensor,
-    skip: Tensor | None,
+    options: Callable[[Formats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
+    scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
 ) -> None:
     """Launches `kernel` once for every combination of dtypes among the works; the host waits for nothing."""
     found = cut_sweeps(_pieces(batches), codecs)
@@ -114,7 +111,7 @@ def launch(
         return
     device = found[0].table.grads.device
     with devices.launching_on(device):
-        block = scalars.scalar_block([b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
+        block = scalar_block(device)
         for formats, table, _ in found:
             kernel[(table.num_chunks,)](
                 table.records, table.grads, block, **options(formats), **launch_options(formats, table)

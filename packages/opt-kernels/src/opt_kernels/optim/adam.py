@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.adam.reference import Order
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.rules.adam import Adam as AdamRule
+from opt_kernels.rules.adam import Order
 
 
 class Adam(RuleOptimizer):

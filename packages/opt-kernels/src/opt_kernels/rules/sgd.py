@@ -1,21 +1,21 @@
 """SGD with momentum."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import check_backend, tensors_of, version
-from opt_kernels.rules.base import Batch, Needs, StateSpec
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.sgd import PLAIN_SGD
+from opt_kernels.formulas.sgd import SGD as FORMULA
+from opt_kernels.rules.base import Hyper
+from opt_kernels.rules.elementwise import ElementwiseRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SGD:
-    """Gradient descent, with momentum unless told otherwise (Sutskever et al. 2013, in the form of torch.optim.SGD).
+class SGD(ElementwiseRule):
+    """Gradient descent, with momentum by default (Sutskever et al. 2013, in the form of torch.optim.SGD).
 
-    The formula stands in `ops/sgd/reference.py`. Of `Hyper` it reads lr, weight_decay, step and momentum. Raises
+    The formula is in `formulas/sgd.py`. Of `Hyper` it reads lr, weight_decay, step and momentum. Raises
     ValueError where nesterov goes with dampening or without a buffer, and for a dtype or backend that does not exist.
     """
 
@@ -26,8 +26,7 @@ class SGD:
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
 
     def __post_init__(self) -> None:
-        check_backend(self.backend, "sgd")
-        codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
+        ElementwiseRule.__post_init__(self)
         if self.nesterov and (self.dampening or not self.momentum_buffer):
             raise ValueError(
                 f"nesterov=True with dampening={self.dampening}, momentum_buffer={self.momentum_buffer}: "
@@ -39,36 +38,14 @@ class SGD:
         return "sgd"
 
     @property
-    def needs(self) -> Needs:
-        return Needs.ELEMENTS
-
-    @property
-    def momentum_buffer_codec(self) -> StateCodec | None:
+    def formula(self) -> Formula:
         if not self.momentum_buffer:
-            return None
-        return codec_for("momentum_buffer", self.momentum_buffer_dtype, signed=True)
+            return PLAIN_SGD
+        return FORMULA.with_constants(nesterov=self.nesterov, dampening=self.dampening)
 
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """How each state is stored."""
-        codec = self.momentum_buffer_codec
-        return {} if codec is None else {"momentum_buffer": codec}
+    def formula_at(self, hyper: Hyper) -> Formula:
+        """At momentum zero the buffer rests: it must not even be rounded again."""
+        return self.formula if hyper.momentum != 0 else PLAIN_SGD
 
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return state_specs(self.codecs)
-
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return init_state(self.codecs, main)
-
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
-        version("sgd", "sgd_", backend=self.backend, tensors=tensors_of(batches))(
-            batches,
-            nesterov=self.nesterov,
-            dampening=self.dampening,
-            momentum_buffer_codec=self.momentum_buffer_codec,
-            grad_scale=grad_scale,
-            skip=skip,
-        )
+    def dtype_of(self, state: str) -> torch.dtype:
+        return self.momentum_buffer_dtype

@@ -1,0 +1,116 @@
+"""The syntax of formulas: their statements, with what constants decide taken out; which calls they may make."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from opt_kernels.formulas import functions
+
+FUNCTIONS = ("fma", "sqrt", "power", "sign", "absolute", "maximum", "minimum", "where")
+
+
+class FormulaError(ValueError):
+    """A formula that cannot be translated."""
+
+
+@cache
+def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the positional and of the keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    named = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
+
+
+@cache
+def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
+    """The statements of a function, without its docstring. Raises FormulaError where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except OSError as error:
+        raise FormulaError(
+            f"{function.__qualname__} has no source to translate: {error}; define it with `def` in a file"
+        ) from None
+    found = ast.parse(source).body[0]
+    if not isinstance(found, ast.FunctionDef):
+        raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
+    body = found.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    _check_names(function, body)
+    return tuple(body)
+
+
+def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
+    """Raises FormulaError for a call of anything else than the functions of this package."""
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+            found = inspect.unwrap(function).__globals__.get(name)
+            if name not in FUNCTIONS or found is not getattr(functions, name) or node.keywords:
+                raise FormulaError(
+                    f"{function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
+                    "opt_kernels.formulas, by these names and with positional arguments"
+                )
+
+
+@cache
+def scalar_expressions(
+    function: Callable[..., Any],
+) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
+    """The assignments of `scalars`, and its scalars with their expressions. Raises FormulaError for another form."""
+    *statements, last = body_of(function)
+    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
+        raise FormulaError(f'{function.__qualname__} must end with `return {{"name": expression, ...}}`')
+    names = [key.value for key in last.value.keys if isinstance(key, ast.Constant)]
+    if len(names) != len(last.value.keys):
+        raise FormulaError(f"{function.__qualname__} must name its scalars with string literals")
+    return tuple(statements), tuple(zip(map(str, names), last.value.values))
+
+
+def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, bool | float]) -> list[ast.stmt]:
+    """The statements that run with these constants: branches on constants alone are decided; ends at a return."""
+    result: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.If):
+            test = decided(statement.test, constants)
+            if isinstance(test, ast.expr):
+                result.append(ast.If(test, statement.body, statement.orelse))
+            else:
+                result += folded(statement.body if test else statement.orelse, constants)
+        else:
+            result.append(statement)
+        if result and isinstance(result[-1], ast.Return):
+            break
+    return result
+
+
+def decided(test: ast.expr, constants: Mapping[str, bool | float]) -> ast.expr | bool:
+    """A condition as far as constants decide it: its truth, or what is left of it."""
+    if is_constant(test, constants):
+        return bool(evaluated(test, constants))
+    if not isinstance(test, ast.BoolOp):
+        return test
+    deciding = isinstance(test.op, ast.Or)  # the truth of one part that decides the whole
+    parts = [decided(part, constants) for part in test.values]
+    if deciding in parts:
+        return deciding
+    left = [part for part in parts if isinstance(part, ast.expr)]
+    return left[0] if len(left) == 1 else ast.BoolOp(test.op, left)
+
+
+def is_constant(node: ast.expr, constants: Mapping[str, bool | float]) -> bool:
+    """Whether an expression has no names but those of constants, and no calls."""
+    inner = list(ast.walk(node))
+    return not any(isinstance(n, ast.Call) for n in inner) and all(
+        n.id in constants for n in inner if isinstance(n, ast.Name)
+    )
+
+
+def evaluated(node: ast.expr, constants: Mapping[str, bool | float]) -> bool | float:
+    """The value of a constant expression."""
+    code = compile(ast.Expression(node), "<formula>", "eval")
+    value: bool | float = eval(code, {"__builtins__": {}}, dict(constants))
+    return value

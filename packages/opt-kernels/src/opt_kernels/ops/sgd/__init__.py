@@ -1,1 +1,0 @@
-"""The update sweep of SGD with momentum."""

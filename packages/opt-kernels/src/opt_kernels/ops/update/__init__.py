@@ -1,0 +1,1 @@
+"""The update sweep of every elementwise rule, made from its formula."""

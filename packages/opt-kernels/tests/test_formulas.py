@@ -1,0 +1,218 @@
+"""One formula on every backend: the same bits where formats are the same, and what a formula may not contain."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import codec_for
+from opt_kernels.cpp.compiler import usable
+from opt_kernels.formulas import Formula, FormulaError, State, fma, maximum, sign, sqrt, where
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
+from opt_kernels.ops.update import cpp, reference, torch_native
+from opt_kernels.rules.base import Batch, Hyper, Work
+
+HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
+NUMEL = 128 * 9 + 37
+FORMULAS = {
+    "adamw": ADAM,
+    "adam-l2": ADAM.with_constants(decoupled=False),
+    "adamw-te": ADAM.with_constants(te=True),
+    "adam-te-l2": ADAM.with_constants(te=True, decoupled=False),
+    "lion": LION,
+    "sgd-nesterov": SGD.with_constants(nesterov=True),
+    "sgd-dampening": SGD.with_constants(dampening=0.3),
+    "sgd-plain": PLAIN_SGD,
+}
+# Main, out and gradient, and what the states are kept in.
+FORMATS: Mapping[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {
+    "fp32": (torch.float32, None, torch.float32),
+    "fp16-out": (torch.float32, torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, None, torch.bfloat16),
+    "fp16": (torch.float16, None, torch.float16),
+}
+STATES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "8-bit": (torch.int8, torch.uint8),
+}
+needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+
+
+def values(seed: int, *, special: bool) -> Tensor:
+    """Numbers over many decades and a block of zeros; with `special`, two blocks with values that are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(NUMEL, generator=generator) * 10 ** (-5 * torch.rand(NUMEL, generator=generator))
+    x[128:256] = 0.0
+    if special:
+        x[300], x[500], x[513] = torch.inf, torch.nan, -torch.inf
+    return x
+
+
+def work_of(
+    formula: Formula,
+    formats: tuple[torch.dtype, torch.dtype | None, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    *,
+    special: bool = False,
+) -> tuple[Work, dict[str, Any]]:
+    main, out, grad = formats
+    codecs = {s.name: codec_for(s.name, dtypes[0 if s.signed else 1], signed=s.signed) for s in formula.states}
+    state: dict[str, Tensor] = {}
+    for index, (one, codec) in enumerate(zip(formula.states, codecs.values())):
+        x = values(index, special=False)
+        state[one.name] = torch.empty(NUMEL, dtype=codec.dtype)
+        scales = torch.empty(-(-NUMEL // codec.block)) if codec.block else None
+        codec.encode_(state[one.name], scales, x if one.signed else x.square())
+        state |= {} if scales is None else {f"{one.name}_scale": scales}
+    work = Work(
+        grad=values(8, special=special).to(grad),
+        main=values(9, special=False).to(main),
+        out=None if out is None else torch.empty(NUMEL, dtype=out),
+        state=state,
+        first=2**32 - 640,
+    )
+    return work, codecs
+
+
+def written(work: Work) -> dict[str, Tensor]:
+    found = {"main": work.main, "out": work.out, **work.state}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def assert_same_numbers(one: Work, other: Work) -> None:
+    for (name, a), b in zip(written(one).items(), written(other).values(), strict=True):
+        assert torch.equal(a.isnan(), b.isnan()), name
+        finite = ~a.isnan()
+        assert torch.equal(a[finite].float(), b[finite].float()), name
+
+
+# Each is a library to compile: every format with one formula, every formula with two formats.
+CASES = {
+    f"{formula}-{kept}-{states}": (FORMULAS[formula], FORMATS[kept], STATES[states])
+    for formula in FORMULAS
+    for kept in FORMATS
+    for states in STATES
+    if (kept, states) in (("fp32", "fp32"), ("fp16-out", "8-bit"))
+    or (formula == "adamw" and (kept == "fp32" or states == "fp8"))
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+@pytest.mark.parametrize(("formula", "formats", "dtypes"), CASES.values(), ids=CASES.keys())
+def test_the_compiled_sweep_has_the_bits_of_the_reference(
+    formula: Formula,
+    formats: tuple[torch.dtype, torch.dtype | None, torch.dtype],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    special: bool,
+) -> None:
+    compiled, codecs = work_of(formula, formats, dtypes, special=special)
+    expected, _ = work_of(formula, formats, dtypes, special=special)
+    reference.update_([Batch(HYPER, [expected])], formula, codecs, grad_scale=0.3)
+    cpp.update_([Batch(HYPER, [compiled])], formula, codecs, grad_scale=0.3)
+    assert_same_numbers(compiled, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("step", [1, 2**20 + 17])
+def test_the_compiled_sweep_rounds_stochastically_as_the_reference_does(step: int) -> None:
+    compiled, codecs = work_of(ADAM, FORMATS["bf16"], STATES["8-bit"])
+    expected, _ = work_of(ADAM, FORMATS["bf16"], STATES["8-bit"])
+    batch = replace(HYPER, step=step)
+    reference.update_([Batch(batch, [expected])], ADAM, codecs, stochastic_rounding=True)
+    cpp.update_([Batch(batch, [compiled])], ADAM, codecs, stochastic_rounding=True)
+    assert_same_numbers(compiled, expected)
+    nearest, _ = work_of(ADAM, FORMATS["bf16"], STATES["8-bit"])
+    cpp.update_([Batch(batch, [nearest])], ADAM, codecs)
+    assert nearest.main is not None
+    assert compiled.main is not None
+    assert not torch.equal(nearest.main, compiled.main)
+
+
+def user_scalars(*, lr: float, gain: float, step: float) -> dict[str, float]:
+    rate = lr / step
+    return {"rate": rate, "gain": gain, "is_early": where(step < 3, 1.0, 0.0)}
+
+
+def user_update(p: Any, g: Any, trace: Any, peak: Any, third: Any, *, rate: Any, gain: Any, is_early: Any) -> Any:
+    trace = fma(gain, g, trace)
+    peak = maximum(peak, trace * trace)
+    if is_early != 0:
+        rate = rate * 0.5
+    third += where(g > 0, 1.0, -1.0)
+    return p - rate * sign(trace) / (sqrt(peak) + 1.0), trace, peak, third
+
+
+USER = Formula(
+    name="user",
+    states=(State(name="trace"), State(name="peak", signed=False), State(name="third")),
+    scalars=user_scalars,
+    update=user_update,
+)
+
+
+@pytest.mark.parametrize(
+    "run", [torch_native.update_, pytest.param(cpp.update_, marks=needs_compiler)], ids=["torch", "cpp"]
+)
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_formula_of_three_states_and_numbers_of_its_own_runs_everywhere(run: Callable[..., None], step: int) -> None:
+    hyper = Hyper(lr=0.1, step=step, own={"gain": 0.7})
+    work, codecs = work_of(USER, FORMATS["fp32"], STATES["8-bit"])
+    expected, _ = work_of(USER, FORMATS["fp32"], STATES["8-bit"])
+    reference.update_([Batch(hyper, [expected])], USER, codecs)
+    run([Batch(hyper, [work])], USER, codecs)
+    assert_same_numbers(work, expected)
+
+
+def branches(p: Any, g: Any) -> Any:
+    if g > 0:
+        p = p - g
+    return p
+
+
+def loops(p: Any, g: Any) -> Any:
+    for _ in range(2):
+        p = p - g
+    return p
+
+
+def calls(p: Any, g: Any) -> Any:
+    return p - torch.sin(g)
+
+
+def forgets(p: Any, g: Any, trace: Any) -> Any:
+    return p - g
+
+
+REFUSED = {
+    "a branch on elements": (branches, (), "branches on elements"),
+    "a loop": (loops, (), "may not contain"),
+    "another function": (calls, (), "a formula may call"),
+    "a state that is not returned": (forgets, (State(name="trace"),), "must end with `return p, trace`"),
+    "other parameters": (forgets, (), "must be p, g"),
+}
+
+
+def no_scalars(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
+
+
+@pytest.mark.parametrize(("update", "states", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_translated_is_refused_when_the_formula_is_built(
+    update: Callable[..., Any], states: tuple[State, ...], message: str
+) -> None:
+    with pytest.raises(FormulaError, match=message):
+        Formula(name="refused", states=states, scalars=no_scalars, update=update)
+
+
+def test_a_number_that_the_group_lacks_is_named() -> None:
+    with pytest.raises(FormulaError, match="reads gain, which the group does not have"):
+        USER.scalars_of(Hyper(lr=0.1))
