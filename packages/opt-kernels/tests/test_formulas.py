@@ -179,7 +179,7 @@ def branches(p: Any, g: Any) -> Any:
 
 
 def loops(p: Any, g: Any) -> Any:
-    for _ in range(2):
+    for _ in (1, 2):
         p = p - g
     return p
 

@@ -142,7 +142,9 @@ struct Scaled {
         for (int64_t k = 0; k < n; k++) {
             float x = values[k], y = x * inverse;
             y = y == y ? y : 0.0f;
-            if (!SIGNED) y = x > 0.0f && y < Float::SMALLEST ? Float::SMALLEST : y;
+            // Two choices of one comparison each: GCC does not vectorise a loop with `&&` in it.
+            float least = x > 0.0f ? Float::SMALLEST : y;
+            if (!SIGNED) y = y < least ? least : y;
             Float::to(codes[begin + k], y);
         }
     }
@@ -195,10 +197,11 @@ struct Root {
         const float scale = scale_of(largest_word(values, n)), divisor = scale == 0.0f ? 1.0f : scale;
         scales[begin / GROUP] = scale;
         for (int64_t k = 0; k < n; k++) {
-            float y = values[k] / divisor;
+            float x = values[k], y = x / divisor;
             y = y == y ? y : 0.0f;
             y = __builtin_floorf(y * 255.0f + 0.5f);
-            y = values[k] > 0.0f && y < 1.0f ? 1.0f : y;
+            float least = x > 0.0f ? 1.0f : y;
+            y = y < least ? least : y;
             codes[begin + k] = uint8_t(int32_t(y));
         }
     }
