@@ -64,7 +64,9 @@ def plan(params: int, ranks: int) -> dict[str, float]:
     validated = time.perf_counter()
     parts = assign_parts(per_rank)
     assigned = time.perf_counter()
-    plans, _ = ShardedSavePlanner({}).create_global_plan([SavePlan([], planner_data=own) for own in per_rank])
+    planner = ShardedSavePlanner({})
+    planner.set_up_planner({}, None, True)
+    plans, _ = planner.create_global_plan([SavePlan([], planner_data=own) for own in per_rank])
     planned = time.perf_counter()
     load = [sum(part.box.numel for part in own) for own in parts]
     return {
