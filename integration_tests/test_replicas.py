@@ -115,6 +115,26 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
     assert all("ranks hold different values of" in message and bad in message for message in told)
 
 
+@pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
+@pytest.mark.parametrize("frozen_on", [0, 1])
+def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every_rank(
+    frozen_on: int, broadcast: bool
+) -> None:
+    """It would stay there and move on the other rank."""
+
+    def rank_main(place: Place) -> str:
+        net = Parts(place, 2)
+        net.norm.requires_grad_(place.tp.rank != frozen_on)
+        return refusal(
+            lambda: get_optimizer(
+                CONFIGS["replicated"], [net], {}, pg_collection=place.roles, broadcast_params=broadcast
+            )
+        )
+
+    told = set(run_grid(rank_main, tp=2, ep=2, etp=2))
+    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in told), told
+
+
 def test_parts_of_one_matrix_and_other_experts_may_differ() -> None:
     def rank_main(place: Place) -> None:
         net = Parts(place, 2)

@@ -31,7 +31,7 @@ def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
     One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
 
     Raises:
-        ReplicaError, on every rank: the first parameter that differs, and the ranks.
+        ReplicaError, on every rank: the first parameter that differs, or that a rank does not train, and the ranks.
     """
     sums = checksums({id: _local(param, metas[id]) for id, param in params.items()})
     error = None
@@ -46,7 +46,16 @@ def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
 
 @torch.no_grad()
 def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
-    """Writes every parameter: the values of the first rank that holds a copy. Collective: every rank calls it."""
+    """Writes every parameter: the values of the first rank that holds a copy. Collective: every rank calls it.
+
+    Raises:
+        ReplicaError, on every rank: the first parameter that a rank does not train, and the ranks.
+    """
+    error = None
+    for comm, ids in _by_comm(params, metas, roles).items():
+        per_rank = comm.gather_objects([str(id) for id in ids])
+        error = error or _missing([dict.fromkeys(names, 0) for names in per_rank], comm)
+    agree(roles.everyone, error)
     for id, param in params.items():
         stored = _local(param, metas[id])
         value = stored.contiguous()
@@ -135,12 +144,12 @@ def _local(param: nn.Parameter, meta: ParamMeta) -> Tensor:
 
 def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
     """The error for the first parameter of which ranks that hold it hold different values."""
-    first = per_rank[0]
-    for name, checksum in first.items():
-        others = [rank for rank, sums in enumerate(per_rank) if sums.get(name, checksum) != checksum]
+    if missing := _missing(per_rank, comm):
+        return missing
+    for name, checksum in per_rank[0].items():
+        others = [rank for rank, sums in enumerate(per_rank) if sums[name] != checksum]
         if others:
-            group = group_of(comm)
-            numbers = list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
+            numbers = _numbers(comm)
             return ReplicaError(
                 f"ranks hold different values of {name!r}: {[numbers[rank] for rank in others]} differ from rank "
                 f"{numbers[0]}, but copies must start equal; call torch.manual_seed with the same seed on all ranks "
@@ -148,3 +157,23 @@ def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | No
                 "(or DistributedDataParallel) to start from the first rank's values"
             )
     return None
+
+
+def _missing(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
+    """The error for the first parameter that some ranks train and others do not: its copies would drift apart."""
+    for name in dict.fromkeys(name for sums in per_rank for name in sums):
+        numbers = _numbers(comm)
+        without = [number for number, sums in zip(numbers, per_rank, strict=True) if name not in sums]
+        if without:
+            return ReplicaError(
+                f"{name!r} is not trained on ranks {without} of {numbers}, which hold copies of each other's "
+                "parameters; give it to all of these ranks with the same requires_grad, or set "
+                "tensor_model_parallel=True on it where each rank holds another part"
+            )
+    return None
+
+
+def _numbers(comm: Comm) -> list[int]:
+    """The ranks of a group, as numbers of the world where that is known."""
+    group = group_of(comm)
+    return list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
