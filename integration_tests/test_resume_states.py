@@ -315,6 +315,34 @@ def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> 
     assert group_of(again, "first.bias")["lr"] == 0.5
 
 
+def test_the_loss_scale_and_its_counts_go_on_from_a_sharded_state(tmp_path: Path) -> None:
+    """One overflow is left before a backoff, one clean step before the scale grows."""
+
+    def scales(optimizer: Optimizer, net: nn.Module, gradients: str) -> list[float]:
+        found = []
+        for kind in gradients:
+            net.weight.grad = torch.full_like(net.weight, torch.inf if kind == "x" else 1.0)
+            optimizer.step()
+            found.append(optimizer.get_loss_scale().item())
+        return found
+
+    def build() -> tuple[nn.Linear, Optimizer]:
+        net = nn.Linear(4, 4, bias=False).half()
+        config = OptimizerConfig(lr=1e-3, fp16=True, initial_loss_scale=64.0, loss_scale_window=3.0, hysteresis=2)
+        return net, get_optimizer(config, [net])
+
+    net, optimizer = build()
+    assert scales(optimizer, net, "xx..") == [64, 32, 32, 32]
+    save(optimizer.sharded_state_dict(sharded_model(net)), tmp_path / "saved")
+    resumed_net, resumed = build()
+    report = load(resumed.sharded_state_dict(sharded_model(resumed_net)), tmp_path / "saved")
+    resumed.load_state_dict(report.state)
+    assert resumed.get_loss_scale().item() == 32
+    for gradients in (".", "x", "x"):
+        assert scales(resumed, resumed_net, gradients) == scales(optimizer, net, gradients)
+    assert resumed.get_loss_scale().item() == 32
+
+
 def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(saved: Any) -> None:
     models = [Odd(seed=1) for _ in range(2)]  # not on the threads, which share torch's generator
 

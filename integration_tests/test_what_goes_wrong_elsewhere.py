@@ -172,14 +172,22 @@ class Optional(nn.Module):
 def test_a_parameter_moves_where_any_rank_used_it_and_keeps_still_where_none_did(
     used_by: tuple[int, ...], flat: bool
 ) -> None:
-    """As torch does in one process: no gradient, no decay. The gradient of one rank alone is halved by the mean."""
+    """As torch does in one process: no gradient, no decay, no zeros. The gradient of one rank alone is halved."""
 
     def rank_main(comm: ThreadComm) -> list[Tensor]:
         net = Optional()
-        sgd = config(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.1, use_distributed_optimizer=flat)
+        sgd = config(
+            optimizer="sgd",
+            sgd_momentum=0.0,
+            weight_decay=0.1,
+            use_distributed_optimizer=flat,
+            log_num_zeros_in_grad=True,
+        )
         optimizer = get_optimizer(sgd, [net], {}, pg_collection=roles_over(comm))
         net(use=comm.rank in used_by).backward()
-        assert optimizer.step().success
+        result = optimizer.step()
+        assert result.success
+        assert result.num_zeros_in_grad == 0
         return [p.detach().clone() for p in net.parameters()]
 
     moved = 1 - LR * (len(used_by) / 2 + 0.1) if used_by else 1.0

@@ -245,6 +245,19 @@ def test_a_state_that_does_not_fit_is_refused_and_left_alone(saved: Path, name: 
     assert (bias == -1).all()
 
 
+def test_padding_is_not_zeroed_where_another_tensor_is_refused(tmp_path: Path) -> None:
+    short = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+    save({"a": short, "z": ShardedTensor.from_rank_offsets("z", torch.zeros(3))}, tmp_path / "x")
+    padded, other = torch.full((8,), 9.0), torch.full((4,), 9.0)
+    state = {
+        "a": ShardedTensor.from_rank_offsets("w", padded, allow_shape_mismatch=True),
+        "z": ShardedTensor.from_rank_offsets("z", other),
+    }
+    with pytest.raises(CheckpointMismatchError, match=r"z is stored with global shape \[3\]"):
+        load(state, tmp_path / "x")
+    assert (padded == 9).all()
+
+
 def misfit_on_one(rank: int, size: int, folder: str) -> str:
     state = state_at(0, rank, size, filled=False)
     if rank == 1:

@@ -34,10 +34,10 @@ from opt_checkpoint.run.manager import step_name
 TOKEN = "0123456789abcdef" * 2
 
 
-def age(folder: Path) -> None:
-    """Make a directory look as if nobody had written there for an hour."""
+def age(folder: Path, *, seconds: float = 3600) -> None:
+    """Make a directory look as if nobody had written there for an hour, or so many seconds."""
     for path in (*folder.iterdir(), folder):
-        os.utime(path, (time.time() - 3600,) * 2)
+        os.utime(path, (time.time() - seconds,) * 2)
 
 
 def litter(folder: Path) -> set[str]:
@@ -94,6 +94,25 @@ def test_an_error_of_the_file_system_is_not_an_absence(
     assert failed
 
 
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    save(state_at(1, 0, 1), tmp_path / step_name(1))
+    iterdir = Path.iterdir
+
+    def refused(self: Path) -> Any:
+        if self == tmp_path:
+            raise OSError(error, os.strerror(error))
+        return iterdir(self)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    manager = CheckpointManager(tmp_path, in_background=False)
+    for ask in (manager.latest, manager.steps, lambda: manager.load(state_at(0, 0, 1, filled=False))):
+        with pytest.raises(CheckpointFailedError, match=rf"\[Errno {error}\]"):
+            ask()
+
+
 def test_when_all_checkpoints_are_damaged_none_is_not_the_answer(tmp_path: Path) -> None:
     for step in (1, 2):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
@@ -145,7 +164,10 @@ def test_a_lease_of_another_machine_counts_by_its_age(tmp_path: Path) -> None:
     (live / LEASE).write_text(json.dumps(holder))
     save(state_at(1, 0, 1), tmp_path / "one")
     assert live.exists()
-    age(live)
+    age(live, seconds=9 * 60)
+    save(state_at(1, 0, 1), tmp_path / "nine minutes")
+    assert live.exists()
+    age(live, seconds=11 * 60)
     save(state_at(2, 0, 1), tmp_path / "two")
     assert not live.exists()
 
