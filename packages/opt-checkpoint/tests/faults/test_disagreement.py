@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from opt_checkpoint import (
     save,
 )
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.local_contents import weighted_sum
 from opt_checkpoint.dcp.save_planner import Common
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -243,6 +245,27 @@ def test_a_state_that_does_not_fit_is_refused_and_left_alone(saved: Path, name: 
     with pytest.raises(kind, match=text):
         load(state, saved)
     assert (bias == -1).all()
+
+
+def test_blocks_of_two_ranks_that_may_repeat_are_stored_once_if_they_are_equal(tmp_path: Path) -> None:
+    def of_rank(values: list[float]) -> dict[str, Any]:
+        block = ShardedTensor.from_rank_offsets("w", torch.tensor(values))
+        return {"w": dataclasses.replace(block, may_repeat=True)}
+
+    save_as_ranks([of_rank([1.0, 2.0]), of_rank([1.0, 2.0])], tmp_path / "equal")
+    with pytest.raises(CheckpointingException, match="w"):
+        save_as_ranks([of_rank([1.0, 2.0]), of_rank([2.0, 1.0])], tmp_path / "exchanged")
+    assert not (tmp_path / "exchanged").exists()
+
+
+@pytest.mark.parametrize("other", [[2.0, 1.0, 3.0], [1.0, 2.0, 4.0], [1.0, 2.0, -3.0]])
+@pytest.mark.parametrize("repeats", [1, 1 << 18], ids=["small", "of several parts"])
+def test_sums_on_a_device_tell_exchanged_values_apart(other: list[float], repeats: int) -> None:
+    values = torch.tensor([1.0, 2.0, 3.0])
+    before = torch.zeros(repeats)
+    assert weighted_sum(torch.cat([before, values])) == weighted_sum(torch.cat([before, values.clone()]))
+    assert weighted_sum(torch.cat([before, values])) != weighted_sum(torch.cat([before, torch.tensor(other)]))
+    assert weighted_sum(torch.cat([values, before])) != weighted_sum(torch.cat([before, values]))
 
 
 def test_padding_is_not_zeroed_where_another_tensor_is_refused(tmp_path: Path) -> None:

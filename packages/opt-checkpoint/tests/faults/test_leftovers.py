@@ -157,6 +157,15 @@ def test_the_directory_of_a_save_under_way_in_another_process_stays_until_that_p
     assert not live.exists()
 
 
+def test_a_process_that_has_the_number_of_the_writer_is_not_taken_for_it(tmp_path: Path) -> None:
+    live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
+    live.mkdir()
+    holder = Process.this()._replace(pid=os.getppid(), started="1")
+    (live / LEASE).write_text(json.dumps({"target": "x", **holder._asdict()}))
+    save(state_at(1, 0, 1), tmp_path / "one")
+    assert not live.exists()
+
+
 def test_a_lease_of_another_machine_counts_by_its_age(tmp_path: Path) -> None:
     live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
     live.mkdir()

@@ -20,6 +20,9 @@ from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tree import Path, path_text
 
+_SUMMED_BYTES = 1 << 20  # that a sum widens to 64 bits at a time
+_ODD = 0x9E3779B1
+
 
 class LocalTensor(NamedTuple):
     """One sharded tensor of a rank: the boxes it could write.
@@ -169,8 +172,17 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A number equal for equal values; on a device a sum, so that values need not come to the host."""
-    return fingerprint(tensor) if tensor.device.type == "cpu" else int(bits_of(tensor).sum(dtype=torch.int64))
+    """A number equal for equal values; on a device a weighted sum, so that values need not come to the host."""
+    return fingerprint(tensor) if tensor.device.type == "cpu" else weighted_sum(tensor)
+
+
+def weighted_sum(tensor: Tensor) -> int:
+    """A sum of a tensor's bytes, each multiplied by its place, so that exchanged values change it; one host read."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in bits_of(tensor).split(_SUMMED_BYTES):
+        places = torch.arange(1, part.numel() + 1, device=tensor.device)
+        total = total * _ODD + (places * part).sum()  # wraps around
+    return int(total)
 
 
 def _local_tensor(shard: ShardedTensor, *, is_copy: bool) -> LocalTensor:
