@@ -15,15 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from opt_checkpoint.disk.dcp_metadata import METADATA, encode_dcp_metadata, read_dcp_index
+from opt_checkpoint.disk.checksums import PIECE_BYTES
+from opt_checkpoint.disk.dcp_metadata import METADATA, read_dcp_index
+from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.detect import open_checkpoint
-from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
-from opt_checkpoint.state.sharded import Shape
 
 _GROUPS_FILE = "optimizer.data"
 
@@ -61,8 +64,8 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         tensors = {renamed.get(key, key): _moved(tensor, files) for key, tensor in archives.tensors.items()}
         objects = {key: dataclasses.replace(place, file=files[place.file]) for key, place in values.items()}
         objects |= _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name or ".".join(at))))
-        index = CheckpointIndex(path=out, kind=Kind.DCP, tensors=tensors, objects=objects, files={})
-        (out / METADATA).write_bytes(encode_dcp_metadata(index, _places(index)))
+        sizes = {file.name: StoredFile(size=file.stat().st_size) for file in sorted(out.iterdir())}
+        (out / METADATA).write_bytes(_metadata(tensors, objects, sizes))
         out.rename(target)
 
 
@@ -115,8 +118,20 @@ def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]
     return places
 
 
-def _places(index: CheckpointIndex) -> dict[tuple[str, Shape | None], ByteRange]:
-    places: dict[tuple[str, Shape | None], ByteRange] = {(key, None): place for key, place in index.objects.items()}
-    for key, tensor in index.tensors.items():
-        places.update(((key, chunk.box.offsets), chunk.place) for chunk in tensor.chunks)
-    return places
+def _metadata(
+    tensors: Mapping[str, StoredTensor], objects: Mapping[str, ByteRange], files: Mapping[str, StoredFile]
+) -> bytes:
+    columns = StoredTensors.of({key: _with_sums(tensor) for key, tensor in tensors.items()}, files)
+    places = [chunk.place for key in columns for chunk in tensors[key].chunks]
+    starts, nbytes = (np.array([getattr(place, name) for place in places], "<i8") for name in ("start", "nbytes"))
+    return encode_dcp_metadata(columns, objects, list(files), (starts, nbytes), {})
+
+
+def _with_sums(tensor: StoredTensor) -> StoredTensor:
+    """The tensor with zeros for checksums, which columns need and `.metadata` does not hold."""
+
+    def summed(chunk: StoredChunk) -> StoredChunk:
+        pieces = max(1, -(-chunk.box.numel * tensor.dtype.itemsize // PIECE_BYTES))
+        return dataclasses.replace(chunk, place=dataclasses.replace(chunk.place, pieces=(0,) * pieces))
+
+    return dataclasses.replace(tensor, chunks=tuple(map(summed, tensor.chunks)))
