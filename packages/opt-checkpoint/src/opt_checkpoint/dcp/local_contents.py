@@ -179,7 +179,7 @@ def _digest(tensor: Tensor) -> int:
 def weighted_sum(tensor: Tensor) -> int:
     """A sum of a tensor's bytes, each multiplied by its place, so that exchanged values change it; one host read."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in bits_of(tensor).split(_SUMMED_BYTES):
+    for part in torch.split(bits_of(tensor), _SUMMED_BYTES):
         places = torch.arange(1, part.numel() + 1, device=tensor.device)
         total = total * _ODD + (places * part).sum()  # wraps around
     return int(total)
