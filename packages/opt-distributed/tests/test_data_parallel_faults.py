@@ -248,10 +248,9 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
         ddp.finish_grad_sync()
 
     first, second = errors_of(2, rank_main)
-    assert first == (
-        "GradientError: gradients in bucket 0 of dense float32, float32 gradients are not finite on another rank"
-    )
-    assert second == "GradientError: gradients of bias, weight are not finite on this rank"
+    where = "bucket 0 of dense float32, float32 gradients"
+    assert first == f"UnusableGradientError: gradients in {where} are not finite on another rank"
+    assert second == "UnusableGradientError: gradients of bias, weight are not finite on this rank"
 
 
 def test_a_check_for_nan_stops_the_other_instances_too() -> None:

@@ -321,3 +321,39 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
     for dense in run_threads(2, rank_main):
         for number, weight in enumerate(dense):
             torch.testing.assert_close(weight, torch.full((4,), number - 2 * LR * clipped), rtol=1e-5, atol=1e-6)
+
+
+# --- gradients that must not be used -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["nan", "shape"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_peers(damage: str, overlap: bool) -> None:
+    """Peers reduce over other groups, so that the reduction tells them nothing."""
+
+    def rank_main(comm: ThreadComm) -> list[str]:
+        axes = Axes(dp=Alone(), tp=comm)
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        settings = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=overlap)
+        net = DistributedDataParallel(settings, Net(), groups=roles)
+        optimizer = get_optimizer(OptimizerConfig(optimizer="sgd", lr=LR), [net], pg_collection=roles)
+        messages = []
+        for step in range(3):
+            spoilt = damage if (comm.rank, step) == (1, 1) else ""
+            optimizer.zero_grad()
+            backward(loss_of(net, inputs(step)) * (float("nan") if spoilt == "nan" else 1.0))
+            if spoilt == "shape":
+                net.module.first.weight.main_grad = torch.zeros(1)
+            before = [param.detach().clone() for param in net.parameters()]
+            try:
+                optimizer.step()
+                messages.append("")
+            except RuntimeError as error:
+                messages.append(f"{type(error).__name__}: {error}")
+                assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+        return messages
+
+    (fine, peer, afterwards), (_, spoilt, _) = run_threads(2, rank_main)
+    assert (fine, afterwards) == ("", "")
+    assert peer.startswith("UnusableGradientError: 1 other rank(s) refused their gradients")
+    assert "on this rank" in spoilt or "main_grad of first.weight was replaced" in spoilt

@@ -17,6 +17,10 @@ class GradientError(RuntimeError):
     """Gradients that arrived at the wrong time, in the wrong tensor, or that a check rejected."""
 
 
+class UnusableGradientError(GradientError):
+    """Gradients that must not be used, although their reduction is complete: no rank waits for the one that raises."""
+
+
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
     """Sets ``param.main_grad``: a view of a gradient buffer in its shape, where its gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import GradientError, adopt_main_grad_, is_rebound
+from opt_distributed.buffers.binding import GradientError, UnusableGradientError, adopt_main_grad_, is_rebound
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
 from opt_distributed.comm.collectives import Op
@@ -47,6 +47,7 @@ class GradBucket:
         self.state = BucketState.ACCUMULATING
         self.arrivals: dict[ParamId, int] = {}  # backward passes that brought a gradient, in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
+        self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
 
@@ -99,16 +100,17 @@ class GradBucket:
     def launch(self, iteration: int) -> None:
         """Starts the reduction.
 
+        Gradients that must not be used set `problem`: they are reduced all the same, so that no rank waits for this
+        one, and `GradSync.finish` raises.
+
         Raises:
-            GradientError: on every rank, if any rank's gradients are not finite and that is checked; on this one, if a
-                ``param.main_grad`` was replaced by something else than a gradient.
             CollectiveError: it could not be started.
         """
-        self.adopt()
+        self._adopt_or_note()
         full = self.memory.grad_bucket(self.index)
-        self.state = BucketState.IN_FLIGHT  # also where the check refuses it, on every rank
+        self.state = BucketState.IN_FLIGHT
         if self.travel.check_for_nan:
-            self._check_finite(full)
+            self.problem = self.problem or self._find_nonfinite(full)
         if self.travel.scale_before != 1.0:
             full.mul_(self.travel.scale_before)
         what = f"gradient reduction {iteration} of bucket {self.index} of {self.travel.name}"
@@ -125,22 +127,22 @@ class GradBucket:
 
         Raises:
             CollectiveError: it failed, or ran into the group's timeout.
-            GradientError: a ``param.main_grad`` was rebound while the reduction was under way.
         """
         if self._flight is None:
             if self.state is BucketState.REDUCED:
-                self.adopt()
+                self._adopt_or_note()
             return
         self._land()
         if self.travel.scale_after != 1.0:
             self.result.mul_(self.travel.scale_after)
         self.state = BucketState.REDUCED
-        self._check_bound()
+        self.problem = self.problem or self._find_rebound()
 
     def begin(self) -> None:
         """A new iteration."""
         self._land()
         self.state = BucketState.ACCUMULATING
+        self.problem = None
         self.arrivals = {}
         self._missing = len(self.ids)
 
@@ -174,23 +176,32 @@ class GradBucket:
         if flight is not None:
             flight.finish()
 
-    def _check_bound(self) -> None:
-        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
-        if rebound:
-            raise GradientError(
-                f"main_grad of {rebound[0]} was replaced while its bucket was on the wire, where it has no value yet; "
-                "call finish_grad_sync() first"
-            )
+    def _adopt_or_note(self) -> None:
+        try:
+            self.adopt()
+        except GradientError as error:
+            self.problem = self.problem or UnusableGradientError(str(error))
 
-    def _check_finite(self, full: Tensor) -> None:
+    def _find_rebound(self) -> UnusableGradientError | None:
+        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
+        if not rebound:
+            return None
+        return UnusableGradientError(
+            f"main_grad of {rebound[0]} was replaced while its bucket was on the wire, where it has no value yet; "
+            "call finish_grad_sync() first"
+        )
+
+    def _find_nonfinite(self, full: Tensor) -> UnusableGradientError | None:
         """One reduction over the bucket, one verdict of all replicas; parameters are looked at only to name them."""
         largest = torch.stack(full.aminmax()) if full.numel() else full
         found = 1.0 - largest.isfinite().all().to(torch.float32).view(1)
         for comm in (self.travel.axes.dp, self.travel.axes.inter):
             comm.all_reduce_(found, op=Op.MAX)
         if not found.item():
-            return
+            return None
         bad = [str(id) for id, view in self.views.items() if not bool(view.isfinite().all())]
         if bad:
-            raise GradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
-        raise GradientError(f"gradients in bucket {self.index} of {self.travel.name} are not finite on another rank")
+            return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
+        return UnusableGradientError(
+            f"gradients in bucket {self.index} of {self.travel.name} are not finite on another rank"
+        )

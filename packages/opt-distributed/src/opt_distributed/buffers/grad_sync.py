@@ -1,12 +1,11 @@
 """When gradients are reduced: all buckets in the step, or each in backward as soon as it is complete."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
 
 from opt_distributed.buffers.agreement import from_all_replicas
-from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
 from opt_paramgroups import ParamId
@@ -103,6 +102,8 @@ class GradSync:
 
         Raises:
             CollectiveError: a collective failed, or ran into the group's timeout.
+            UnusableGradientError: gradients must not be used (`GradBucket.problem`). All reductions are complete, so
+                that no other rank waits for this one.
         """
         if not self._finished:
             self._check_here()
@@ -112,6 +113,9 @@ class GradSync:
         if self._has_to_learn and not self._finished:
             self._learn()
         self._finished = True
+        for index in self.order:
+            if (problem := self.buckets[index].problem) is not None:
+                raise problem
 
     def begin(self) -> None:
         """Begins an iteration: gradients may accumulate again. Waits for what is under way.
@@ -120,8 +124,7 @@ class GradSync:
         rank and not on another; so all are launched first.
         """
         if self._has_run and self.launch_order.may_launch_early:
-            with suppress(GradientError):  # nobody uses these gradients
-                self.launch_order.launch_through(self)
+            self.launch_order.launch_through(self)
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.storage import StorageError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
@@ -51,6 +52,7 @@ def reduce_stats(
     device: torch.device,
     num_slots: int,
     count_zeros: bool,
+    refused: UnusableGradientError | None = None,
 ) -> Stats:
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
@@ -62,9 +64,12 @@ def reduce_stats(
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
+        UnusableGradientError: on every rank, if a rank passes `refused`, the reason why its gradients must not be used.
         StorageError: on every rank, if a parameter of any rank has left the memory that updates are written to.
     """
-    mine = torch.zeros(num_slots + 3, dtype=torch.float64, device=device)  # squares, moved, non-finite, zeros
+    # squares by slot, ranks that refuse their gradients, ranks with moved parameters, non-finite elements, zeros
+    mine = torch.zeros(num_slots + 4, dtype=torch.float64, device=device)
+    mine[-4] = refused is not None
     left = next((id for family in families for source in family.sources if (id := source.moved()) is not None), None)
     mine[-3] = left is not None
     for source, of_slots in _by_source(ready).items():
@@ -79,7 +84,12 @@ def reduce_stats(
             mine[-1] -= _of_unused(family.sources, _numels(family.sources, ready) if count_zeros else ())
     brought = _numels(shared, ready) if count_zeros else []
     summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor(brought)]))
-    *squares, num_moved, nonfinite, zeros = summed[: mine.numel()]
+    *squares, num_refused, num_moved, nonfinite, zeros = summed[: mine.numel()]
+    if num_refused:
+        raise refused or UnusableGradientError(
+            f"{int(num_refused)} other rank(s) refused their gradients; the message there names the parameter. Nothing "
+            "was updated"
+        )
     if num_moved:
         raise StorageError(_moved_in_words(left, int(num_moved)))
     zeros -= _of_unused(shared, summed[mine.numel() :])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
@@ -170,10 +171,14 @@ class Stepper:
         return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
 
     def _reduced(self) -> tuple[Stats, list[Ready]]:
+        refused: UnusableGradientError | None = None  # carried to the other ranks by the statistics
         with self.spans("optimizer-copy-to-main-grad"):
             for family in self.families:
                 for source in family.sources:
-                    source.reduce_()
+                    try:
+                        source.reduce_()
+                    except UnusableGradientError as error:
+                        refused = refused or error
         with self.spans("optimizer-unscale-and-check-inf"):
             ready = [unit.ready() for unit in self.units]
             stats = reduce_stats(
@@ -183,6 +188,7 @@ class Stepper:
                 device=self.device,
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
+                refused=refused,
             )
         return stats, ready
 
