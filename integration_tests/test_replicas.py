@@ -165,3 +165,40 @@ def test_a_checksum_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> No
     assert len(seen) == 7
     assert of(tensor.clone()) == of(tensor)
     assert of(tensor.view(1, -1).t()) == of(tensor)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_rank_whose_scheduler_follows_its_own_loss_stops_every_rank(config: str) -> None:
+    def rank_main(comm: ThreadComm) -> tuple[str, bool]:
+        net = Net(torch.float32)
+        optimizer = get_optimizer(CONFIGS[config], [net], pg_collection=roles_over(comm))
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for loss in (1.0, 0.5 + comm.rank):
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            scheduler.step(loss)
+        before = [param.detach().clone() for param in net.parameters()]
+        message = refusal(optimizer.step)
+        return message, all(map(torch.equal, before, net.parameters()))
+
+    for message, unchanged in run_threads(2, rank_main):
+        assert message.startswith("group 'default' has different numbers on the ranks that update its parameters")
+        assert "ReduceLROnPlateau" in message
+        assert unchanged
+
+
+def test_schedulers_that_agree_keep_all_ranks_stepping() -> None:
+    def rank_main(comm: ThreadComm) -> list[bool]:
+        net = Net(torch.float32)
+        optimizer = get_optimizer(CONFIGS["flat"], [net], pg_collection=roles_over(comm))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+        done = []
+        for _ in range(5):
+            for param in net.parameters():
+                param.grad = torch.ones_like(param)
+            done.append(optimizer.step().success)
+            scheduler.step()
+        return done
+
+    assert run_threads(2, rank_main) == [[True] * 5] * 2

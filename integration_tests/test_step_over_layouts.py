@@ -273,8 +273,9 @@ def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_one_smal
     assert sum(call.numel for call in calls if call.kind == "all_gather") == in_buffers
     assert (kinds.count("reduce_scatter"), kinds.count("all_gather")) == (num_buckets, num_buckets)
     (statistics,) = [call for call in calls if call.kind == "all_reduce"]
-    # Two norms; moved parameters, non-finite elements, zeros; whether each parameter has a gradient.
-    assert statistics.numel <= 5 + len(SHAPES)
+    # Two norms; refused gradients, moved parameters, non-finite elements, zeros; three of each group's numbers; whether
+    # each parameter has a gradient.
+    assert statistics.numel <= 6 + 3 * len(optimizer.param_groups) + len(SHAPES)
     assert set(kinds) == {"reduce_scatter", "all_reduce", "all_gather"}
 
 
@@ -283,7 +284,7 @@ def test_a_replicated_step_sums_each_gradient_once_and_gathers_nothing() -> None
     *grads, statistics = calls
     assert {call.kind for call in calls} == {"all_reduce"}
     assert sum(call.numel for call in grads) == sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
-    assert statistics.numel <= 5 + len(SHAPES)
+    assert statistics.numel <= 6 + 3 * len(optimizer.param_groups) + len(SHAPES)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -27,6 +27,12 @@ def wrapped(**changes: Any) -> Callable[[], list[nn.Module]]:
     return lambda: [DistributedDataParallel(DistributedDataParallelConfig(**changes), make_model())]
 
 
+def with_holes() -> list[nn.Module]:
+    model = make_model()
+    model[0].weight = nn.Parameter(torch.zeros(*model[0].weight.shape, 2)[..., 0])
+    return [model]
+
+
 CASES = {
     "unknown optimizer": (
         {"optimizer": "adma"},
@@ -149,6 +155,12 @@ CASES = {
         },
         "exp_avg_scale is kept for blocks of 128 elements, but model chunk 0 was wrapped with shard_multiple=64, which "
         "cuts through them; give DistributedDataParallel shard_multiple=128",
+    ),
+    "a parameter with holes": (
+        {"model": with_holes},
+        "parameter '0.weight' of shape (7, 5) and strides (10, 2) has holes, overlapping elements or its negative bit "
+        "set; allowed are elements that fill their memory, in any order of dimensions; make it contiguous: "
+        "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))",
     ),
     "a capability that is not built": (
         {"optimizer_cuda_graph": True},

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.collectives import Comm
@@ -23,6 +23,7 @@ from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.ops.elements import is_dense
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
@@ -149,6 +150,7 @@ def _pieces(
             param, meta, group = model.params[id], model.metas[id], model.group_of[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
+            _check_dense(id, stored)
             main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
             inspected = _inspected(buffer, axes, number)
             yield OwnedPiece(
@@ -167,6 +169,17 @@ def _pieces(
                 matrix=placed[id].spec,
                 stage=placed[id].stage,
             )
+
+
+def _check_dense(id: ParamId, stored: Tensor) -> None:
+    """Raises ConfigError for a parameter that no update could write, since its memory has holes or overlaps."""
+    if stored.is_neg() or not is_dense(stored):
+        raise ConfigError(
+            f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has holes, "
+            "overlapping elements or its negative bit set; allowed are elements that fill their memory, in any order "
+            "of dimensions; make it contiguous: "
+            "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
+        )
 
 
 def _part(meta: ParamMeta, axes: Axes) -> str:

@@ -226,6 +226,7 @@ def _build(
     )
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    stepper.compare_groups(groups)
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then peers other than replicas hold other pieces

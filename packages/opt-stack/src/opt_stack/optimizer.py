@@ -119,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
         as `step`."""
         self._check_params()
         self._warn_of_unfrozen()
-        return self.stepper.prepare_grads()
+        return self.stepper.prepare_grads(self.param_groups)
 
     def step_with_ready_grads(self) -> bool:
         """The second half: clip, update, publish. False where the norm was refused."""

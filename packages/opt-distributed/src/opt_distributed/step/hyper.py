@@ -6,7 +6,7 @@ from typing import Any
 
 from opt_kernels.rules.base import Hyper
 
-_FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
+FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
 
 
 def read_hyper(group: Mapping[str, Any], *, step: int, own: Sequence[str] = ()) -> Hyper:
@@ -17,5 +17,5 @@ def read_hyper(group: Mapping[str, Any], *, step: int, own: Sequence[str] = ()) 
     """
     if group["lr"] is None:
         raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
-    numbers = {name: group[name] for name in _FIELDS if name in group}
+    numbers = {name: group[name] for name in FIELDS if name in group}
     return Hyper(step=step, own={name: group[name] for name in own}, **numbers)

@@ -1,7 +1,7 @@
 """The statistics of a step: norms, overflow, zeros; each element counted once over all ranks, in one reduction."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ def reduce_stats(
     num_slots: int,
     count_zeros: bool,
     refused: UnusableGradientError | None = None,
+    flags: Sequence[float] = (),
+    check: Callable[[Sequence[float]], None] = lambda summed: None,
 ) -> Stats:
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
@@ -61,6 +63,8 @@ def reduce_stats(
 
     Norms and zeros count one copy of each element. Finiteness is judged on every copy that may differ: a NaN on a rank
     whose copy is not counted stops the step as well.
+
+    `flags`, as many on every rank, travel along; `check` gets their sums and may raise.
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
@@ -83,7 +87,7 @@ def reduce_stats(
             _settle_with_(family.sources, [family.axes.dp, family.axes.inter], mine[:0])
             mine[-1] -= _of_unused(family.sources, _numels(family.sources, ready) if count_zeros else ())
     brought = _numels(shared, ready) if count_zeros else []
-    summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor(brought)]))
+    summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor([*flags, *brought])]))
     *squares, num_refused, num_moved, nonfinite, zeros = summed[: mine.numel()]
     if num_refused:
         raise refused or UnusableGradientError(
@@ -92,7 +96,8 @@ def reduce_stats(
         )
     if num_moved:
         raise StorageError(_moved_in_words(left, int(num_moved)))
-    zeros -= _of_unused(shared, summed[mine.numel() :])
+    check(summed[mine.numel() : mine.numel() + len(flags)])
+    zeros -= _of_unused(shared, summed[mine.numel() + len(flags) :])
     norms = [math.sqrt(s) if s >= 0 else math.nan for s in squares]
     if nonfinite:
         norms = [n if not math.isfinite(n) else math.inf for n in norms]

@@ -18,6 +18,7 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
+from opt_distributed.step.group_check import GroupCheck
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats, reduce_zeros
@@ -78,10 +79,20 @@ class Stepper:
         self.grad_norms_by_group: dict[str, float] = {}  # of the last step, by slot name
         self.num_begun = 0  # steps since construction, for errors
         self._ready: _Prepared | None = None
+        self._group_check: GroupCheck | None = None
+
+    def compare_groups(self, groups: Groups) -> None:
+        """Lets every step compare the numbers of `groups` between ranks. Collective: all ranks call it together."""
+        self._group_check = GroupCheck(
+            groups,
+            applied={piece.group for unit in self.units for piece in unit.pieces},
+            own={name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())},
+            everyone=self.everyone,
+        )
 
     def step(self, groups: Groups) -> StepResult:
         """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes."""
-        overflow = self.prepare_grads()
+        overflow = self.prepare_grads(groups)
         norm = self.grad_norm
         zeros = self.num_zeros
         if overflow:
@@ -90,15 +101,16 @@ class Stepper:
         return StepResult(self.step_with_ready_grads(groups), norm, zeros)
 
     @torch.no_grad()
-    def prepare_grads(self) -> bool:
+    def prepare_grads(self, groups: Groups) -> bool:
         """Reduces gradients, looks at them once, tells the scaler. True where they overflowed, on every rank alike.
 
         Raises:
             CollectiveError: a peer is lost; it names the step and the collective. No weight has changed.
+            HyperError: on every rank, if ranks would update a group with different numbers. No weight has changed.
         """
         self.num_begun += 1
         with self._naming_the_step():
-            stats, ready = self._reduced()
+            stats, ready = self._reduced(groups)
         self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale, self.limits.max_norm)
         self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
         self.scaler.update(stats.overflow)
@@ -170,7 +182,7 @@ class Stepper:
         """Zero elements in the gradients that are ready; None unless they are counted."""
         return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
 
-    def _reduced(self) -> tuple[Stats, list[Ready]]:
+    def _reduced(self, groups: Groups) -> tuple[Stats, list[Ready]]:
         refused: UnusableGradientError | None = None  # carried to the other ranks by the statistics
         with self.spans("optimizer-copy-to-main-grad"):
             for family in self.families:
@@ -181,6 +193,7 @@ class Stepper:
                         refused = refused or error
         with self.spans("optimizer-unscale-and-check-inf"):
             ready = [unit.ready() for unit in self.units]
+            compared = self._group_check
             stats = reduce_stats(
                 self.families,
                 ready,
@@ -189,6 +202,8 @@ class Stepper:
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
                 refused=refused,
+                flags=compared.flags(groups) if compared else (),
+                check=lambda summed: compared.check(summed, groups) if compared else None,
             )
         return stats, ready
 

@@ -1,0 +1,81 @@
+"""Whether ranks step with the same numbers: a comparison of parameter groups inside the step's one reduction.
+
+A scheduler that follows a loss of one rank, or an edit of `param_groups` on some ranks only, would let replicas drift
+apart. Each rank brings a checksum of the numbers of every group that it applies; sums of checksums and of their
+squares tell whether all are equal.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor
+
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.step.hyper import FIELDS
+
+_BITS = 20  # the sum of squares stays exact in float64 on up to 8,192 ranks
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class HyperError(ValueError):
+    """Ranks would update the same parameters with different numbers."""
+
+
+class GroupCheck:
+    """Compares groups that several ranks apply, by position and name. Groups that differ when it is made, such as
+    those that each pipeline stage chose for itself, are left alone."""
+
+    def __init__(self, groups: Groups, *, applied: Collection[int], own: Iterable[str] = (), everyone: Comm) -> None:
+        """Collective: all ranks of `everyone` make one together.
+
+        Args:
+            groups: `param_groups`.
+            applied: indices of the groups that this rank's pieces belong to.
+            own: entries that rules read beside those of `Hyper`.
+            everyone: all ranks of the step.
+        """
+        self._entries = (*FIELDS, *sorted(set(own)))
+        self._alone = everyone.size == 1
+        applied_here = {(i, str(groups[i].get("name", ""))): self._checksum(groups[i]) for i in sorted(applied)}
+        per_rank: list[dict[tuple[int, str], int]] = [] if self._alone else everyone.gather_objects(applied_here)
+        values: dict[tuple[int, str], list[int]] = {}
+        for of_rank in per_rank:
+            for key, checksum in of_rank.items():
+                values.setdefault(key, []).append(checksum)
+        self._keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
+        self._applied = [key in applied_here for key in self._keys]
+
+    def flags(self, groups: Groups) -> list[float]:
+        """What this rank adds to the reduction: for each group 1, its checksum and the checksum's square, or zeros."""
+        flags: list[float] = []
+        for (index, _), applied in zip(self._keys, self._applied, strict=True):
+            checksum = self._checksum(groups[index]) if applied else 0
+            flags += [float(applied), float(checksum), float(checksum**2)]
+        return flags
+
+    def check(self, summed: Sequence[float], groups: Groups) -> None:
+        """Raises HyperError, on every rank, unless all ranks brought equal numbers."""
+        for number, (index, name) in enumerate(self._keys):
+            count, total, squares = (int(value) for value in summed[3 * number : 3 * number + 3])
+            if count * squares != total**2:
+                here = {entry: groups[index][entry] for entry in self._entries if entry in groups[index]}
+                raise HyperError(
+                    f"group {name!r} has different numbers on the ranks that update its parameters (here {here}); they "
+                    "must be equal on all ranks: make the same edits of param_groups everywhere, and give schedulers "
+                    "such as ReduceLROnPlateau a metric that is averaged over the ranks. Nothing was updated"
+                )
+
+    def _checksum(self, group: Mapping[str, Any]) -> int:
+        numbers = [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
+        return crc32(repr(numbers).encode()) >> (32 - _BITS)
+
+
+def _plain(value: Any) -> Any:
+    """A form with the same text on every rank; tensors on an accelerator are not read."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else str(value) if isinstance(value, str) else None
