@@ -28,6 +28,8 @@ PROBE = Path(__file__).with_name("probe.cpp")
 # Contraction is off so that an element's bits do not depend on where the compiler found room for a fused product; the
 # next two let loops with roots and comparisons be vectorised, and change no result.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
+# By default compilers use half of what AVX-512 has; sweeps of 8-bit states take a tenth longer with that.
+X86_FLAGS = ("-mprefer-vector-width=512",)
 TIMEOUT = 120  # seconds; a sweep takes a fraction of one
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ def _compile(text: str, macros: Mapping[str, str], stem: str) -> Path:
     with tempfile.TemporaryDirectory(dir=on_disk.folder()) as folder:
         made = Path(folder) / f"{stem}.so"
         defined = [f"-D{name}={value}" for name, value in macros.items()]
-        command = [*_command(), *FLAGS, "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
+        command = [*_command(), *_flags(), "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         if done.returncode:
             raise CompilerError(f"{shlex.join(_command())}: {done.stderr.strip() or f'status {done.returncode}'}")
@@ -120,8 +122,12 @@ def _compile(text: str, macros: Mapping[str, str], stem: str) -> Path:
 
 def _digest(text: str, macros: Mapping[str, str]) -> str:
     defined = [f"{name}={value}" for name, value in macros.items()]
-    parts = (text, *FLAGS, *defined, *_command()[1:], _compiler_version(), _processor())
+    parts = (text, *_flags(), *defined, *_command()[1:], _compiler_version(), _processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *X86_FLAGS) if platform.machine() in ("x86_64", "AMD64") else FLAGS
 
 
 @cache

@@ -112,15 +112,17 @@ def _span(codecs: Sequence[str]) -> list[str]:
         "static inline __attribute__((always_inline)) void update_group(",
         "    const Run &run, const Row row, int64_t begin, int64_t n) {",
         POINTERS,
-        *(
-            f"float values{i}[GROUP]; Codec{i}::decode(values{i}, run.codes{i}, run.scales{i}, begin, n);"
-            for i in states
-        ),
+        *restricted,
+        "prefetch(main, begin + AHEAD);",
+        "prefetch(grad, begin + AHEAD);",
+        *(f"float values{i}[GROUP];" for i in states),
+        *(f"const float scale{i} = Codec{i}::scale(run.scales{i}, begin);" for i in states),
+        "#pragma GCC ivdep",  # codes are bytes, which could lie anywhere as far as C++ knows
         "for (int64_t k = 0; k < n; k++) {",
         "const int64_t i = begin + k;",
-        *(f"float s{i} = values{i}[k];" for i in states),
+        *(f"float s{i} = Codec{i}::decode(codes{i}[i], scale{i});" for i in states),
         *element,
-        *(f"values{i}[k] = s{i};" for i in states),
+        *(f"values{i}[k] = Codec{i}::kept(s{i});" for i in states),
         "}",
         *(f"Codec{i}::encode(values{i}, run.codes{i}, run.scales{i}, begin, n);" for i in states),
         "}",

@@ -6,7 +6,15 @@
 //   HAS_OUT, BY_CHANCE   whether there is an out; whether a bfloat16 main is rounded stochastically
 
 constexpr int64_t GROUP = 128;  // elements that share a scale; the definitions stand in codecs.py
+constexpr int64_t AHEAD = 4 * GROUP;  // elements by which groups are fetched before they are needed
 constexpr float TINY = 1.17549435e-38f;
+
+// Fetches a group of elements. A group is short: the processor does not see by itself that memory is read in order.
+template <class T>
+static inline void prefetch(const T *values, int64_t begin) {
+    const char *from = (const char *)(values + begin);
+    for (int64_t k = 0; k < GROUP * int64_t(sizeof(T)); k += 64) __builtin_prefetch(from + k);
+}
 
 struct half {
     uint16_t bits;
@@ -19,15 +27,19 @@ static inline float read(half x) {
     return float_of(word | (uint32_t(x.bits & 0x8000) << 16));
 }
 
-// To nearest, ties to even; infinite from 65520 on.
-static inline uint32_t half_word(float x) {
+// To nearest, ties to even, below 2^16 in size; infinite from 65520 on.
+static inline uint32_t finite_half(float x) {
     uint32_t word = word_of(x), size = word & 0x7FFFFFFF;
     uint32_t normal = ((size + 0xFFF + ((size >> 13) & 1)) >> 13) - (112u << 10);
     // 2^-1 has units in the last place of 2^-24, the step of subnormals: the sum rounds as they must.
     uint32_t small = word_of(float_of(size) + 0.5f) - 0x3F000000;
-    uint32_t magnitude = size < 0x38800000 ? small : normal;
-    magnitude = size >= 0x47800000 ? (size > 0x7F800000 ? 0x7E00 : 0x7C00) : magnitude;
-    return ((word >> 16) & 0x8000) | magnitude;
+    return ((word >> 16) & 0x8000) | (size < 0x38800000 ? small : normal);
+}
+
+static inline uint32_t half_word(float x) {
+    uint32_t word = word_of(x), size = word & 0x7FFFFFFF;
+    uint32_t magnitude = size > 0x7F800000 ? 0x7E00 : 0x7C00;
+    return size >= 0x47800000 ? ((word >> 16) & 0x8000) | magnitude : finite_half(x);
 }
 
 static inline void write(half &to, float x) { to.bits = uint16_t(half_word(x)); }
@@ -62,16 +74,17 @@ static inline void write_main(Main *main, Out *out, int64_t i, float x, int64_t 
 
 // --- codecs ----------------------------------------------------------------------------------------------------------
 
-// Each decodes and encodes `n` values, at most GROUP, from element `begin`, a multiple of GROUP.
+// Each decodes a code under its group's scale, and encodes `n` values, at most GROUP, from element `begin`, a multiple of
+// GROUP. The values come as `kept` gives them: the roots of those that are never negative.
 template <class T>
 struct Plain {
     using Code = T;
     static constexpr bool CODED = false;
     static inline float plain(const Code *codes, int64_t i) { return read(codes[i]); }
     static inline void store_plain(Code *codes, int64_t i, float x) { write(codes[i], x); }
-    static inline void decode(float *values, const Code *codes, const float *, int64_t begin, int64_t n) {
-        for (int64_t k = 0; k < n; k++) values[k] = read(codes[begin + k]);
-    }
+    static inline float scale(const float *, int64_t) { return 1.0f; }
+    static inline float decode(Code code, float) { return read(code); }
+    static inline float kept(float x) { return x; }
     static inline void encode(const float *values, Code *codes, float *, int64_t begin, int64_t n) {
         for (int64_t k = 0; k < n; k++) write(codes[begin + k], values[k]);
     }
@@ -87,16 +100,16 @@ static inline int32_t largest_word(const float *values, int64_t n) {
     return largest;
 }
 
-static inline void take_roots(float *values, int64_t n) {
-    for (int64_t k = 0; k < n; k++) values[k] = __builtin_sqrtf(values[k]);
-}
-
+// Codes are finite, and below 2^15 in size.
 struct Half {
     using Code = half;
     static constexpr int EXPONENT = 15;
     static constexpr float SMALLEST = 0x1p-24f;
-    static inline float from(half code) { return read(code); }
-    static inline void to(half &code, float y) { code.bits = uint16_t(half_word(y)); }
+    static inline float from(half code) {
+        uint32_t size = word_of(float_of(uint32_t(code.bits & 0x7FFF) << 13) * 0x1p112f);
+        return float_of(size | (uint32_t(code.bits & 0x8000) << 16));
+    }
+    static inline void to(half &code, float y) { code.bits = uint16_t(finite_half(y)); }
 };
 
 struct E4M3 {
@@ -123,15 +136,13 @@ struct Scaled {
     static constexpr bool CODED = true;
     static inline float plain(const Code *, int64_t) { return 0.0f; }
     static inline void store_plain(Code *, int64_t, float) {}
-    static inline void decode(float *values, const Code *codes, const float *scales, int64_t begin, int64_t n) {
-        const float scale = scales[begin / GROUP];
-        for (int64_t k = 0; k < n; k++) {
-            float y = Float::from(codes[begin + k]) * scale;
-            values[k] = SIGNED ? y : y * y;
-        }
+    static inline float scale(const float *scales, int64_t begin) { return scales[begin / GROUP]; }
+    static inline float decode(Code code, float scale) {
+        float y = Float::from(code) * scale;
+        return SIGNED ? y : y * y;
     }
-    static inline void encode(float *values, Code *codes, float *scales, int64_t begin, int64_t n) {
-        if (!SIGNED) take_roots(values, n);
+    static inline float kept(float x) { return SIGNED ? x : __builtin_sqrtf(x); }
+    static inline void encode(const float *values, Code *codes, float *scales, int64_t begin, int64_t n) {
         const int32_t largest = largest_word(values, n);
         const int32_t biased = (largest >> 23) + (1 - Float::EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         const bool finite = largest < 0x7F800000;
@@ -156,18 +167,29 @@ static inline float scale_of(int32_t largest) {
     return largest >= 0x7F800000 ? float_of(0x7FC00000) : largest == 0 ? 0.0f : size > TINY ? size : TINY;
 }
 
+// code / DIVISOR, correctly rounded for every 8-bit code: a product, corrected by what it missed.
+template <int DIVISOR>
+static inline float fraction(int code) {
+    constexpr float reciprocal = 1.0f / DIVISOR;
+    const float c = float(code), estimate = c * reciprocal;
+#if defined(__FMA__) || defined(__aarch64__)
+    return fma(fma(-estimate, float(DIVISOR), c), reciprocal, estimate);
+#else
+    return c / DIVISOR;
+#endif
+}
+
 struct Companded {
     using Code = int8_t;
     static constexpr bool CODED = true;
     static inline float plain(const Code *, int64_t) { return 0.0f; }
     static inline void store_plain(Code *, int64_t, float) {}
-    static inline void decode(float *values, const Code *codes, const float *scales, int64_t begin, int64_t n) {
-        const float scale = scales[begin / GROUP];
-        for (int64_t k = 0; k < n; k++) {
-            float y = float(codes[begin + k]) / 127.0f;
-            values[k] = y / (2.0f - __builtin_fabsf(y)) * scale;
-        }
+    static inline float scale(const float *scales, int64_t begin) { return scales[begin / GROUP]; }
+    static inline float decode(Code code, float scale) {
+        float y = fraction<127>(code);
+        return y / (2.0f - __builtin_fabsf(y)) * scale;
     }
+    static inline float kept(float x) { return x; }
     static inline void encode(const float *values, Code *codes, float *scales, int64_t begin, int64_t n) {
         const float scale = scale_of(largest_word(values, n)), divisor = scale == 0.0f ? 1.0f : scale;
         scales[begin / GROUP] = scale;
@@ -185,15 +207,13 @@ struct Root {
     static constexpr bool CODED = true;
     static inline float plain(const Code *, int64_t) { return 0.0f; }
     static inline void store_plain(Code *, int64_t, float) {}
-    static inline void decode(float *values, const Code *codes, const float *scales, int64_t begin, int64_t n) {
-        const float scale = scales[begin / GROUP];
-        for (int64_t k = 0; k < n; k++) {
-            float y = float(codes[begin + k]) / 255.0f * scale;
-            values[k] = y * y;
-        }
+    static inline float scale(const float *scales, int64_t begin) { return scales[begin / GROUP]; }
+    static inline float decode(Code code, float scale) {
+        float y = fraction<255>(code) * scale;
+        return y * y;
     }
-    static inline void encode(float *values, Code *codes, float *scales, int64_t begin, int64_t n) {
-        take_roots(values, n);
+    static inline float kept(float x) { return __builtin_sqrtf(x); }
+    static inline void encode(const float *values, Code *codes, float *scales, int64_t begin, int64_t n) {
         const float scale = scale_of(largest_word(values, n)), divisor = scale == 0.0f ? 1.0f : scale;
         scales[begin / GROUP] = scale;
         for (int64_t k = 0; k < n; k++) {
