@@ -10,17 +10,18 @@ from worlds import Job, run_jobs
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Ran]]:
     jobs = {f"{kind}, {ignores}": Job(train, (kind, ignores)) for kind in KINDS for ignores in (False, True)}
+    jobs |= {f"{kind}, alone": Job(train, (kind, False, True)) for kind in KINDS}
     return run_jobs(2, jobs)
 
 
-@pytest.mark.parametrize("ignores", [False, True], ids=["all", "all but the norm"])
+@pytest.mark.parametrize("wrapped", ["False", "True", "alone"], ids=["all", "all but the norm", "over each rank alone"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(
-    kind: str, ignores: bool, two: dict[str, list[Ran]]
+    kind: str, wrapped: str, two: dict[str, list[Ran]]
 ) -> None:
-    """Parameters that the wrapper was told to ignore are averaged by the step."""
+    """The step averages parameters that the wrapper was told to ignore, and all where it averages over other ranks."""
     want = train_alone(made_for(kind))
-    for got in two[f"{kind}, {ignores}"]:
+    for got in two[f"{kind}, {wrapped}"]:
         for name, weight in want.weights.items():
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)

@@ -29,12 +29,14 @@ def made_for(kind: str) -> OptimizerConfig:
     return config(**KINDS[kind])
 
 
-def train(kind: str, ignores: bool) -> Ran:
-    """One rank of a model in torch's wrapper, which leaves the norm to its user where it `ignores` it."""
+def train(kind: str, ignores: bool, alone: bool = False) -> Ran:
+    """One rank of a model in torch's wrapper, which leaves the norm to its user where it `ignores` it, and averages
+    over this rank only where it is `alone`."""
     model = Mlp()
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()] if alone else None
     if ignores:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight", "norm.bias"])
-    wrapper = DistributedDataParallel(model)
+    wrapper = DistributedDataParallel(model, process_group=group)
     optimizer = get_optimizer(made_for(kind), [wrapper], {})
     numels: list[int] = []
     results = []

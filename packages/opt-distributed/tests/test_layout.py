@@ -364,7 +364,10 @@ def test_fingerprints_are_equal_for_equal_layouts_only() -> None:
         flat_layout(vectors(1000, 1000), num_shards=4),
         flat_layout(vectors(1000, 1000), num_shards=2, bucket_size=500),
     ]
-    assert len({one.fingerprint(), *(other.fingerprint() for other in others)}) == 4
+    exchanged = [ParamShape(id=ParamId(0, name), shape=(1000,)) for name in ("p1", "p0")]
+    renamed = [ParamShape(id=ParamId(0, name), shape=(1000,)) for name in ("p9", "p1")]
+    others += [flat_layout(params, num_shards=2) for params in (exchanged, renamed)]
+    assert len({one.fingerprint(), *(other.fingerprint() for other in others)}) == 6
 
 
 @pytest.mark.parametrize(

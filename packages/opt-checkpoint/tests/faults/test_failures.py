@@ -13,7 +13,15 @@ import torch.distributed as dist
 from checkpoint_ranks import RankPool
 from states import state_at
 
-from opt_checkpoint import AsyncSaver, CheckpointFailedError, load, save
+from opt_checkpoint import (
+    AsyncSaver,
+    CheckpointFailedError,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    save,
+    sharded_like,
+)
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.run import save_load
@@ -96,6 +104,27 @@ def fail_outside_of_hooks(rank: int, size: int, folder: str, case: str) -> None:
 @pytest.mark.parametrize("case", ["two arguments", "a lock"])
 def test_so_does_one_that_is_raised_outside_of_planning(ranks: RankPool, tmp_path: Path, case: str) -> None:
     ranks.run(2, fail_outside_of_hooks, str(tmp_path), case)
+
+
+def fail_to_merge(rank: int, size: int, folder: str) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: object, flat: object) -> list[ShardedTensor]:
+        return [sharded_like(f"{key}.{half}", part) for half, part in enumerate(data.chunk(2))]
+
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        if rank == 1 and merging:
+            raise ZeroDivisionError("halves of nothing")
+        return torch.cat(parts)
+
+    merging: list[str] = []
+    state = {f"w{rank}": ShardedTensorFactory(f"w{rank}", torch.ones(4), build, merge)}
+    save(state, Path(folder) / "x")
+    merging.append("yes")
+    with pytest.raises(CheckpointFailedError, match=r"rank 1.*ZeroDivisionError.*halves of nothing"):
+        load(state, Path(folder) / "x")
+
+
+def test_a_merge_that_fails_on_one_rank_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, fail_to_merge, str(tmp_path))
 
 
 def save_without_the_other(rank: int, size: int, folder: str) -> float:
