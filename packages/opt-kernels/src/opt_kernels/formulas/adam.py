@@ -50,7 +50,8 @@ def update(
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
     if te:
-        direction = (exp_avg / correction1) / (sqrt(exp_avg_sq / correction2) + eps)
+        root = sqrt(exp_avg_sq / correction2) + eps
+        direction = (exp_avg / correction1) / root
         if decoupled and weight_decay != 0:
             direction = direction + weight_decay * p
         return p - lr * direction, exp_avg, exp_avg_sq
