@@ -1,6 +1,6 @@
 """Cases of the composition fuzz: frozen values and who holds what. Torch and the standard library only.
 
-A case says which model is trained by which rule in which numbers, on which grid of ranks, how gradients and state
+A case says which model is trained by which rule in which dtypes, on which grid of ranks, how gradients and state
 travel, and what goes wrong on the way. `drawing.draw(seed)` makes them.
 """
 
@@ -148,9 +148,9 @@ class Setup:
         return self.sharding != "replicated"
 
     def __str__(self) -> str:
-        told = [str(self.grid), self.sharding]
-        told += [name if value is True else f"{name}={value}" for name, value in _unusual(self, ("grid", "sharding"))]
-        return " ".join(told)
+        parts = [str(self.grid), self.sharding]
+        parts += [name if value is True else f"{name}={value}" for name, value in _unusual(self, ("grid", "sharding"))]
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +250,11 @@ class Case:
 
     def __str__(self) -> str:
         """The case in a sentence: what differs from the simplest one."""
-        told = [f"{self.rule} in {self.numbers}", f"{len(self.params)} parameters", str(self.setup)]
+        parts = [f"{self.rule} in {self.numbers}", f"{len(self.params)} parameters", str(self.setup)]
         if self.resume is not None:
-            told.append(f"saved before step {self.resume_at} and resumed on [{self.resume}]")
-        told += [f"{name}={value!r}" for name, value in _unusual(self, _IN_SENTENCE)]
-        return f"case {self.seed}: " + ", ".join(told)
+            parts.append(f"saved before step {self.resume_at} and resumed on [{self.resume}]")
+        parts += [f"{name}={value!r}" for name, value in _unusual(self, _IN_SENTENCE)]
+        return f"case {self.seed}: " + ", ".join(parts)
 
 
 # --- which rank has which part of a parameter -------------------------------------------------------------------------

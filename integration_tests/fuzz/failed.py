@@ -1,4 +1,4 @@
-"""An exception of a rank, as it can be sent between processes and told to people."""
+"""An exception of a rank, as it can be sent between processes and printed."""
 
 import traceback
 from dataclasses import dataclass

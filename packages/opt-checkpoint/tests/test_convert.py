@@ -281,7 +281,7 @@ class Hostile:
         (["a", "a", "b", "c", "d", "e"], "a names several parameters"),
         (["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
         ({"a": 1}, "holds a dict, not a JSON list of names"),
-        ([1, 2], "is no JSON list of names"),
+        ([1, 2], "is not a JSON list of names"),
     ],
     ids=["too few", "double", "too many", "no list", "no names"],
 )

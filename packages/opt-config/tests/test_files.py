@@ -71,7 +71,7 @@ def test_a_dict_is_read_back_as_it_was_written():
 
 def test_json_written_is_strict_json():
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     written = json.loads(FULL.to_json(), parse_constant=refuse)
     assert written["grad_norm_skip_threshold"] == "inf"

@@ -208,8 +208,8 @@ REFUSED_PARAMETERS: Mapping[str, tuple[Build, Callable[[], Tensor], str]] = {
     "expanded": (optim.SGD, lambda: nn.Parameter(torch.ones(1, 4).expand(6, 4)), "make it contiguous"),
     "negative bit": (optim.Lion, lambda: nn.Parameter(torch._neg_view(torch.ones(3))), "negative bit"),
     "complex": (optim.AdamW, lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "view_as_real"),
-    "3-d to Muon": (optim.Muon, lambda: matrix(2, 3, 4), r"shape \(2, 3, 4\) is no matrix of Muon"),
-    "1-d to SOAP": (optim.SOAP, lambda: matrix(3), r"shape \(3,\) is no matrix of SOAP"),
+    "3-d to Muon": (optim.Muon, lambda: matrix(2, 3, 4), r"shape \(2, 3, 4\) is not a matrix for Muon"),
+    "1-d to SOAP": (optim.SOAP, lambda: matrix(3), r"shape \(3,\) is not a matrix for SOAP"),
     "fp16 remainder": (
         lambda p: optim.AdamW(p, mains="remainder"), lambda: matrix(dtype=torch.float16), "give mains='float32'",
     ),
@@ -231,7 +231,7 @@ def test_a_parameter_that_no_step_could_update_is_refused_when_built(
     ("group", "message"),
     [
         ({"use_matrix_rule": True}, r"shape \(7,\) is not a matrix"),
-        ({"split_rows": (2, 1)}, r"shape \(7,\) is no matrix of Muon"),
+        ({"split_rows": (2, 1)}, r"shape \(7,\) is not a matrix for Muon"),
     ],
 )
 def test_groups_that_make_matrices_of_what_is_none_are_refused_when_built(group: dict[str, Any], message: str) -> None:

@@ -44,7 +44,7 @@ def read_names(file: PathLike) -> list[str]:
     """
     names = _read_list(file, "names")
     if not all(isinstance(name, str) for name in names):
-        raise CheckpointingException(f"{file} is no JSON list of names: {names!r:.200}")
+        raise CheckpointingException(f"{file} is not a JSON list of names: {names!r:.200}")
     return names
 
 
@@ -67,7 +67,7 @@ def _read_list(file: PathLike, of: str) -> list[Any]:
     try:
         rows = json.loads(Path(file).read_text())
     except ValueError as error:
-        raise CheckpointingException(f"{file} is no JSON: {error}") from None
+        raise CheckpointingException(f"{file} is not JSON: {error}") from None
     if not isinstance(rows, list):
         raise CheckpointingException(f"{file} holds a {type(rows).__name__}, not a JSON list of {of}")
     return rows

@@ -102,7 +102,7 @@ def megatron_to_checkpoint(
         step: how many updates were made; None for the stored count.
 
     Raises:
-        CheckpointingException: it is no Megatron-Core directory, has a format that is not read, or needs `slots`.
+        CheckpointingException: it is not a Megatron-Core directory, has a format that is not read, or needs `slots`.
     """
     index = read_index(source)
     if index.kind is not Kind.MEGATRON and not any(map(_BUCKET_STATE.fullmatch, index.tensors)):

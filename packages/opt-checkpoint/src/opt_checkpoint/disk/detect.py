@@ -41,7 +41,7 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
     if has_manifest(where):
         return read_manifest(where)
     if not where.is_dir():
-        raise CheckpointNotFoundError(f"{where} does not exist, or is no directory")
+        raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory")
     if not (where / METADATA).exists():
         raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
     if any(_is_our_data(p) for p in where.glob("*.distcp")):

@@ -54,9 +54,9 @@ def _checked_content(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         content = json.loads(raw[: match.start()])
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path / OLD_MANIFEST} is no JSON: {error}") from error
+        raise CheckpointCorruptError(f"{path / OLD_MANIFEST} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointCorruptError(f"{path / OLD_MANIFEST} is no JSON object")
+        raise CheckpointCorruptError(f"{path / OLD_MANIFEST} is not a JSON object")
     return content
 
 

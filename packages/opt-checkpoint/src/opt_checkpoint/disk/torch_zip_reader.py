@@ -171,7 +171,7 @@ def check_archive_size(raw: bytes) -> None:
     """Refuse an archive that is larger in memory than as a file: `torch.save` compresses nothing.
 
     Raises:
-        CheckpointCorruptError: it is no zip archive, or its entries are compressed or overlap.
+        CheckpointCorruptError: it is not a zip archive, or its entries are compressed or overlap.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:

@@ -67,7 +67,7 @@ def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
     so the value moves there.
 
     Raises:
-        GradientError: ``param.main_grad`` is no tensor of the parameter's shape.
+        GradientError: ``param.main_grad`` is not a tensor of the parameter's shape.
     """
     current = getattr(param, "main_grad", None)
     if current is view:

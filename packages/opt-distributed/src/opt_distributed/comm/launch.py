@@ -21,7 +21,7 @@ def join_launched_world(devices: Iterable[str]) -> None:
     CPU.
 
     Raises:
-        ConfigError: `WORLD_SIZE` is above 1, but other variables of the rendezvous are missing, or it is no number.
+        ConfigError: `WORLD_SIZE` is above 1, but other variables of the rendezvous are missing, or it is not a number.
     """
     if not dist.is_available() or dist.is_initialized() or _world_size() == 1:
         return

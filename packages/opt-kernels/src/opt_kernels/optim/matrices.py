@@ -58,7 +58,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return for_dtype(self.rule, param)
         if self.scalar_rule is None:
             raise MatrixError(
-                f"a parameter of shape {tuple(param.shape)} is no matrix of {type(self).__name__}; give "
+                f"a parameter of shape {tuple(param.shape)} is not a matrix for {type(self).__name__}; give "
                 "scalar_optimizer='adam' or 'lion', or leave it to another optimizer"
             )
         return for_dtype(self.scalar_rule, param)
