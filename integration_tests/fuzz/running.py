@@ -26,12 +26,12 @@ def failures(case: Case) -> list[str]:
         if case.mistake is not None:
             return _unless_refused(first, case.mistake)
         if case.setup.checks_nan and any(step.overflows for step in expected[: case.resume_at or case.steps]):
-            return _unless_all_raise(first, "GradientError")
+            return _unless_all_raise(first, "UnusableGradientError")
         if case.resume is None or _failed(first):
             return _failed(first) or list(_differences(case, expected, first, range(case.steps)))
         second = run_part(case, case.resume, second_part, path)
         if case.resume.checks_nan and any(step.overflows for step in expected[case.resume_at :]):
-            return _unless_all_raise(second, "GradientError")
+            return _unless_all_raise(second, "UnusableGradientError")
     found = list(_differences(case, expected, first, range(case.resume_at)))
     if _failed(second):
         return found + [f"resumed: {line}" for line in _failed(second)]

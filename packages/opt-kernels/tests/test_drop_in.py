@@ -321,3 +321,11 @@ def test_backend_and_options_reach_the_rule_of_other_parameters(build: Build) ->
         build([matrix()], scalar_optimizer="lion", scalar_options={"exp_avg_sq_dtype": torch.uint8})
     with pytest.raises(ValueError, match="without scalar_optimizer"):
         build([matrix()], scalar_options=options)
+
+
+def test_a_shard_without_elements_is_accepted_whatever_its_strides() -> None:
+    param = nn.Parameter(torch.empty(6, 4)[:, 4:])
+    optimizer = optim.AdamW([param], lr=0.1)
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.shape == (6, 0)

@@ -170,7 +170,9 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps."""
+    """Whether the elements fill their memory without holes or overlaps, as no elements do."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride != expected:
