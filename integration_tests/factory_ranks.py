@@ -53,7 +53,7 @@ def with_empty_ranks(config: OptimizerConfig, dtype: torch.dtype, empty: tuple[i
 
 
 def refusals() -> dict[str, str]:
-    """What each rank is told of builds that only one rank, or all together, can see to be wrong."""
+    """The message of each rank for builds that only one rank, or all together, can see to be wrong."""
     return {name: _told(build) for name, build in REFUSED.items()}
 
 

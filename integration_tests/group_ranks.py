@@ -61,7 +61,7 @@ def train_alone(made: OptimizerConfig) -> Trained:
 
 
 class Layout(NamedTuple):
-    """A mesh, how the model is laid out on it, and what the factory is told of it."""
+    """A mesh, how the model is laid out on it, and the groups that the factory gets."""
 
     sizes: tuple[int, ...]
     axes: tuple[str, ...]
@@ -249,7 +249,7 @@ BUILDS: Mapping[str, Callable[[], Any]] = {
 
 
 def build_all() -> dict[str, str]:
-    """What each rank is told of builds."""
+    """The message of each rank, by build."""
     return {name: _outcome(build) for name, build in BUILDS.items()}
 
 
@@ -280,6 +280,6 @@ def device_of_a_rank_without_tensors() -> str:
 
 
 def chunks_on_different_devices() -> str:
-    """What each rank is told if one of them has its model elsewhere."""
+    """The message of each rank if one of them has its model on another device."""
     device = "meta" if dist.get_rank() == 2 else "cpu"
     return _outcome(lambda: _device([Mlp().to(device)], world()))

@@ -59,7 +59,7 @@ def sharded(run: Run) -> dict[str, Any]:
 
 
 def _stacked(case: Case) -> Mapping[str, tuple[str, int, int]]:
-    """Experts of a layer that are alike are saved as one stack: by parameter its key, its place and their number."""
+    """Experts of a layer with equal shapes are saved as one stack: by parameter its key, its place and their number."""
     found = {}
     for param in case.params:
         layer = [other for other in case.params if other.number == param.number]
