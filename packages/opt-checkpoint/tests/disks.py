@@ -31,6 +31,10 @@ class CountingFiles(LocalFiles):
         self._before("create")
         return super().create(path)
 
+    def reopen(self, path: Path) -> int:
+        self._before("reopen")
+        return super().reopen(path)
+
     def write(self, fd: int, data: bytes | memoryview) -> int:
         self._before("write")
         return super().write(fd, data)
@@ -128,6 +132,11 @@ class LossyFiles(CountingFiles):
         self._paths[fd] = path
         self._unsynced_content.add(path)
         self._unsynced_names.add(path)
+        return fd
+
+    def reopen(self, path: Path) -> int:
+        fd = super().reopen(path)
+        self._paths[fd] = path
         return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:

@@ -184,7 +184,7 @@ class CheckpointReader(StorageReader):
             return _Read(place.file, place.start, place.nbytes, item)
         if self._check != "never" and values.crc is not None and values.nbytes <= PIECE_BYTES:
             return _Read(place.file, values.start, values.nbytes, item)
-        first, last = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths)).span
+        first, last = _region_of(chunk, item).span
         pieced = values.start if values.pieces and self._check != "never" else None
         return _Read(place.file, values.start + first * dtype.itemsize, (last - first) * dtype.itemsize, item, pieced)
 
@@ -226,9 +226,9 @@ class CheckpointReader(StorageReader):
             source = CheckedValues(file, values, first.storage_index.fqn)
         for read in batch:
             target = planner.resolve_tensor(read.item).detach()
-            region = Region(chunk.box.sizes, tuple(read.item.storage_offsets), tuple(read.item.lengths))
+            region = _region_of(chunk, read.item)
             start = values.start + region.span.start * dtype.itemsize
-            read_region(target, region, dtype, FilePosition(source, start))
+            read_region(chunk.as_stored(target), region, dtype, FilePosition(source, start))
             self._commit(read.item, target, planner)
 
     def _take(self, raw: memoryview, item: ReadItem, planner: LoadPlanner) -> None:
@@ -242,12 +242,12 @@ class CheckpointReader(StorageReader):
             planner.load_bytes(item, io.BytesIO(raw))
             return
         chunk, dtype = self._chunk(item), self.index.tensors[item.storage_index.fqn].dtype
-        region = Region(chunk.box.sizes, tuple(item.storage_offsets), tuple(item.lengths))
+        region = _region_of(chunk, item)
         target = planner.resolve_tensor(item).detach()
         if self._is_bare(item):
-            whole = len(raw) == math.prod(chunk.box.sizes) * dtype.itemsize
+            whole = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * dtype.itemsize
             values = raw[region.span.start * dtype.itemsize :] if whole else raw
-            target.copy_(region.of_bytes(values, dtype))
+            chunk.as_stored(target).copy_(region.of_bytes(values, dtype))
         else:
             target.copy_(region.of_tensor(_archived(raw, chunk, dtype)))
         self._commit(item, target, planner)
@@ -256,6 +256,10 @@ class CheckpointReader(StorageReader):
         with self.count.lock:
             self.count.wanted += target.numel() * self.index.tensors[item.storage_index.fqn].dtype.itemsize
         planner.commit_tensor(item, target)
+
+
+def _region_of(chunk: StoredChunk, item: ReadItem) -> Region:
+    return chunk.region(tuple(item.storage_offsets), tuple(item.lengths))
 
 
 def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:

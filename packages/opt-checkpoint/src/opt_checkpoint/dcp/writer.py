@@ -27,16 +27,16 @@ from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter, ItemSums
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_megatron_mark
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
-from opt_checkpoint.disk.files import Files, LocalFiles, discard, make_parents, new_file, write_file
+from opt_checkpoint.disk.files import Files, LocalFiles, new_file, write_file
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
-from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
+from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.read_region import is_plain_memory
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
-from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+from opt_checkpoint.errors import CheckpointingException
 
 _SMALL_BYTES = 256 << 10
 
@@ -107,13 +107,13 @@ class CheckpointWriter(StorageWriter):
         self._details = details
         self._files: Files = files or LocalFiles()
         self._planned = 0
-        self._lease: Lease | None = None
+        self._directory = NewDirectory(path, save_id, self._files)
         self.index: CheckpointIndex | None = None
 
     @property
     def temporary(self) -> Path:
         """The directory written to until the commit."""
-        return self.path.with_name(f".opt-checkpoint-tmp-{self._save_id}")
+        return self._directory.temporary
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse another target: a writer serves one save.
@@ -147,14 +147,7 @@ class CheckpointWriter(StorageWriter):
             CheckpointExistsError: something is at the target already.
             OSError: the directory cannot be made.
         """
-        if os.path.lexists(self.path):
-            raise CheckpointExistsError(
-                f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
-            )
-        make_parents(self._files, self.path)
-        self._files.make_dir(self.temporary)
-        self._lease = Lease(self._files, self.temporary, self.path.name)
-        remove_leftovers(self._files, self.path.parent, self._lease.renewed)
+        self._directory.make()
         self._planned = sum(len(plan.items) for plan in plans)
         return [
             SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
@@ -208,38 +201,16 @@ class CheckpointWriter(StorageWriter):
             write_file(self._files, self.temporary / name, content)
             index.files[name] = StoredFile(size=len(content), crc=crc32(content))
         write_file(self._files, self.temporary / MANIFEST, encode_manifest(index))
-        self._commit()
+        self._directory.commit()
         self.index = index
-
-    def _commit(self) -> None:
-        """Names first, then the rename, then the rename's own name.
-
-        When only the last step fails, the checkpoint stays: it is whole, and a reader may have opened it.
-        """
-        self.release()
-        self._files.remove(self.temporary / LEASE)
-        self._files.sync_dir(self.temporary)
-        self._files.rename(self.temporary, self.path)
-        try:
-            self._files.sync_dir(self.path.parent)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{error.strerror} (when syncing {self.path.parent}: {self.path.name} is there and whole, but a loss "
-                f"of power may still undo its name)",
-            ) from error
 
     def release(self) -> None:
         """Give up the lease on the temporary directory; called by `finish` and `abandon`."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
+        self._directory.release()
 
     def abandon(self) -> None:
         """Remove the temporary directory of a failed save; on the coordinator, when all ranks are done."""
-        self.release()
-        if self.temporary.is_dir():
-            discard(self._files, self.temporary, self._save_id)
+        self._directory.abandon()
 
 
 def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> _Placed:

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock
 from types import TracebackType
 
-from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError
 
 FILE_MARK = b"opt-checkpoint data 1 "
@@ -23,18 +23,22 @@ def file_header(save_id: str) -> bytes:
     return (FILE_MARK + save_id.encode()).ljust(63) + b"\n"
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, *, follow: bool = False) -> int:
     """A descriptor of a regular file, for reading.
 
     A checkpoint may come from a stranger: a symbolic link would lead out of its directory, and a FIFO would wait for a
     writer.
+
+    Args:
+        path: the file.
+        follow: whether it may be a symbolic link, as the files in Hugging Face's cache are.
 
     Raises:
         CheckpointCorruptError: something other than a regular file is there.
         OSError: it cannot be opened; FileNotFoundError where nothing is there.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket
             raise CheckpointCorruptError(f"{path} is not a regular file; it is not read") from error
@@ -75,7 +79,7 @@ class DataFile:
             OSError: it cannot be opened.
         """
         try:
-            fd = open_regular(self.path)
+            fd = open_regular(self.path, follow=self._files.follow)
         except FileNotFoundError:
             raise CheckpointCorruptError(
                 f"data file {self.path} is missing; a checkpoint must lie where all ranks see it"
@@ -125,6 +129,7 @@ class DataFiles:
 
     def __init__(self, index: CheckpointIndex, limit: int = 64) -> None:
         self._path, self._limit = index.path, limit
+        self.follow = index.kind is Kind.SAFETENSORS
         self._header = None if index.save_id is None else file_header(index.save_id)
         self._files: dict[str, DataFile] = {}
         self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one read longest ago first

@@ -26,6 +26,9 @@ class Files(Protocol):
     def create(self, path: Path) -> int:
         """Create a new file for writing; a file descriptor."""
 
+    def reopen(self, path: Path) -> int:
+        """Open a file that is there for writing; a file descriptor."""
+
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """Write some of `data`; the number of bytes written."""
 
@@ -67,6 +70,9 @@ class LocalFiles:
 
     def create(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def reopen(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         return os.write(fd, data)
@@ -136,7 +142,19 @@ def _write_through(view: memoryview, write: Callable[[memoryview], int]) -> None
 @contextmanager
 def new_file(files: Files, path: Path) -> Iterator[int]:
     """A new file that is on disk for good when the block ends without an error."""
-    fd = files.create(path)
+    with _synced(files, files.create(path)) as fd:
+        yield fd
+
+
+@contextmanager
+def shared_file(files: Files, path: Path) -> Iterator[int]:
+    """A file that several ranks write; what this one wrote is on disk for good when the block ends without an error."""
+    with _synced(files, files.reopen(path)) as fd:
+        yield fd
+
+
+@contextmanager
+def _synced(files: Files, fd: int) -> Iterator[int]:
     try:
         yield fd
         files.fsync(fd)

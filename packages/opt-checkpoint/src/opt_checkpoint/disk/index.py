@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.disk.read_region import Region
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
 
@@ -27,6 +29,7 @@ class Kind(Enum):
     OURS = "opt-checkpoint"  # a manifest is there, and its checksum is right
     DCP = "torch.distributed.checkpoint"  # only `.metadata`
     MEGATRON = "torch_dist"  # `.metadata` and `metadata.json` of Megatron-Core
+    SAFETENSORS = "safetensors"  # files of Hugging Face, read under other names
 
     def unwrapped(self, loaded: Any) -> Any:
         """An object as its owner gave it: the reference and we store it in a list of one, stock writers bare."""
@@ -60,21 +63,63 @@ class ByteRange:
         return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
 
 
+class Within(NamedTuple):
+    """Where a chunk lies in a larger array, whose axes may be in another order.
+
+    Args:
+        shape: shape of the array.
+        offsets: where the chunk begins in it.
+        axes: for every axis of the array, which axis of the chunk it is; None where the chunk has no such axis. The
+            size of the chunk along the axes that are not named is 1.
+    """
+
+    shape: Shape
+    offsets: Shape
+    axes: tuple[int | None, ...]
+
+    def region(self, offsets: Shape, sizes: Shape) -> Region:
+        """The box of the array that holds a box of the chunk."""
+        inner = [0 if axis is None else offsets[axis] for axis in self.axes]
+        shape = tuple(1 if axis is None else sizes[axis] for axis in self.axes)
+        return Region(self.shape, tuple(o + i for o, i in zip(self.offsets, inner)), shape)
+
+    def as_stored(self, values: Tensor) -> Tensor:
+        """A box of the chunk as a view with the axes of the array."""
+        kept = [axis for axis in self.axes if axis is not None]
+        dropped = [axis for axis in range(values.dim()) if axis not in kept]
+        view = values.permute(*dropped, *kept)[(0,) * len(dropped)]
+        for position, axis in enumerate(self.axes):
+            view = view.unsqueeze(position) if axis is None else view
+        return view
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
     """A box of a tensor, and where its values are.
 
     Args:
         box: the part of the tensor.
-        place: the bytes that hold it.
+        place: the bytes that hold it, or all of the array that it is within.
         archived: shape of the tensor in the archive at `place`; None where it is the box's.
         first: how many of its elements, in row-major order, come before the box.
+        within: where the box lies in the array at `place`; None where that is the box alone.
     """
 
     box: Box
     place: ByteRange
     archived: Shape | None = None
     first: int = 0
+    within: Within | None = None
+
+    def region(self, offsets: Shape, sizes: Shape) -> Region:
+        """The part of the stored array that holds a box of the chunk."""
+        if self.within is not None:
+            return self.within.region(offsets, sizes)
+        return Region(self.box.sizes, offsets, sizes)
+
+    def as_stored(self, values: Tensor) -> Tensor:
+        """A box of the chunk as a view with the axes of the stored array."""
+        return values if self.within is None else self.within.as_stored(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,10 @@ _ID = "[0-9a-f]{32}"
 _TEMPORARY = re.compile(rf"\.opt-checkpoint-(?:tmp|deleting)-{_ID}|.+?(?:\.(?:tmp|deleting)-{_ID})+")
 _DELETING = re.compile(rf"\.opt-checkpoint-deleting-{_ID}|.+\.deleting-{_ID}")
 
-_FILES = re.compile(r"__\d+_\d+\.distcp|manifest\.(?:bin|json)|metadata\.json|\.metadata|lease\.json")
+_FILES = re.compile(
+    r"__\d+_\d+\.distcp|manifest\.(?:bin|json)|metadata\.json|\.metadata|lease\.json|"
+    r"model(?:-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
 
 
 def is_leftover(name: str) -> bool:

@@ -172,12 +172,28 @@ def load(
     ranks, source = ranks_of(process_group), Path(path).absolute()
     same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
     what = f"loading {source}"
-    mode, rule = StrictHandling.parse(strict), DtypeRule.parse(dtype)
     opened = agreed(ranks, lambda: _opened(source, verify, safe_globals), what)
     planner = ShardedLoadPlanner(
-        state, opened.index, opened.common, strict=mode, dtype=rule, aliases=aliases, safe_globals=safe_globals
+        state,
+        opened.index,
+        opened.common,
+        strict=StrictHandling.parse(strict),
+        dtype=DtypeRule.parse(dtype),
+        aliases=aliases,
+        safe_globals=safe_globals,
     )
-    reader = CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
+    return carry_out(
+        ranks, planner, CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
+    )
+
+
+def carry_out(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+    """Plan a load, prove it, and read; all ranks call this together, with one index.
+
+    Raises:
+        CheckpointingException: as `load`.
+    """
+    what = f"loading {reader.index.path}"
     with _failures_as_ours(what), _quiet_alone(ranks):
         dcp_load({}, storage_reader=crossing(reader), planner=crossing(planner), process_group=ranks.group)
     everyone(ranks, _error_of(planner.assemble), what)
@@ -186,7 +202,7 @@ def load(
         missing=tuple(planner.missing),
         unexpected=planner.unexpected,
         cast=tuple(planner.cast),
-        kind=opened.index.kind,
+        kind=reader.index.kind,
         bytes_wanted=reader.count.wanted,
         bytes_read=reader.count.read,
     )

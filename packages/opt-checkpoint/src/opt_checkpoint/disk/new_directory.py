@@ -1,0 +1,78 @@
+"""A directory that is filled under a temporary name, and appears whole by one rename or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from opt_checkpoint.disk.files import Files, discard, make_parents
+from opt_checkpoint.disk.lease import LEASE, Lease, remove_leftovers
+from opt_checkpoint.errors import CheckpointExistsError
+
+
+class NewDirectory:
+    """The target of one save, on the rank that coordinates it.
+
+    Args:
+        path: where the directory shall be; nothing may be there.
+        save_id: 32 hexadecimal digits that name this save.
+        files: the file system.
+    """
+
+    def __init__(self, path: Path, save_id: str, files: Files) -> None:
+        self.path, self._save_id, self._files = path, save_id, files
+        self._lease: Lease | None = None
+
+    @property
+    def temporary(self) -> Path:
+        """The directory written to until the commit."""
+        return self.path.with_name(f".opt-checkpoint-tmp-{self._save_id}")
+
+    def make(self) -> None:
+        """Make the temporary directory, and remove those of dead saves.
+
+        Raises:
+            CheckpointExistsError: something is at the target already.
+            OSError: the directory cannot be made.
+        """
+        if os.path.lexists(self.path):
+            raise CheckpointExistsError(
+                f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
+            )
+        make_parents(self._files, self.path)
+        self._files.make_dir(self.temporary)
+        self._lease = Lease(self._files, self.temporary, self.path.name)
+        remove_leftovers(self._files, self.path.parent, self._lease.renewed)
+
+    def commit(self) -> None:
+        """Names first, then the rename, then the rename's own name.
+
+        When only the last step fails, the directory stays: it is whole, and a reader may have opened it.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        self.release()
+        self._files.remove(self.temporary / LEASE)
+        self._files.sync_dir(self.temporary)
+        self._files.rename(self.temporary, self.path)
+        try:
+            self._files.sync_dir(self.path.parent)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror} (when syncing {self.path.parent}: {self.path.name} is there and whole, but a loss "
+                f"of power may still undo its name)",
+            ) from error
+
+    def release(self) -> None:
+        """Give up the lease on the temporary directory; called by `commit` and `abandon`."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def abandon(self) -> None:
+        """Remove the temporary directory of a failed save, when all ranks are done."""
+        self.release()
+        if self.temporary.is_dir():
+            discard(self._files, self.temporary, self._save_id)
