@@ -73,7 +73,7 @@ def test_the_contracts_hold(copy: Path) -> None:
     ("module", "line"),
     [
         ("opt-config/src/opt_config/errors.py", "import opt_paramgroups"),
-        ("opt-kernels/src/opt_kernels/dispatch.py", "import opt_config"),
+        ("opt-kernels/src/opt_kernels/backends/dispatch.py", "import opt_config"),
         ("opt-checkpoint/src/opt_checkpoint/errors.py", "import opt_kernels"),
         ("opt-distributed/src/opt_distributed/layout/padding.py", "import opt_stack"),
         ("opt-distributed/src/opt_distributed/layout/padding.py", "import opt_distributed.step.clip"),

@@ -15,7 +15,7 @@ from opt_distributed.buffers import wire
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import DONE, Alone, Pending
 from opt_distributed.comm.groups import Axes, Roles
-from opt_kernels.cpp.compiler import usable
+from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, factory, get_optimizer
 
 SIZE, WIDTH, DEPTH = 4, 512, 8

@@ -60,5 +60,5 @@ def test_it_asks_for_no_torch_of_an_index_of_its_own(wheel: zipfile.ZipFile) -> 
 def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
     (path,) = Path(os.environ["OPT_STACK_DIST"]).glob("opt_kernels-*.whl")
     names = zipfile.ZipFile(path).namelist()
-    assert "opt_kernels/ops/update/triton.py" in names
-    assert "opt_kernels/cpp/update.h" in names
+    assert "opt_kernels/backends/triton/update.py" in names
+    assert "opt_kernels/backends/cpp/update.h" in names

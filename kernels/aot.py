@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, i
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from variants import Variant, all_variants
 
-from opt_kernels.jit import INTERPRETED
+from opt_kernels.backends.triton.jit import INTERPRETED
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {

@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.triton.grad_stats import grad_stats
+from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.sweep import launch_options, sweeps
+from opt_kernels.backends.triton.update import filled, state_options, update_
 from opt_kernels.codecs import Plain, codec_for
+from opt_kernels.codecs.remainder import split_
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.ops.grad_stats.triton import grad_stats
-from opt_kernels.ops.muon import Inputs
-from opt_kernels.ops.muon import torch_native as muon_in_torch
-from opt_kernels.ops.muon import triton as muon_kernels
-from opt_kernels.ops.newton_schulz.coefficients import Coefficients
-from opt_kernels.ops.newton_schulz.torch_native import newton_schulz
-from opt_kernels.ops.orthogonal_basis import reference as householder
-from opt_kernels.ops.orthogonal_basis import torch_native as cholesky
-from opt_kernels.ops.remainder.reference import split_
-from opt_kernels.ops.sweep import launch_options, sweeps
-from opt_kernels.ops.syrk.torch_native import dense_product
-from opt_kernels.ops.syrk.triton import halved_product
-from opt_kernels.ops.update.kernels import kernels_of
-from opt_kernels.ops.update.triton import filled, state_options, update_
+from opt_kernels.matrices.muon import Inputs
+from opt_kernels.matrices.muon import torch_native as muon_in_torch
+from opt_kernels.matrices.muon import triton as muon_kernels
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
+from opt_kernels.matrices.newton_schulz.torch_native import newton_schulz
+from opt_kernels.matrices.orthogonal_basis import reference as householder
+from opt_kernels.matrices.orthogonal_basis import torch_native as cholesky
+from opt_kernels.matrices.syrk.torch_native import dense_product
+from opt_kernels.matrices.syrk.triton import halved_product
 from opt_kernels.optim import AdamW, Muon
-from opt_kernels.rules.base import Batch, Hyper, Work, Works
+from opt_kernels.works import Batch, Hyper, Work, Works
 
 QUINTIC = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 

@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
+from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, stats_sweep, stats_total, tile_elements
+from opt_kernels.backends.triton.jit import tl
+from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.quantize import scheme
+from opt_kernels.backends.triton.scalars import fill_scalars
+from opt_kernels.backends.triton.update import state_options
 from opt_kernels.codecs import StateCodec, codec_for
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
-from opt_kernels.jit import tl
-from opt_kernels.ops.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
-from opt_kernels.ops.grad_stats.triton import SUM_BLOCK, stats_sweep, stats_total, tile_elements
-from opt_kernels.ops.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
-from opt_kernels.ops.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
-from opt_kernels.ops.quantize.triton import scheme
-from opt_kernels.ops.scalars import fill_scalars
-from opt_kernels.ops.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
-from opt_kernels.ops.update.kernels import kernels_of
-from opt_kernels.ops.update.triton import state_options
+from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
+from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
+from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
 
 F32, BF16, F16, I8, U8, E4M3 = (
     torch.float32,

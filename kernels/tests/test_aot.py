@@ -86,7 +86,7 @@ KERNELS_OF_TORCH = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[1])
-from opt_kernels.ops.syrk.triton import SMALLEST_ROWS, halving_pays, input_precision
+from opt_kernels.matrices.syrk.triton import SMALLEST_ROWS, halving_pays, input_precision
 from variants import all_variants, triton_dtype
 compiled = {(v.constants["PRECISION"], v.name.split("-")[1]) for v in all_variants() if v.name.startswith("syrk/")}
 for setting in ("highest", "high", "medium"):

@@ -14,7 +14,7 @@ from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout
 from opt_distributed.step.compute import ComputeStage
-from opt_kernels.rules.base import Hyper, MatrixPart, MatrixSpec, Task, Work
+from opt_kernels.works import Hyper, MatrixPart, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 SHAPES = [(6, 4), (5, 3), (1, 7), (4, 4), (2, 9, 3)]

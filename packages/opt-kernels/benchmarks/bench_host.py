@@ -22,13 +22,13 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without i
 
 import torch
 
+from opt_kernels.backends.triton import grad_stats as stats_kernels
+from opt_kernels.backends.triton import update as update_kernels
+from opt_kernels.backends.triton.kernels import Kernels, kernels_of
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.ops.grad_stats import triton as stats_kernels
-from opt_kernels.ops.update import triton as update_kernels
-from opt_kernels.ops.update.kernels import Kernels, kernels_of
 from opt_kernels.optim import AdamW
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Work, Works
+from opt_kernels.works import Batch, Hyper, Work, Works
 
 NUM_TENSORS, NUMEL = 290, 4096
 BUDGET_MS = 0.15

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.newton_schulz.coefficients import CoefficientType, Schedule, schedule
-from opt_kernels.ops.newton_schulz.segments import cut
-from opt_kernels.ops.newton_schulz.torch_native import newton_schulz
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType, Schedule, schedule
+from opt_kernels.matrices.newton_schulz.segments import cut
+from opt_kernels.matrices.newton_schulz.torch_native import newton_schulz
 from opt_kernels.optim import Muon
 
 GOAL = 1 / 1.5

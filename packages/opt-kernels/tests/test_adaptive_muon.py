@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.newton_schulz.reference import newton_schulz
+from opt_kernels.matrices.newton_schulz.reference import newton_schulz
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, Work
+from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
+from opt_kernels.works import Batch, Hyper, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
 EXACT = Muon(backend="reference")

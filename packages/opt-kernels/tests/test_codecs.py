@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from opt_kernels.backends.torch_native import remainder as fast_remainder
+from opt_kernels.backends.torch_native import rounding as fast_rounding
 from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, scale_name
-from opt_kernels.ops.remainder import reference as remainder
-from opt_kernels.ops.remainder import torch_native as fast_remainder
-from opt_kernels.ops.rounding import reference as rounding
-from opt_kernels.ops.rounding import torch_native as fast_rounding
+from opt_kernels.codecs import remainder as remainder
+from opt_kernels.codecs import rounding as rounding
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.cpp import cache as on_disk
-from opt_kernels.cpp import compiler, threads
-from opt_kernels.cpp.compiler import CompilerError, library, usable
-from opt_kernels.dispatch import _available
-from opt_kernels.ops.grad_stats import cpp as grad_stats_cpp
-from opt_kernels.ops.grad_stats import grad_stats
+from opt_kernels.backends.cpp import cache as on_disk
+from opt_kernels.backends.cpp import compiler, threads
+from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
+from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
+from opt_kernels.backends.dispatch import _available
+from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Work, Works
 from opt_kernels.rules.lion import Lion
+from opt_kernels.works import Batch, Hyper, Work, Works
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), step=3)
 NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
@@ -102,7 +102,7 @@ def test_what_goes_into_a_library_tells_it_apart(fresh: Path) -> None:
 
 
 LOADS = """
-from opt_kernels.cpp import compiler
+from opt_kernels.backends.cpp import compiler
 assert compiler.usable()
 print(compiler.library(compiler.PROBE)._name)
 """
@@ -198,7 +198,7 @@ def test_native_code_is_not_loaded_from_a_folder_that_others_may_write(
 NOWHERE = """
 import os, sys
 os.path.expanduser = lambda path: path  # as without an entry in the password database
-from opt_kernels.cpp import cache
+from opt_kernels.backends.cpp import cache
 print(cache.folder())
 """
 
@@ -219,7 +219,7 @@ def test_without_a_home_nothing_is_put_into_the_working_directory(
 def test_a_relative_xdg_cache_home_is_ignored(base: str, parent: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    script = "from opt_kernels.cpp import cache; print(cache.folder())"
+    script = "from opt_kernels.backends.cpp import cache; print(cache.folder())"
     base = base.format(tmp_path)
     done = in_another_process(script, HOME=str(home), XDG_CACHE_HOME=base, OPT_KERNELS_CACHE=None)
     assert done.stdout.strip() == str(tmp_path / parent / "opt-kernels")
@@ -249,7 +249,7 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fresh")
 def test_a_cxx_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O0")
-    with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.cpp.compiler"):
         assert not usable()
         assert not usable()
     [message] = caplog.messages
@@ -333,7 +333,7 @@ def test_a_compiler_that_does_not_work_is_told_of_and_not_used(
     broken.write_text("#!/bin/sh\necho out of order >&2\ncase $1 in --version) exit 0;; esac\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with caplog.at_level(logging.WARNING, logger="opt_kernels.cpp.compiler"):
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.cpp.compiler"):
         assert not usable()
     [message] = caplog.messages
     assert message.startswith("CPU steps run on torch's operations instead of compiled sweeps")
@@ -470,7 +470,7 @@ def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPa
         Adam(backend="cpp").update_([batch])
     calls: list[ctypes.CDLL] = []
     run = threads.run
-    monkeypatch.setattr("opt_kernels.cpp.sweep.run", lambda lib, **call: (calls.append(lib), run(lib, **call)))
+    monkeypatch.setattr("opt_kernels.backends.cpp.sweep.run", lambda lib, **call: (calls.append(lib), run(lib, **call)))
     Adam(backend="cpp").update_(batches)
     assert len(calls) == 1
     for (_, ours), (_, theirs) in zip(batches, expected, strict=True):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
-from opt_kernels.dispatch import BackendError
+from opt_kernels.backends.dispatch import BackendError
+from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.lion import Lion as LionRule
-from opt_kernels.rules.matrices import MatrixError
 from opt_kernels.rules.muon import Muon as MuonRule
 from opt_kernels.rules.soap import SOAP as SOAPRule
 
@@ -297,14 +297,14 @@ def test_a_backend_that_a_rule_does_not_have_is_refused_when_built(build: Callab
 
 def test_a_backend_that_is_not_installed_is_refused_when_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPT_KERNELS_CPP", "0")
-    monkeypatch.setattr("opt_kernels.dispatch._REQUIRED", {k: lambda: False for k in optim_requirements()})
+    monkeypatch.setattr("opt_kernels.backends.dispatch._REQUIRED", {k: lambda: False for k in optim_requirements()})
     for backend, advice in (("cpp", r"install a C\+\+ compiler"), ("triton", "install triton")):
         with pytest.raises(BackendError, match=advice):
             optim.AdamW([matrix()], backend=backend)
 
 
 def optim_requirements() -> list[Any]:
-    from opt_kernels.dispatch import Backend
+    from opt_kernels.backends.dispatch import Backend
 
     return [Backend.CPP, Backend.TRITON]
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.torch_native.tiles import TILE_NUMEL
 from opt_kernels.codecs import CodecError
-from opt_kernels.cpp.compiler import usable
-from opt_kernels.ops.elements import LayoutError
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.ops.tiles import TILE_NUMEL
+from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Needs, Rule, Work
+from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import Batch, Hyper, Work
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

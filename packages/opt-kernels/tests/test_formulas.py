@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.cpp import update as cpp
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.reference import update as reference
+from opt_kernels.backends.torch_native import update as torch_native
 from opt_kernels.codecs import codec_for
-from opt_kernels.cpp.compiler import usable
 from opt_kernels.formulas import Formula, FormulaError, State, fma, maximum, sign, sqrt, where
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
-from opt_kernels.ops.update import cpp, reference, torch_native
-from opt_kernels.rules.base import Batch, Hyper, Work
+from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
 NUMEL = 128 * 9 + 37

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.cpp.compiler import usable
-from opt_kernels.dispatch import BackendError
-from opt_kernels.ops.grad_stats import grad_stats
-from opt_kernels.ops.grad_stats.torch_native import ROW_NUMEL, TILE_NUMEL
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.dispatch import BackendError
+from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.torch_native.grad_stats import ROW_NUMEL, TILE_NUMEL
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import SOAP, Adam, AdaptiveMuon, Lion, Muon, RuleOptimizer
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
-from opt_kernels.rules.base import Batch, Hyper, Rule, Work
-from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon as MuonRule
 from opt_kernels.rules.soap import SOAP as SOAPRule
+from opt_kernels.works import Batch, Hyper, Work
 
 NEEDS_TRITON = pytest.mark.skipif(
     find_spec("triton") is None or torch.cuda.is_available(), reason="needs Triton's interpreter"

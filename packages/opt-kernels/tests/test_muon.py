@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Needs, StateKind, Work
-from opt_kernels.rules.matrices import STACK_NUMEL_ON_CPU, MatrixError
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
+from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)
 # Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opt_kernels.ops.newton_schulz import reference, torch_native
-from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType, Schedule, schedule
-from opt_kernels.ops.newton_schulz.segments import GROWTH_LIMIT, cut, growth
+from opt_kernels.matrices.newton_schulz import reference, torch_native
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, Schedule, schedule
+from opt_kernels.matrices.newton_schulz.segments import GROWTH_LIMIT, cut, growth
 
 SETS = [kind for kind in CoefficientType if kind not in (CoefficientType.AOL, CoefficientType.CUSTOM)]
 SHAPES = [(1, 1), (1, 7), (5, 5), (33, 65), (64, 256)]

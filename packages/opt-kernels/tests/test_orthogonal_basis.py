@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.orthogonal_basis import reference, torch_native
+from opt_kernels.matrices.orthogonal_basis import reference, torch_native
 
 SIZES = [1, 2, 17, 64, 200]
 

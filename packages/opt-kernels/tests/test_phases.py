@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.base import Batch, Hyper, MatrixPart, MatrixRule, MatrixSpec, Rule, Task, Work
+from opt_kernels.rules.base import MatrixRule, Rule
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.rules.soap import SOAP
+from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
 RULES: dict[str, MatrixRule] = {

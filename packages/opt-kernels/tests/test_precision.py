@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
-from opt_kernels.rules.base import Batch, Hyper, Rule, Work
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.soap import SOAP
+from opt_kernels.works import Batch, Hyper, Work
 
 HAS_NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 needs_newer = pytest.mark.skipif(not HAS_NEWER, reason="torch 2.9 brought this API")

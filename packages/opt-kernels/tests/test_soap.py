@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, Work
-from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels.rules.base import Needs
 from opt_kernels.rules.soap import SOAP, Orthonormalization
+from opt_kernels.works import Batch, Hyper, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 PLAIN, KL = SOAP(use_kl_shampoo=False), SOAP()

@@ -5,8 +5,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from opt_kernels.cpp.compiler import usable
-from opt_kernels.ops.syrk import cpp, reference, torch_native
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.matrices.syrk import cpp, reference, torch_native
 
 # Sizes on both sides of where halving begins on a CPU, and one that four rows of blocks do not divide.
 SIZES = [(1, 1), (63, 65), (128, 130), (256, 512), (256, 1024), (512, 512), (410, 512)]

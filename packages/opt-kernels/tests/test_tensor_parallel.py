@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, TensorParallel, Work
-from opt_kernels.rules.matrices import MatrixError
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.rules.soap import SOAP
+from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95))
 TIMEOUT_S = 30.0  # of a rank that waits for one that failed

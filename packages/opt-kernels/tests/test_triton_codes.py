@@ -9,16 +9,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton.lanes import nearest
+from opt_kernels.backends.triton.quantize import from_e4m3, read_state, scheme, to_e4m3, write_state
+from opt_kernels.backends.triton.remainder import join, lower_half, upper_half
+from opt_kernels.backends.triton.rounding import noise
+from opt_kernels.backends.triton.sweep import triton_dtype
 from opt_kernels.codecs import Scaled, StateCodec, codec_for
-from opt_kernels.jit import jit, tl
-from opt_kernels.ops.elements import LayoutError
-from opt_kernels.ops.lanes import nearest
-from opt_kernels.ops.quantize.triton import from_e4m3, read_state, scheme, to_e4m3, write_state
-from opt_kernels.ops.remainder import reference as remainder_reference
-from opt_kernels.ops.remainder.triton import join, lower_half, upper_half
-from opt_kernels.ops.rounding import reference as rounding_reference
-from opt_kernels.ops.rounding.triton import noise
-from opt_kernels.ops.sweep import triton_dtype
+from opt_kernels.codecs import remainder as remainder_reference
+from opt_kernels.codecs import rounding as rounding_reference
 
 BLOCK = 1024
 

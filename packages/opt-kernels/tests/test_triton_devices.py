@@ -11,17 +11,18 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from opt_kernels import devices, multi_tensor
-from opt_kernels.jit import INTERPRETED
-from opt_kernels.ops import scalars
-from opt_kernels.ops.grad_stats import triton as stats
-from opt_kernels.ops.muon import rounds
-from opt_kernels.ops.syrk import triton as syrk
+from opt_kernels import devices
+from opt_kernels.backends.triton import grad_stats as stats
+from opt_kernels.backends.triton import multi_tensor, scalars
+from opt_kernels.backends.triton.jit import INTERPRETED
+from opt_kernels.matrices.muon import rounds
+from opt_kernels.matrices.syrk import triton as syrk
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Rule, Work
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import Batch, Hyper, Work
 
 interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="watches launches of Triton's interpreter")
 HYPER = Hyper(lr=1e-2, step=3)
@@ -88,8 +89,8 @@ def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.Monke
         built.append(1)
         return upload(host, device)
 
-    for module in ("sweep", "muon.rounds", "scalars"):
-        monkeypatch.setattr(f"opt_kernels.ops.{module}.to_device", counted)
+    for module in ("backends.triton.sweep", "matrices.muon.rounds", "backends.triton.scalars"):
+        monkeypatch.setattr(f"opt_kernels.{module}.to_device", counted)
     monkeypatch.setattr(rounds, "ROUND_NUMEL", 64)
     rule = Muon(backend="triton", num_ns_steps=1)
     # Works of one layout would share a stack, and so a round.

@@ -10,18 +10,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for
-from opt_kernels.ops.elements import LayoutError
-from opt_kernels.ops.muon import Inputs, rounds
-from opt_kernels.ops.muon import reference as slow
-from opt_kernels.ops.muon import triton as fast
-from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.matrices.muon import Inputs, rounds
+from opt_kernels.matrices.muon import reference as slow
+from opt_kernels.matrices.muon import triton as fast
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
+from opt_kernels.matrices.stacks import join as joined
+from opt_kernels.matrices.stacks import split
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
-from opt_kernels.rules.matrices import join as joined
-from opt_kernels.rules.matrices import split
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import MatmulPrecision, TpMode
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, momentum=0.9)
 # 0, 1, 63 and 1025 elements, whole chunks with a rest, several matrices in one parameter, and fused rows.

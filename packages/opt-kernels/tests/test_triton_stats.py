@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from opt_kernels.ops.grad_stats import reference
-from opt_kernels.ops.grad_stats.triton import grad_stats
+from opt_kernels.backends.reference import grad_stats as reference
+from opt_kernels.backends.triton.grad_stats import grad_stats
 
 SIZES = (0, 1, 63, 1025, 65537)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,21 +10,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.reference import update as reference
+from opt_kernels.backends.triton import update as triton
+from opt_kernels.backends.triton.formats import Formats
+from opt_kernels.backends.triton.sweep import sweeps
 from opt_kernels.codecs import Plain, StateCodec, codec_for
+from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import PLAIN_SGD
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
-from opt_kernels.ops.elements import LayoutError
-from opt_kernels.ops.formats import Formats
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.ops.sweep import sweeps
-from opt_kernels.ops.update import reference, triton
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Batch, Hyper, Work, Works
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import Batch, Hyper, Work, Works
 
 SIZES = (0, 1, 63, 1025, 2048, 2112)  # whole chunks, partial ones, and whole ones with a rest
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.99), eps=1e-8, momentum=0.9)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from opt_kernels.jit import HAS_DESCRIPTORS, jit, tl
-from opt_kernels.ops.syrk import reference
-from opt_kernels.ops.syrk import triton as syrk
+from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, jit, tl
+from opt_kernels.matrices.syrk import reference
+from opt_kernels.matrices.syrk import triton as syrk
 
 # m, k: one element; one tile with a rest of both; tiles that both divide; three rows of tiles.
 SIZES = [(1, 1), (63, 65), (128, 64), (256, 192), (300, 130)]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opt_kernels import multi_tensor
-from opt_kernels.multi_tensor import (
+from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends.triton.multi_tensor import (
     MAX_CHUNK,
     MIN_CHUNK,
     Column,
@@ -23,7 +23,7 @@ from opt_kernels.multi_tensor import (
     moved,
     record_width,
 )
-from opt_kernels.rules.base import Hyper
+from opt_kernels.works import Hyper
 
 COLUMNS = (Column(item_bytes=4), Column(item_bytes=2), Column(item_bytes=4, elements=128))
 
@@ -139,7 +139,7 @@ def test_a_table_that_no_longer_holds_is_built_anew() -> None:
 
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from opt_kernels.ops import scalars  # noqa: E402
+from opt_kernels.backends.triton import scalars  # noqa: E402
 
 
 def single(value: float) -> float:

@@ -9,10 +9,10 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
+from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import TpMode
 from opt_kernels.rules.soap import SOAP
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups

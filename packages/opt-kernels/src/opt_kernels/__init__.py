@@ -1,5 +1,5 @@
 """Optimizer rules and the fused sweeps that run them, on GPU and CPU."""
 
-from opt_kernels.cpp import fork as fork  # imported before anything forks
+from opt_kernels.backends.cpp import fork as fork  # imported before anything forks
 
 __version__ = "0.1.0"

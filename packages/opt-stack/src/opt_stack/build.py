@@ -23,7 +23,7 @@ from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.ops.elements import is_dense
+from opt_kernels.backends.elements import is_dense
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.rules.soap import SOAP
 

@@ -11,7 +11,7 @@ from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.layout import ComputeSlot, LayoutError
 from opt_distributed.step.compute import ComputeStage
 from opt_distributed.step.dtensor import mesh_comms
-from opt_kernels.rules.base import MatrixPart, MatrixSpec, TensorParallel
+from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import ComputePlan
 from opt_stack.plan import UnitPlan

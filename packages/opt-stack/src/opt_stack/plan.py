@@ -13,7 +13,8 @@ import torch
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
 from opt_distributed.layout import Computes, Layout, ParamShape
 from opt_distributed.step.mains import Numbers
-from opt_kernels.rules.base import Rule, StateKind, StateSpec
+from opt_kernels.rules.base import Rule
+from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.compute import ComputePlan, compute_lines
 

@@ -11,7 +11,8 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.mains import Numbers
-from opt_kernels.rules.base import Needs, Rule, StateKind
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.works import StateKind
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.rules.base import Batch, Hyper, Needs, Rule, Work
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.works import Batch, Hyper, Work
 
 _MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
 _SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 4)}
@@ -51,7 +52,7 @@ def _check_remainder(name: str, rule: Rule) -> None:
     if problem:
         raise ConfigError(
             f"store_param_remainders=True: optimizer={name!r} with a remainder {problem}; where a work has no main, a "
-            "rule joins `out` and `remainder`, and writes both (opt_kernels.ops.remainder); else set "
+            "rule joins `out` and `remainder`, and writes both (opt_kernels.codecs.remainder); else set "
             "store_param_remainders=False"
         )
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_kernels.codecs import StateCodec
-from opt_kernels.ops.remainder.reference import join, split_
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Work
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.rules.base import Needs
+from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 from opt_stack.built_in import RuleEntry
 
 OF_THE_CONFIG = ("lr", "weight_decay")  # numbers that the configuration and the groups give

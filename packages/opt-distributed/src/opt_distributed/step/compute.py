@@ -15,8 +15,9 @@ from torch import Tensor
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
-from opt_kernels.rules.base import Batch, MatrixRule, MatrixSpec, Rule, Task, Work
-from opt_kernels.rules.matrices import scaled_grads, stacks
+from opt_kernels.matrices.stacks import scaled_grads, stacks
+from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 WHOLE_NUMEL = 1 << 26

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from opt_kernels.rules.base import Hyper
+from opt_kernels.works import Hyper
 
 FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
 

@@ -6,7 +6,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.codecs.remainder import join, split_
 
 
 class Numbers(Enum):

@@ -27,8 +27,8 @@ from opt_distributed.step.mains import Numbers
 from opt_distributed.step.state import MAIN, STEP, StateError
 from opt_distributed.step.stored import decoded, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.rules.base import StateKind
-from opt_kernels.rules.base import StateSpec as Declared
+from opt_kernels.works import StateKind
+from opt_kernels.works import StateSpec as Declared
 
 ShardedParam = ShardedTensor | ShardedTensorFactory
 

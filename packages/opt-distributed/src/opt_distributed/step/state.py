@@ -16,7 +16,7 @@ from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_li
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.stored import decoded, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
-from opt_kernels.rules.base import StateKind, StateSpec
+from opt_kernels.works import StateKind, StateSpec
 
 MAIN = "fp32_param"  # Megatron-Core's name for main values kept beside a 16-bit parameter
 STEP = "step"

@@ -15,7 +15,7 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
-from opt_kernels.ops.grad_stats import grad_stats
+from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
 
 

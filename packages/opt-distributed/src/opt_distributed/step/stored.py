@@ -7,8 +7,8 @@ from torch import Tensor
 
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.codecs import StateCodec, scale_name
-from opt_kernels.rules.base import StateKind
-from opt_kernels.rules.base import StateSpec as Declared
+from opt_kernels.works import StateKind
+from opt_kernels.works import StateSpec as Declared
 
 
 def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:

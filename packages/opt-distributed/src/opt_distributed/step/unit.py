@@ -12,7 +12,8 @@ from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.sources import ReadGrad, Source
-from opt_kernels.rules.base import Batch, MatrixSpec, Needs, Rule, Works
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.works import Batch, MatrixSpec, Works
 from opt_paramgroups import ParamId
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opt_kernels.formulas.syntax import FormulaError, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check
-from opt_kernels.rules.base import Hyper
+from opt_kernels.works import Hyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

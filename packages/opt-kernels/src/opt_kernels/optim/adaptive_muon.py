@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.ops.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.matrices import MatrixOptimizer
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
 from opt_kernels.rules.adaptive_muon import SecondMoment
 from opt_kernels.rules.muon import Muon as MuonRule
-from opt_kernels.rules.orthogonalization import MatmulPrecision, ScaleMode
 
 
 class AdaptiveMuon(MatrixOptimizer):

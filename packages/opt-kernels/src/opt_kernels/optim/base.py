@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
-from opt_kernels.ops.grad_stats import grad_stats
 from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule
+from opt_kernels.rules.base import Rule
+from opt_kernels.works import Batch, Hyper, MatrixSpec
 
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 

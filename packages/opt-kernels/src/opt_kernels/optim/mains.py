@@ -5,8 +5,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from opt_kernels.ops.elements import flat
-from opt_kernels.ops.remainder.reference import join, split_
+from opt_kernels.backends.elements import flat
+from opt_kernels.codecs.remainder import join, split_
 
 MAIN, REMAINDER = "main", "remainder"  # names in the state
 

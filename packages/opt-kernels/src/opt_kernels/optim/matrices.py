@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.matrices.stacks import MatrixError, check
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import MatrixSpec, Needs, Rule, Work
+from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.matrices import MatrixError, check
+from opt_kernels.works import MatrixSpec, Work
 
 
 class MatrixOptimizer(RuleOptimizer, ABC):

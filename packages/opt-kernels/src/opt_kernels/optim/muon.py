@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
+from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer
 from opt_kernels.precision import MatmulPrecision
-from opt_kernels.rules.base import Hyper, Needs, Rule
+from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.muon import Muon as MuonRule
-from opt_kernels.rules.orthogonalization import ScaleMode
+from opt_kernels.works import Hyper
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.dispatch import check_installed
+from opt_kernels.backends.dispatch import check_installed
+from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import is_dtensor, local, spans
-from opt_kernels.ops.elements import is_dense
 from opt_kernels.optim.mains import Mains, init_main
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon

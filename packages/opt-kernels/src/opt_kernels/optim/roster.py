@@ -15,7 +15,8 @@ from torch import Tensor
 from opt_kernels.dtensor import Span, is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.state import STEP
-from opt_kernels.rules.base import Batch, Hyper, MatrixSpec, Rule, Works
+from opt_kernels.rules.base import Rule
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
 
 _GRAD = attrgetter("grad")
 

@@ -11,8 +11,9 @@ from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.optim.roster import Member, Sweep
 from opt_kernels.optim.state import STEP
-from opt_kernels.rules.base import Batch, Rule
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.sgd import SGD as SGDRule
+from opt_kernels.works import Batch
 
 MOMENTUM = "momentum_buffer"
 

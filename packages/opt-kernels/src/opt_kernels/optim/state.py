@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.elements import flat
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
-from opt_kernels.ops.elements import flat
 from opt_kernels.optim.mains import MAIN, REMAINDER, Mains, init_main, load_main_, saved_main
 from opt_kernels.rules.base import Rule
 

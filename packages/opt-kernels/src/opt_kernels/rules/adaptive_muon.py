@@ -9,10 +9,11 @@ from torch import Tensor
 
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
-from opt_kernels.rules.matrices import compute_dtype, matrix_dim, read_state, write_state_
+from opt_kernels.matrices.orthogonalization import TpMode
+from opt_kernels.matrices.stacks import compute_dtype, matrix_dim, read_state, write_state_
+from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.orthogonalization import TpMode
+from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import check_backend, tensors_of, version
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateSpec
+from opt_kernels.rules.base import Needs
+from opt_kernels.works import Batch, Hyper, StateSpec
 
 
 class ElementwiseRule(ABC):

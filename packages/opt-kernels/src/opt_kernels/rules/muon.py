@@ -6,16 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.dispatch import check_backend, tensors_of, version
-from opt_kernels.ops.muon import Adapt, Inputs, Transform
-from opt_kernels.ops.muon.reference import MOMENTUM
-from opt_kernels.ops.muon.torch_native import accumulate_, descend_
-from opt_kernels.ops.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
-from opt_kernels.ops.newton_schulz.reference import EPS
-from opt_kernels.rules.base import Batch, Needs, StateSpec, Task, Work
-from opt_kernels.rules.matrices import compute_dtype, join, matrix_dim, split, whole_size
-from opt_kernels.rules.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
+from opt_kernels.matrices.muon import Adapt, Inputs, Transform
+from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
+from opt_kernels.matrices.newton_schulz.reference import EPS
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
+from opt_kernels.matrices.stacks import compute_dtype, join, matrix_dim, split, whole_size
+from opt_kernels.rules.base import Needs
+from opt_kernels.works import Batch, StateSpec, Task, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import torch
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.sgd import PLAIN_SGD
 from opt_kernels.formulas.sgd import SGD as FORMULA
-from opt_kernels.rules.base import Hyper
 from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.works import Hyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,16 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import check_backend, version
+from opt_kernels.backends.elements import skipped
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import StateCodec
-from opt_kernels.dispatch import check_backend, version
-from opt_kernels.ops.elements import skipped
-from opt_kernels.ops.muon.reference import decay_of
-from opt_kernels.ops.orthogonal_basis import reference
-from opt_kernels.ops.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.matrices.muon.reference import decay_of
+from opt_kernels.matrices.orthogonal_basis import reference
+from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.matrices.stacks import MatrixError, matrix_dim, read_main, write_main_
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.rules.base import Batch, Hyper, Needs, StateKind, StateSpec, Task, Work
-from opt_kernels.rules.matrices import MatrixError, matrix_dim, read_main, update_in_phases_, write_main_
+from opt_kernels.rules.base import Needs, update_in_phases_
+from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
 
 class Orthonormalization(Choice):

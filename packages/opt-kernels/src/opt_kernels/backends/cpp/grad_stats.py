@@ -1,0 +1,64 @@
+"""The statistics of gradients in one C++ pass over memory, for float32 and bfloat16; other formats go to torch."""
+
+from array import array
+from collections.abc import Sequence
+from ctypes import CDLL
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.cpp.compiler import attempt
+from opt_kernels.backends.cpp.sweep import C_TYPES
+from opt_kernels.backends.cpp.threads import run
+from opt_kernels.backends.elements import in_memory_order
+from opt_kernels.backends.reference import grad_stats as reference
+from opt_kernels.backends.reference.grad_stats import GradStats, check_norm_type
+from opt_kernels.backends.torch_native import grad_stats as torch_native
+from opt_kernels.backends.torch_native.grad_stats import is_safe
+
+SOURCE = Path(__file__).with_name("grad_stats.cpp")
+ROW_NUMEL = 1 << 12  # as in grad_stats.cpp
+SHARE_ROWS = 1 << 4  # that are worth waking a thread for
+
+
+@torch.no_grad()
+def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+    """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself; see `torch_native` for the rest."""
+    check_norm_type(norm_type)
+    if norm_type != 2.0:
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in {grad.dtype for grad in grads}}
+    others = [grad for grad in grads if compiled[grad.dtype] is None]
+    found = torch_native.grad_stats(others, count_zeros=count_zeros)
+    total, zeros = float(found.sum_of_squares), int(found.zeros)
+    for dtype in C_TYPES:
+        same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
+        if same and (sweep := compiled[dtype]) is not None:
+            of_dtype, zeros_of_dtype = _sums(sweep, list(map(in_memory_order, same)))
+            if not is_safe(of_dtype):
+                return reference.grad_stats(grads, count_zeros=count_zeros)
+            total, zeros = total + of_dtype, zeros + zeros_of_dtype
+    return GradStats(torch.tensor(total, dtype=torch.float64), found.nonfinite, torch.tensor(zeros))
+
+
+def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
+    """The sweep for gradients of `dtype`; None where there is none."""
+    return attempt(SOURCE, GRAD=C_TYPES[dtype], COUNT_ZEROS=int(count_zeros)) if dtype in C_TYPES else None
+
+
+def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
+    """The sum of squares and the number of zeros of flat gradients of one dtype."""
+    numels = list(map(Tensor.numel, grads))
+    table = array("q", [*map(Tensor.data_ptr, grads), *numels])
+    row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)
+    zeros = run(
+        compiled,
+        table=table.buffer_info()[0],
+        num_runs=len(grads),
+        extra=row_sums.data_ptr(),
+        total=row_sums.numel(),
+        least=SHARE_ROWS,
+    )
+    # One after the other: the same bits whatever the number of threads.
+    return float(row_sums.cumsum(0)[-1]), zeros

@@ -1,0 +1,264 @@
+"""From batches of works to calls of an update sweep in C++: one per combination of formats, over all groups."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from ctypes import CDLL
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.cpp.compiler import Source, attempt
+from opt_kernels.backends.cpp.threads import run
+from opt_kernels.backends.cpp.translate import source_of
+from opt_kernels.backends.elements import LayoutError, Run, run_of
+from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.works import Batch, Hyper, Work, Works
+
+C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
+UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
+UPDATE = Path(__file__).with_name("update.h")
+SHARE_NUMEL = 1 << 15  # elements that are worth waking a thread for
+
+_DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
+
+
+class Formats(NamedTuple):
+    """What a sweep is compiled for: in what each column is stored."""
+
+    grad: torch.dtype
+    main: torch.dtype | None  # None: the main is joined from out and remainder
+    out: torch.dtype | None
+    states: tuple[torch.dtype, ...]
+
+    def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
+        """The types of `update.h` for states kept by `codecs`; None where no sweep can be compiled."""
+        given = (self.grad, self.main, self.out)
+        is_main = self.main is not None or self.out is torch.bfloat16
+        if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
+            return None
+        types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
+        known = tuple(one for one in types if one is not None)
+        return known if len(known) == len(types) else None
+
+    def macros(self, *, by_chance: bool) -> dict[str, str | int]:
+        """As `update.h` asks for them; an out that does not exist gets a type that nobody reads."""
+        return {
+            "GRAD": UPDATE_TYPES[self.grad],
+            "MAIN": "int16_t" if self.main is None else UPDATE_TYPES[self.main],
+            "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
+            "HAS_OUT": int(self.out is not None),
+            "BY_CHANCE": int(by_chance and self.main is torch.bfloat16),
+        }
+
+
+def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
+    """The type of `update.h` that keeps a state of `dtype` as `codec` does; None where there is none."""
+    if isinstance(codec, Plain):
+        return f"Plain<{UPDATE_TYPES[dtype]}>" if dtype in UPDATE_TYPES else None
+    if dtype is not codec.dtype:
+        return None
+    match codec:
+        case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
+            return f"Scaled<Half, {str(signed).lower()}>"
+        case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
+            return f"Scaled<E4M3, {str(signed).lower()}>"
+        case Companded(block=128):
+            return "Companded"
+        case Root(block=128):
+            return "Root"
+    return None
+
+
+@cache
+def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
+    """The source of a formula's sweep."""
+    return Source(formula.name, f"{UPDATE.read_text()}\n{source_of(formula, codecs)}")
+
+
+class Columns(NamedTuple):
+    """The tensors of works in one combination of formats, column by column.
+
+    A step over thousands of small parameters is spent on going over them: here a column takes one call.
+    """
+
+    grads: Sequence[Tensor]
+    mains: Sequence[Tensor]  # or remainders
+    outs: Sequence[Tensor] | None
+    states: Sequence[Sequence[Tensor]]
+    scales: Sequence[Sequence[Tensor] | None]  # of each state; None where its codec has none
+    firsts: Sequence[int]
+
+    def all(self) -> Iterator[Sequence[Tensor]]:
+        """The columns with an element for each of the parameter's, the gradients first."""
+        yield self.grads
+        yield self.mains
+        if self.outs is not None:
+            yield self.outs
+        yield from self.states
+
+    def are_flat(self) -> bool:
+        """Whether all tensors of a work have their elements in one order, without holes, as they lie in memory."""
+        shapes = list(map(_SHAPE, self.grads))
+        return all(
+            all(map(Tensor.is_contiguous, column))
+            and not any(map(Tensor.is_neg, column))
+            and list(map(_SHAPE, column)) == shapes
+            for column in self.all()
+        )
+
+
+class _Call:
+    """The runs of one combination of formats, as the C++ side reads them: the fields of `struct Run` in columns."""
+
+    def __init__(self, num_states: int) -> None:
+        self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
+        self._kept: list[Columns] = []  # the fields are addresses only: this keeps them valid
+        self._numel = 0
+        self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
+
+    def add(self, columns: Columns, works: Sequence[Work], row: int) -> None:
+        """The flat columns of `works`; `row` of the table of hyper-parameters goes with them."""
+        self.works.append((row, works))
+        numels = list(map(Tensor.numel, columns.grads))
+        nothing = [0] * len(numels)
+        values: list[Iterable[int]] = [
+            map(Tensor.data_ptr, columns.mains),
+            nothing if columns.outs is None else map(Tensor.data_ptr, columns.outs),
+            map(Tensor.data_ptr, columns.grads),
+        ]
+        for codes, scales in zip(columns.states, columns.scales, strict=True):
+            values += [map(Tensor.data_ptr, codes), nothing if scales is None else map(Tensor.data_ptr, scales)]
+        values += [numels, [row] * len(numels), columns.firsts]
+        for into, value in zip(self._fields, values, strict=True):
+            into.extend(value)
+        self._kept.append(columns)
+        self._numel += sum(numels)
+
+    def run(self, compiled: CDLL, rows: "array[float]") -> None:
+        """Sweeps all runs, on as many threads as torch uses."""
+        table = array("q", b"".join(self._fields))
+        run(
+            compiled,
+            table=table.buffer_info()[0],
+            num_runs=len(self._fields[0]),
+            extra=rows.buffer_info()[0],
+            total=self._numel,
+            least=SHARE_NUMEL,
+        )
+
+
+def update_(
+    batches: Sequence[Batch],
+    formula: Formula,
+    codecs: Mapping[str, StateCodec],
+    *,
+    grad_scale: float,
+    stochastic_rounding: bool = False,
+) -> list[Batch]:
+    """Sweeps every work in CPU memory whose formats a sweep can be compiled for; returns the others.
+
+    Among the others are works whose sweep cannot be compiled here.
+    """
+    calls: dict[tuple[Formats, tuple[str, ...]], _Call] = {}
+    others = []
+    for index, (hyper, works) in enumerate(batches):
+        for formats, same, columns in _by_formats(works, codecs):
+            types = formats.codec_types(codecs.values())
+            if types is None or (stochastic_rounding and formats.main is torch.float16):
+                others.append(Batch(hyper, same))
+                continue
+            call = calls.setdefault((formats, types), _Call(len(codecs)))
+            call.add(_checked(columns, same, codecs), same, index)
+    if not calls:
+        return others
+    rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
+    for (formats, types), call in calls.items():
+        compiled = attempt(sweep_source(formula, types), **formats.macros(by_chance=stochastic_rounding))
+        if compiled is None:
+            others += [Batch(batches[index].hyper, same) for index, same in call.works]
+        else:
+            call.run(compiled, rows)
+    return others
+
+
+def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
+    """`struct Row` of the formula's sweep. The step is cut in two, because a float holds integers up to 2^24 only."""
+    step = int(hyper.step)
+    return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
+
+
+def _by_formats(
+    works: Sequence[Work], codecs: Mapping[str, StateCodec]
+) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
+    """`works` by what they are stored in, and their tensors."""
+    if isinstance(works, Works) and works:
+        columns = _columns(works, codecs)
+        if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
+            yield _formats(works[0], codecs), works, columns
+            return
+    found: dict[Formats, list[Work]] = {}
+    for work in works:
+        found.setdefault(_formats(work, codecs), []).append(work)
+    for formats, same in found.items():
+        yield formats, same, _columns(same, codecs)
+
+
+def _formats(work: Work, names: Iterable[str]) -> Formats:
+    main, out, state = work.main, work.out, work.state
+    return Formats(
+        work.grad.dtype,
+        None if main is None else main.dtype,
+        None if out is None else out.dtype,
+        tuple([state[name].dtype for name in names]),
+    )
+
+
+def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, StateCodec]) -> Columns:
+    """`columns`, flat: a call has addresses only, and takes nothing on trust.
+
+    Raises LayoutError for what cannot be walked.
+    """
+    if not columns.are_flat():
+        columns = _columns([run_of(work, tuple(codecs)) for work in works], codecs)
+    for column in (*columns.all(), *(scales for scales in columns.scales if scales is not None)):
+        if not all(map(_IS_CPU, column)):
+            devices = sorted({str(tensor.device) for tensor in column})
+            raise LayoutError(
+                f"backend='cpp' with tensors on {devices}: it sweeps CPU memory, and one sweep has one device"
+            )
+    for (name, codec), scales in zip(codecs.items(), columns.scales, strict=True):
+        for grad, scale in zip(columns.grads, scales or ()):
+            expected = -(-grad.numel() // codec.block)
+            if scale.shape != (expected,) or scale.dtype is not torch.float32 or not scale.is_contiguous():
+                raise LayoutError(
+                    f"{scale_name(name)} is {scale.dtype} of shape {tuple(scale.shape)} for {grad.numel()} elements; "
+                    f"allowed is contiguous torch.float32 of shape ({expected},), as init_state makes it"
+                )
+    return columns
+
+
+def _columns(works: Sequence[Work | Run], codecs: Mapping[str, StateCodec]) -> Columns:
+    """Of works alike in which tensors they have."""
+    firsts: Sequence[int] | None
+    if isinstance(works, Works):
+        mains = works.remainders if works.mains is None else works.mains
+        grads, outs, states, firsts = works.grads, works.outs, works.states, works.firsts
+    else:
+        mains = [main for work in works if (main := work.remainder if work.main is None else work.main) is not None]
+        outs = [work.out for work in works if work.out is not None] or None
+        grads, states = [work.grad for work in works], [work.state for work in works]
+        firsts = [work.first for work in works]
+    assert mains is not None
+    return Columns(
+        grads,
+        mains,
+        outs,
+        [[state[name] for state in states] for name in codecs],
+        [[state[scale_name(name)] for state in states] if codecs[name].block else None for name in codecs],
+        [0] * len(grads) if firsts is None else firsts,
+    )

@@ -1,0 +1,157 @@
+"""Which version of an operation runs: an explicit choice always wins, else the device decides.
+
+A sweep over elements is a module of the folders `reference`, `torch_native`, `cpp` and `triton` beside this file; an
+operation on matrices is a folder of `opt_kernels.matrices` with modules of these names. All versions have the same
+functions with the same signatures. A `triton` module is all it takes to be chosen on GPUs, a `cpp` module on CPUs where
+there is a compiler. A version is imported when it is first used, so that Triton and the compiler are needed only where
+they run.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.works import Batch
+
+
+class Backend(Enum):
+    """A version of an operation, by the name users give."""
+
+    REFERENCE = "reference"  # the formula: slow, any device, any float dtype
+    TORCH = "torch"  # torch's own operations: any device
+    CPP = "cpp"  # one compiled pass for all tensors: CPUs, where a C++ compiler is installed
+    TRITON = "triton"  # one kernel for all tensors: GPUs, or the interpreter
+
+
+_LOG = logging.getLogger(__name__)
+_MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.CPP: "cpp", Backend.TRITON: "triton"}
+_SWEEPS = ("update", "grad_stats")
+_OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # else torch's own operations
+# What must be there to run a version; asked when it is first wanted.
+_REQUIRED: dict[Backend, Callable[[], bool]] = {
+    Backend.TRITON: lambda: find_spec("triton") is not None,
+    Backend.CPP: usable,
+}
+
+
+_HOW_TO_INSTALL = {
+    Backend.TRITON: "install triton",
+    Backend.CPP: "install a C++ compiler, or name it in CXX",
+}
+
+
+class BackendError(ValueError):
+    """A backend that was asked for by name cannot be had."""
+
+
+def parse_backend(name: str | None) -> Backend | None:
+    """The backend of that name; None for None. Raises BackendError for any other name."""
+    if name is None:
+        return None
+    try:
+        return Backend(name)
+    except ValueError:
+        allowed = ", ".join(repr(backend.value) for backend in Backend)
+        raise BackendError(f"backend={name!r} is unknown; give one of {allowed}, or None to choose by device") from None
+
+
+def check_backend(name: str | None, *ops: str) -> None:
+    """Raises BackendError for a name of no backend, and for one that none of the operations `ops` has."""
+    chosen = parse_backend(name)
+    if chosen is None or any(_is_written(op, chosen) for op in ops):
+        return
+    allowed = ", ".join(repr(backend.value) for backend in Backend if any(_is_written(op, backend) for op in ops))
+    raise BackendError(
+        f"backend={name!r} is not available for {' or '.join(map(repr, ops))}; give one of {allowed}, or None to "
+        "choose by device"
+    )
+
+
+def check_installed(name: str | None) -> None:
+    """Raises BackendError where the backend of this name needs something that is not installed."""
+    chosen = parse_backend(name)
+    if chosen is not None and not _REQUIRED.get(chosen, lambda: True)():
+        raise BackendError(
+            f"backend={name!r} is not available: {_HOW_TO_INSTALL[chosen]}, or give backend=None to choose by device"
+        )
+
+
+def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """`function` of the operation `op`, in the version that `backend` names or, for None, that suits the device.
+
+    Raises BackendError where the named version does not exist or its package is not installed.
+    """
+    chosen = parse_backend(backend) or _suited(op, tensors)
+    if not _available(op, chosen):
+        raise BackendError(
+            f"backend={chosen.value!r} is not available for {op!r}: {_what_is_missing(op, chosen)}, "
+            "or give backend=None to choose by device"
+        )
+    if chosen is Backend.CPP and tensors and tensors[0].device.type != "cpu":
+        raise BackendError(
+            f"backend='cpp' with tensors on {tensors[0].device}: it sweeps CPU memory; give backend=None to choose by "
+            "device"
+        )
+    return _function(op, function, chosen)
+
+
+def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
+    """One gradient of the batches, if they have any: it stands for the device of all."""
+    return next(([work.grad] for _, works in batches for work in works), [])
+
+
+def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
+    """By the device of the first tensor; nothing to sweep needs nothing compiled."""
+    suited = _OF_DEVICE.get(tensors[0].device.type) if tensors else None
+    if suited is None or not _is_written(op, suited):
+        return Backend.TORCH
+    if _available(op, suited):
+        return suited
+    if suited is Backend.TRITON:
+        _warn_without_triton()
+    return Backend.TORCH
+
+
+@cache  # once; a missing compiler is logged by `usable`
+def _warn_without_triton() -> None:
+    _LOG.warning(
+        "Triton is not installed: steps on GPUs run on torch's operations, with many launches and several passes over "
+        "memory instead of one; install triton"
+    )
+
+
+@cache
+def _available(op: str, backend: Backend) -> bool:
+    return _is_written(op, backend) and _REQUIRED.get(backend, lambda: True)()
+
+
+@cache
+def _is_written(op: str, backend: Backend) -> bool:
+    module = _module_of(op, backend)
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+
+
+def _module_of(op: str, backend: Backend) -> str:
+    if op in _SWEEPS:
+        return f"opt_kernels.backends.{_MODULES[backend]}.{op}"
+    return f"opt_kernels.matrices.{op}.{_MODULES[backend]}"
+
+
+def _what_is_missing(op: str, backend: Backend) -> str:
+    if not _is_written(op, backend):
+        return "this operation has no such version"
+    return _HOW_TO_INSTALL[backend]
+
+
+@cache  # so that the log says once which version runs
+def _function(op: str, function: str, backend: Backend) -> Callable[..., Any]:
+    _LOG.info("%s runs as %s.%s", op, _MODULES[backend], function)
+    found: Callable[..., Any] = vars(import_module(_module_of(op, backend)))[function]
+    return found

@@ -1,0 +1,181 @@
+"""What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import remainder as remainder_reference
+from opt_kernels.codecs import rounding as rounding_reference
+from opt_kernels.works import Work
+
+
+class Run(NamedTuple):
+    """A work's tensors in one order of elements: flat, (n,), unless `dense_run_of` made it."""
+
+    grad: Tensor  # (n,)
+    main: Tensor | None  # (n,)
+    out: Tensor | None  # (n,)
+    remainder: Tensor | None  # (n,)
+    state: Mapping[str, Tensor]  # (n,) each, but block scales
+    first: int = 0  # number of the first element
+
+
+class LayoutError(ValueError):
+    """The tensors of a work cannot be walked in one order of elements."""
+
+
+def skipped(skip: Tensor | None) -> bool:
+    """Whether the sweep must write nothing."""
+    return skip is not None and bool(skip)
+
+
+def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
+    """`work` as flat runs. Of its states `codes` have one element for each of the parameter's; others may have.
+
+    Raises LayoutError where what would be written has holes, another order of elements, or another number of them.
+    """
+    anchor = work.main if work.main is not None else work.out
+    if anchor is None:
+        raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
+    _same_shape(work.grad, anchor, "grad")
+    is_readable = _same_order(work.grad, anchor) and not work.grad.is_neg()  # as it lies in memory
+    grad = work.grad if is_readable else torch.empty_like(anchor, dtype=work.grad.dtype)
+    if grad is not work.grad:
+        grad.copy_(work.grad)
+    # Block scales are one number a block: another length than the anchor's, and always flat.
+    state = {
+        name: flat(tensor, anchor, name) if name in codes or tensor.shape == anchor.shape else tensor
+        for name, tensor in work.state.items()
+    }
+    return Run(
+        flat(grad, anchor, "grad"),
+        None if work.main is None else flat(work.main, anchor, "main"),
+        None if work.out is None else flat(work.out, anchor, "out"),
+        None if work.remainder is None else flat(work.remainder, anchor, "remainder"),
+        state,
+        work.first,
+    )
+
+
+def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run:
+    """`work` with only these states, all in one order of elements; in its own shape where that is contiguous.
+
+    For the sweeps that take any shape: a view costs as much as starting an operation.
+    """
+    # Fused sweeps walk memory, whatever the strides say.
+    grad, state = work.grad, work.state
+    shape = grad.shape
+    if len(state) != len(codes) + len(scales):
+        state = {name: state[name] for name in (*codes, *scales)}
+    if not grad.is_contiguous() or grad.is_neg():
+        return run_of(replace(work, state=state), codes)
+    for tensor in (work.main, work.out, work.remainder, *[state[name] for name in codes]):
+        if tensor is not None and not (tensor.is_contiguous() and tensor.shape == shape and not tensor.is_neg()):
+            return run_of(replace(work, state=state), codes)
+    return Run(grad, work.main, work.out, work.remainder, state, work.first)
+
+
+def compute_dtype(run: Run) -> torch.dtype:
+    """In what a run is computed: float64 where the main is float64, else float32."""
+    return torch.float64 if run.main is not None and run.main.dtype is torch.float64 else torch.float32
+
+
+def read_main(run: Run) -> Tensor:
+    """A copy of the main in its compute dtype; joined from `out` and `remainder` where there is no main."""
+    if run.main is not None:
+        return run.main.to(compute_dtype(run), copy=True)
+    assert run.out is not None
+    assert run.remainder is not None
+    return remainder_reference.join(run.out, run.remainder)
+
+
+def write_main_(run: Run, value: Tensor, *, stochastic_step: int | None = None) -> None:
+    """Writes `value` to the main and the out, or splits it over `out` and `remainder`.
+
+    With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
+    """
+    if run.main is not None:
+        if stochastic_step is not None and rounds_by_chance(run):
+            rounding_reference.round_(run.main, value, first=run.first, step=stochastic_step)
+        else:
+            run.main.copy_(value)
+        if run.out is not None:
+            run.out.copy_(value)
+        return
+    assert run.out is not None
+    assert run.remainder is not None
+    remainder_reference.split_(run.out, run.remainder, value)
+
+
+def rounds_by_chance(run: Run) -> bool:
+    """Whether stochastic rounding has anything to round here. Raises ValueError for a main that it cannot round."""
+    if run.main is not None and run.main.dtype is torch.float16:
+        raise ValueError(
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
+            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+        )
+    return run.main is not None and run.main.dtype is torch.bfloat16
+
+
+def scaled_grad(run: Run, scale: float) -> Tensor:
+    """A copy of the gradient in the compute dtype, times `scale`."""
+    return run.grad.to(compute_dtype(run), copy=True).mul_(scale)
+
+
+def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
+    """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory.
+
+    Raises LayoutError for another shape or order, for holes, and for a tensor whose memory has the opposite signs.
+    """
+    if tensor.is_neg():
+        raise LayoutError(
+            f"{name} of shape {tuple(tensor.shape)} is a view with its negative bit set, and what is written to its "
+            "memory would be read with the opposite sign; give tensor.resolve_neg()"
+        )
+    if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    _same_shape(tensor, anchor, name)
+    if not _same_order(tensor, anchor) or not is_dense(anchor):
+        raise LayoutError(
+            f"{name} of shape {tuple(tensor.shape)} has strides {tensor.stride()} where its parameter has "
+            f"{anchor.stride()}; allowed are equal strides without holes; make the parameter contiguous"
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Its elements as (n,), for what does not depend on their order: a view where they are dense, else a copy."""
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.contiguous().view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _same_shape(tensor: Tensor, anchor: Tensor, name: str) -> None:
+    """Raises LayoutError where `tensor` has another shape: a sweep would run out of its memory."""
+    if tensor.shape != anchor.shape:
+        raise LayoutError(
+            f"{name} has shape {tuple(tensor.shape)} where its parameter has {tuple(anchor.shape)}; give equal shapes; "
+            "where a parameter was replaced by one of another shape, delete its state"
+        )
+
+
+def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
+    """Whether both, of one shape, lay their elements out alike; a dim of one element has no stride to speak of."""
+    if tensor.is_contiguous() and anchor.is_contiguous():
+        return True
+    return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps, as no elements do."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,116 @@
+"""A formula in torch's operations, over cache tiles; or torch's own fused sweep, where it has the formula."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.elements import skipped
+from opt_kernels.backends.torch_native.tiles import Tile, divided, tiles
+from opt_kernels.codecs import StateCodec
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.works import Batch, Hyper
+
+# Elements that go through a formula together: its temporaries, some of them float64, must stay in the cache.
+PIECE_NUMEL = 1 << 16
+
+# Updates the mains and states of a tile.
+Sweep = Callable[[Tile], None]
+
+
+def update_(
+    batches: Sequence[Batch],
+    formula: Formula,
+    codecs: Mapping[str, StateCodec],
+    *,
+    stochastic_rounding: bool = False,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """What `reference.update_` does, except for the last bits. Hyper-parameters are read on the host."""
+    if skipped(skip):
+        return
+    scale = float(grad_scale)
+    for hyper, works in batches:
+        fused = _fused(formula, hyper)
+        sweep = fused or _by_formula(formula, formula.scalars_of(hyper))
+        whole, cut = divided(works, codecs, scale=scale)
+        if fused is None:  # a formula makes new tensors, which must not be whole ones
+            whole, cut = [], [*whole, *cut]
+        if whole:
+            mains = [run.main for run in whole if run.main is not None]
+            sweep(
+                Tile(mains, [run.grad for run in whole], {name: [run.state[name] for run in whole] for name in codecs})
+            )
+        step = int(hyper.step) if stochastic_rounding else None
+        for tile in tiles(cut, codecs, scale=scale, stochastic_step=step, flat_grads=True):
+            sweep(tile)
+
+
+def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
+    """Runs the formula on a tile, piece by piece."""
+    names = [state.name for state in formula.states]
+
+    def sweep(tile: Tile) -> None:
+        for columns in zip(tile.mains, tile.grads, *(tile.states[name] for name in names), strict=True):
+            for main, grad, *states in zip(*(torch.split(column.view(-1), PIECE_NUMEL) for column in columns)):
+                new = formula.updated(main, grad, dict(zip(names, states)), scalars)
+                for target, value in zip((main, *states), new, strict=True):
+                    target.copy_(value)
+
+    return sweep
+
+
+def _fused(formula: Formula, hyper: Hyper) -> Sweep | None:
+    """torch's fused sweep of this formula: one pass, with the same bits where a processor has fused products."""
+    constants = dict(formula.constants)
+    if formula.name == "adam" and not constants["te"]:
+        return _fused_adam(hyper, decoupled=bool(constants["decoupled"]))
+    if formula.name == "sgd":
+        dampening, nesterov = float(constants["dampening"]), bool(constants["nesterov"])
+        return _fused_sgd(hyper, momentum=hyper.momentum, dampening=dampening, nesterov=nesterov)
+    if formula.name == "sgd_plain":
+        return _fused_sgd(hyper, momentum=0.0, dampening=0.0, nesterov=False)
+    return None
+
+
+def _fused_adam(hyper: Hyper, *, decoupled: bool) -> Sweep:
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def sweep(tile: Tile) -> None:
+        step = torch.full((), float(hyper.step), dtype=torch.float32, device=tile.mains[0].device)
+        fused(
+            tile.mains,
+            tile.grads,
+            tile.states["exp_avg"],
+            tile.states["exp_avg_sq"],
+            [],
+            [step] * len(tile.mains),
+            lr=float(hyper.lr),
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            weight_decay=float(hyper.weight_decay),
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return sweep
+
+
+def _fused_sgd(hyper: Hyper, *, momentum: float, dampening: float, nesterov: bool) -> Sweep:
+    def sweep(tile: Tile) -> None:
+        torch._fused_sgd_(
+            tile.mains,
+            tile.grads,
+            tile.states.get("momentum_buffer", []),
+            weight_decay=float(hyper.weight_decay),
+            momentum=momentum,
+            lr=float(hyper.lr),
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=False,
+            is_first_step=int(hyper.step) == 1,
+        )
+
+    return sweep

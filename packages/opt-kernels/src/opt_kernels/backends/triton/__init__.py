@@ -1,0 +1,1 @@
+"""One kernel for all tensors, on GPUs or under the interpreter."""

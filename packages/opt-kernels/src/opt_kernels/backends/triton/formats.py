@@ -1,0 +1,79 @@
+"""In which numbers the tensors of a Triton sweep are kept: what it is compiled for."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton.jit import tl
+
+BLOCK = 1024  # elements a program handles at a time: 8 for each lane of 4 warps
+NUM_WARPS = 4
+ALIGNMENT = 16  # bytes; below it a tensor is swept one element at a time
+IEEE_BYTES = 18  # bytes per element from which on exact division hides behind the memory traffic
+
+
+class Formats(NamedTuple):
+    """What a launch is compiled for: the dtype of every column, and whether all of them are aligned."""
+
+    grad: torch.dtype
+    main: torch.dtype | None  # None: the main is joined from out and remainder
+    out: torch.dtype | None
+    states: tuple[torch.dtype, ...]  # of the values or codes; scales are float32
+    aligned: bool
+
+    @property
+    def remainder(self) -> bool:
+        return self.main is None
+
+    @property
+    def vector(self) -> int:
+        """Elements that every pointer is aligned to.
+
+        One number for all columns: were each to take its own 16 bytes, 16-bit and 32-bit tiles would differ in layout,
+        and every one of them would pass through shared memory.
+        """
+        if not self.aligned:
+            return 1
+        widest = max(d.itemsize for d in (self.grad, self.main or torch.int16, self.out or torch.int16, *self.states))
+        return 4 if widest > 2 else 8
+
+    @property
+    def bytes_moved(self) -> int:
+        """Read and written per element, block scales aside."""
+        main = 2 * self.main.itemsize if self.main is not None else 2 * torch.int16.itemsize
+        out = 0 if self.out is None else self.out.itemsize * (2 if self.remainder else 1)
+        return self.grad.itemsize + main + out + 2 * sum(d.itemsize for d in self.states)
+
+    @property
+    def ieee(self) -> bool:
+        return self.bytes_moved >= IEEE_BYTES
+
+
+@cache
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What tensors of `dtype` are in Triton. Raises LayoutError for one that a sweep does not know."""
+    names = {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.int16: tl.int16,
+        torch.int8: tl.int8,
+        torch.uint8: tl.uint8,
+        torch.float8_e4m3fn: tl.uint8,  # bytes: see quantize.py
+    }
+    if dtype not in names:
+        allowed = ", ".join(map(str, names))
+        raise LayoutError(f"the triton backend cannot sweep {dtype}; allowed are {allowed}; use backend='torch'")
+    return names[dtype]
+
+
+def rounds_by_chance(formats: Formats, wanted: bool) -> bool:
+    """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
+    if wanted and formats.main is torch.float16:
+        raise LayoutError(
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
+            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+        )
+    return wanted and formats.main is torch.bfloat16

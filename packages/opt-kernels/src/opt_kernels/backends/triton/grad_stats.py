@@ -1,0 +1,244 @@
+"""The statistics of gradients in one Triton sweep and one small sum: nothing waits for the host, and the bits repeat.
+
+Bytes per element: 4 for float32 gradients, 2 for 16-bit ones. Every program sums its chunk in float32, in one fixed
+order; one last program adds the chunks in float64, in one fixed order too. `kernels/grad_stats.md` derives the design.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels import devices
+from opt_kernels.backends.reference import grad_stats as reference
+from opt_kernels.backends.reference.grad_stats import GradStats
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, triton_dtype
+from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton.lanes import load, pointer
+from opt_kernels.backends.triton.layouts import Layouts
+from opt_kernels.backends.triton.multi_tensor import (
+    Column,
+    DeviceTables,
+    Extents,
+    chunk_elements,
+    chunk_records,
+    to_device,
+)
+from opt_kernels.backends.triton.sweep import processors
+
+SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)  # between these no float32 square that matters was lost
+LARGEST_SAFE: tl.constexpr = tl.constexpr(1e36)
+NONFINITE: tl.constexpr = tl.constexpr(1 << 16)  # one non-finite element, in a word that counts zeros too
+SUM_BLOCK = 1024  # chunks that the last program adds at a time
+
+
+@jit
+def is_finite(g: tl.tensor) -> tl.tensor:
+    """Whether float32 g is neither infinite nor NaN: by its exponent, which no compiler reasons away."""
+    return (g.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@jit
+def stats_tile(
+    grad: tl.tensor, at: tl.tensor, n: tl.tensor,
+    total: tl.tensor, counts: tl.tensor,
+    MAXIMUM: tl.constexpr, FULL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The running statistics, lane by lane, with the elements `at` added.
+
+    Both counts share a word, zeros below and non-finite elements above: a chunk has at most 2^14 of either, and the
+    registers saved are programs that fit beside this one.
+    """
+    g = load(grad, at, n, FULL).to(tl.float32)
+    if MAXIMUM:
+        total = tl.maximum(total, tl.where(g == g, tl.abs(g), float("inf")))
+    else:
+        total += g * g
+    is_zero = g == 0.0
+    if not FULL:
+        is_zero = is_zero & (at < n)
+    return total, counts + tl.where(is_zero, 1, tl.where(is_finite(g), 0, NONFINITE))
+
+
+@jit
+def exact_sum(grad: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """The sum of squares of one chunk in float64, for the rare chunk whose float32 squares leave their range."""
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(0, n, BLOCK):
+        g = load(grad, start + tl.arange(0, BLOCK), n, False).to(tl.float64)
+        total += g * g
+    return tl.sum(total, axis=0)
+
+
+@jit
+def stats_sweep(
+    records: tl.tensor,  # (chunks, WIDTH) int64: gradient ... n, row, first
+    sums: tl.tensor,  # (chunks,) float64, written
+    counts: tl.tensor,  # (chunks, 2) int32, written: zeros, non-finite
+    GRAD: tl.constexpr, MAXIMUM: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per chunk."""
+    chunk = tl.program_id(0)
+    record = records + chunk * WIDTH
+    grad = pointer(tl.load(record), GRAD, E)
+    n = tl.load(record + WIDTH - 3).to(tl.int32)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    both = tl.zeros((BLOCK,), dtype=tl.int32)
+    if n == CHUNK:
+        for start in range(0, CHUNK, BLOCK):
+            total, both = stats_tile(grad, start + lanes, n, total, both, MAXIMUM, True)
+    else:
+        for start in range(0, n, BLOCK):
+            total, both = stats_tile(grad, start + lanes, n, total, both, MAXIMUM, False)
+    num_both = tl.sum(both, axis=0)
+    num_zeros = num_both % NONFINITE
+    result = (tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0)).to(tl.float64)
+    if not MAXIMUM:
+        lost = (result <= SMALLEST_SAFE) | (result >= LARGEST_SAFE) | (result != result)
+        if lost & (num_zeros < n):
+            result = exact_sum(grad, n, BLOCK)
+    tl.store(sums + chunk, result)
+    tl.store(counts + chunk * 2, num_zeros)
+    tl.store(counts + chunk * 2 + 1, num_both // NONFINITE)
+
+
+@jit
+def stats_total(
+    sums: tl.tensor,  # (chunks,) float64
+    counts: tl.tensor,  # (chunks, 2) int32
+    power: tl.tensor,  # (1,) float64, written
+    totals: tl.tensor,  # (2,) int64, written: non-finite, zeros
+    num_chunks: tl.tensor,
+    MAXIMUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adds all chunks, by one program: so few numbers need no more, and the order is always the same."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    zeros = tl.zeros((BLOCK,), dtype=tl.int64)
+    nonfinite = tl.zeros((BLOCK,), dtype=tl.int64)
+    for start in range(0, num_chunks, BLOCK):
+        at = start + lanes
+        inside = at < num_chunks
+        of_chunks = tl.load(sums + at, mask=inside, other=0.0)
+        total = tl.maximum(total, of_chunks) if MAXIMUM else total + of_chunks
+        zeros += tl.load(counts + at * 2, mask=inside, other=0).to(tl.int64)
+        nonfinite += tl.load(counts + at * 2 + 1, mask=inside, other=0).to(tl.int64)
+    tl.store(power, tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0))
+    tl.store(totals, tl.sum(nonfinite, axis=0))
+    tl.store(totals + 1, tl.sum(zeros, axis=0))
+
+
+class _Format(NamedTuple):
+    dtype: torch.dtype
+    aligned: bool
+
+
+def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+    """What `reference.grad_stats` gives, the sum of squares to about 1e-6 of itself; the host waits for nothing.
+
+    The kernel knows norm_type 2 and infinity, where a NaN gives infinity; any other is computed by the reference, on
+    the device too. Zeros cost nothing and are counted always; without `count_zeros` 0 is returned.
+    """
+    reference.check_norm_type(norm_type)
+    with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
+        return _grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+
+
+def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float) -> GradStats:
+    tables = _tables(grads) if norm_type in (2.0, math.inf) else []
+    if tables is None:
+        grads = [grad.detach().contiguous() for grad in grads]  # these live until the sweep is launched
+        tables = _tables(grads)
+    if not tables:
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    device = grads[0].device
+    num_chunks = sum(table.shape[0] for _, table, _ in tables)
+    sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
+    counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
+    begin = 0
+    for fmt, records, chunk in tables:
+        end = begin + records.shape[0]
+        stats_sweep[(records.shape[0],)](
+            records, sums[begin:end], counts[begin:end],
+            GRAD=triton_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
+            WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
+            num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+        begin = end
+    power = torch.empty((), dtype=torch.float64, device=device)
+    totals = torch.empty(2, dtype=torch.int64, device=device)
+    stats_total[(1,)](
+        sums, counts, power, totals, num_chunks, MAXIMUM=math.isinf(norm_type), BLOCK=SUM_BLOCK,
+        num_warps=8, enable_fp_fusion=True,
+    )  # fmt: skip
+    return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
+
+
+class _Table(NamedTuple):
+    fmt: _Format
+    records: Tensor
+    chunk: int
+
+
+class _Known(NamedTuple):
+    """What is known of gradients that are where they were."""
+
+    layouts: Layouts
+    tables: list[_Table] | None
+
+
+def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
+    """A chunk table for each dtype, and for what is not aligned; None where some gradient is not contiguous."""
+    if not grads:
+        return []
+    return (
+        known_tables(grads[0].device)
+        .get(
+            tuple(map(Tensor.data_ptr, grads)),
+            lambda: _Known(Layouts(grads), _built(grads)),
+            holds=lambda known: known.layouts.same(grads),
+        )
+        .tables
+    )
+
+
+def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
+    if not all(map(Tensor.is_contiguous, grads)):
+        return None
+    by_format: dict[_Format, list[Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            by_format.setdefault(_Format(grad.dtype, grad.data_ptr() % ALIGNMENT == 0), []).append(grad)
+    return [_table(fmt, group) for fmt, group in by_format.items()]
+
+
+def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
+    addresses = [grad.data_ptr() for grad in grads]
+    numels = tuple(grad.numel() for grad in grads)
+    device, nowhere = grads[0].device, (0,) * len(grads)
+    chunk = chunk_elements(sum(numels), processors=processors(device))
+    column = Column(item_bytes=fmt.dtype.itemsize)
+    host = chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
+    return _Table(fmt, to_device(host, device), chunk)
+
+
+@cache
+def known_tables(device: torch.device) -> DeviceTables[_Known]:
+    """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
+    return DeviceTables(device)
+
+
+def tile_elements(dtype: torch.dtype) -> int:
+    """Elements a program reads at a time: 16-bit ones twice as many, or too few bytes would be under way."""
+    return BLOCK * 4 // dtype.itemsize
+
+
+def _vector(fmt: _Format) -> int:
+    """Elements in 16 bytes, where the addresses allow it: there is but one column, and it may take its own width."""
+    return ALIGNMENT // fmt.dtype.itemsize if fmt.aligned else 1

@@ -1,0 +1,92 @@
+"""What every Triton sweep is made of: typed pointers with their alignment, whole and partial tiles, one rounding."""
+
+from opt_kernels.backends.triton.jit import INTERPRETED, jit, tl
+
+
+@jit
+def pointer(address: tl.tensor, dtype: tl.constexpr, E: tl.constexpr) -> tl.tensor:
+    """`address` (int64) as a pointer to `dtype` that is aligned to `E` elements.
+
+    The hint must follow the cast: on the integer it is lost, and 16-bit tensors are then read one element at a time.
+    """
+    typed = address.to(tl.pointer_type(dtype))
+    BITS: tl.constexpr = typed.dtype.element_ty.primitive_bitwidth
+    return tl.multiple_of(typed, E * (BITS // 8))
+
+
+@jit
+def load(base: tl.tensor, at: tl.tensor, n: tl.tensor, FULL: tl.constexpr) -> tl.tensor:
+    """Elements `at` of the run; zero behind its end `n`, which a full chunk need not ask about.
+
+    A mask costs the vector width, even where all of it is true: hence two versions of every tile.
+    """
+    if FULL:
+        return tl.load(base + at)
+    else:
+        return tl.load(base + at, mask=at < n, other=0)
+
+
+@jit
+def store(base: tl.tensor, at: tl.tensor, n: tl.tensor, value: tl.tensor, FULL: tl.constexpr) -> None:
+    """Writes `value`, already of the run's dtype, to the elements `at` of the run."""
+    if FULL:
+        tl.store(base + at, value)
+    else:
+        tl.store(base + at, value, mask=at < n)
+
+
+@jit
+def nearest(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """`x` (float32) in `dtype`, rounded to nearest, ties to even; NaN stays NaN."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        upper = tl.where(x == x, upper, 0x7FC0)
+        return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@jit
+def decayed(x: tl.tensor, decay: tl.tensor, p: tl.tensor) -> tl.tensor:
+    """x + decay * p, or x where `decay` is zero: zero times an infinite p would be NaN."""
+    # A branch, not a choice between both: with that, ptxas ran out of registers on sm_80 and sm_100.
+    if decay != 0.0:
+        x += decay * p
+    return x
+
+
+@jit
+def divide(x: tl.tensor, y: tl.tensor, IEEE: tl.constexpr) -> tl.tensor:
+    """x / y in float32: rounded correctly, or to within two units in the last place by the hardware's reciprocal."""
+    if IEEE:
+        return tl.div_rn(x, y)
+    else:
+        return x / y
+
+
+@jit
+def root(x: tl.tensor, IEEE: tl.constexpr) -> tl.tensor:
+    """The square root of x in float32: rounded correctly, or the hardware's approximation."""
+    if IEEE:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@jit
+def sign(x: tl.tensor) -> tl.tensor:
+    """-1, 0 or 1; NaN for NaN, without which a diverged weight would look like one at rest."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
+
+
+@jit
+def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The larger of both; NaN where either is NaN."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@jit
+def smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """The smaller of both; NaN where either is NaN."""
+    return tl.where((a < b) | (a != a), a, b)

@@ -1,0 +1,170 @@
+"""The scalar block: every number that a sweep needs of a parameter group, computed on the device by one small kernel.
+
+One row of 16 float32 per group, one memory line. Learning rate, weight decay, step, gradient scale and skip flag may be
+device tensors; then nothing here waits for the device, and a captured step follows them. Bias corrections and products
+are computed in float64 and rounded once, as a host would.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
+from opt_kernels.works import Hyper
+
+WIDTH: tl.constexpr = tl.constexpr(16)
+PROCEED: tl.constexpr = tl.constexpr(0)  # 0 where the step is skipped, else 1
+GRAD_SCALE: tl.constexpr = tl.constexpr(1)
+LR: tl.constexpr = tl.constexpr(2)
+WEIGHT_DECAY: tl.constexpr = tl.constexpr(3)
+BETA1: tl.constexpr = tl.constexpr(4)
+ONE_MINUS_BETA1: tl.constexpr = tl.constexpr(5)
+BETA2: tl.constexpr = tl.constexpr(6)
+ONE_MINUS_BETA2: tl.constexpr = tl.constexpr(7)
+EPS: tl.constexpr = tl.constexpr(8)
+CORRECTION1: tl.constexpr = tl.constexpr(9)  # 1 - beta1^step
+CORRECTION2: tl.constexpr = tl.constexpr(10)  # 1 - beta2^step
+ROOT_CORRECTION2: tl.constexpr = tl.constexpr(11)  # sqrt(1 - beta2^step)
+STEP_SIZE: tl.constexpr = tl.constexpr(12)  # lr / (1 - beta1^step)
+LR_DECAY: tl.constexpr = tl.constexpr(13)  # lr * weight_decay
+MOMENTUM: tl.constexpr = tl.constexpr(14)
+STEP: tl.constexpr = tl.constexpr(15)  # an int32 in the float's bits
+
+HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 per row that come from the host
+
+
+class FrozenHyperError(ValueError):
+    """A number that changes from step to step would be frozen into a captured graph."""
+
+
+@jit
+def fill_scalars(
+    block: tl.tensor,  # (rows, 16) float32, written
+    host: tl.tensor,  # (rows, 8) float64: lr, weight decay, step, beta1, beta2, eps, momentum, grad scale
+    lr: tl.tensor,  # (rows,), or None: then the host's
+    weight_decay: tl.tensor,
+    step: tl.tensor,
+    grad_scale: tl.tensor,  # (1,), or None: then the host's
+    skip: tl.tensor,  # (1,), or None: then nothing is skipped
+) -> None:
+    """Writes one row of the block; one program per row."""
+    row = tl.program_id(0)
+    source = host + row * HOST_WIDTH
+    target = block + row * WIDTH
+    lr64 = tl.load(source + 0) if lr is None else tl.load(lr + row).to(tl.float64)
+    decay64 = tl.load(source + 1) if weight_decay is None else tl.load(weight_decay + row).to(tl.float64)
+    count = tl.load(source + 2).to(tl.int64) if step is None else tl.load(step + row).to(tl.int64)
+    scale64 = tl.load(source + 7) if grad_scale is None else tl.load(grad_scale).to(tl.float64)
+    beta1 = tl.load(source + 3)
+    beta2 = tl.load(source + 4)
+    correction1 = 1.0 - power(beta1, count)
+    correction2 = 1.0 - power(beta2, count)
+    tl.store(target + PROCEED, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))
+    tl.store(target + GRAD_SCALE, scale64.to(tl.float32))
+    tl.store(target + LR, lr64.to(tl.float32))
+    tl.store(target + WEIGHT_DECAY, decay64.to(tl.float32))
+    tl.store(target + BETA1, beta1.to(tl.float32))
+    tl.store(target + ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32))
+    tl.store(target + BETA2, beta2.to(tl.float32))
+    tl.store(target + ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32))
+    tl.store(target + EPS, tl.load(source + 5).to(tl.float32))
+    tl.store(target + CORRECTION1, correction1.to(tl.float32))
+    tl.store(target + CORRECTION2, correction2.to(tl.float32))
+    tl.store(target + ROOT_CORRECTION2, tl.sqrt(correction2).to(tl.float32))
+    tl.store(target + STEP_SIZE, (lr64 / correction1).to(tl.float32))
+    tl.store(target + LR_DECAY, (lr64 * decay64).to(tl.float32))
+    tl.store(target + MOMENTUM, tl.load(source + 6).to(tl.float32))
+    tl.store(target + STEP, count.to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@jit
+def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """base^exponent in float64 by squaring, exact to a few units in the last place; exponent (int64) >= 0."""
+    result = base * 0.0 + 1.0
+    while exponent > 0:
+        result = tl.where(exponent % 2 == 1, result * base, result)
+        base = base * base
+        exponent = exponent // 2
+    return result
+
+
+def scalar_block(
+    hypers: Sequence[Hyper],
+    *,
+    grad_scale: float | Tensor,
+    skip: Tensor | None,  # 0-d
+    device: torch.device,
+) -> Tensor:
+    """The block of these rows, (rows, 16) float32 on `device`; nothing waits for the device.
+
+    Raises FrozenHyperError where a CUDA graph is being captured and a number that must change is a host number.
+    """
+    own = [(*hyper.betas, hyper.eps, hyper.momentum) for hyper in hypers]
+    columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
+    # `fill_scalars` reads the gradient scale last.
+    rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
+    block = torch.empty(len(hypers), WIDTH.value, dtype=torch.float32, device=device)
+    fill_scalars[(len(hypers),)](block, host_rows(rows, device), *columns.on_device)
+    return block
+
+
+class Given(NamedTuple):
+    """The numbers that may be device tensors, as the kernels that compute scalars take them."""
+
+    host: tuple[tuple[float, ...], ...]  # lr, weight decay, step, gradient scale of each row; 0 where on the device
+    on_device: tuple[Tensor | None, ...]  # lr, weight decay, step, gradient scale, skip flag
+
+
+def given_columns(
+    hypers: Sequence[Hyper], *, grad_scale: float | Tensor, skip: Tensor | None, device: torch.device
+) -> Given:
+    """Numbers of the host and of the device. Raises FrozenHyperError as `scalar_block` does."""
+    names = ("lr", "weight_decay", "step")
+    columns = [_on_device([getattr(hyper, name) for hyper in hypers], device) for name in names]
+    if multi_tensor.is_capturing(device):
+        _refuse_host_numbers(**dict(zip(names, columns)))
+    scale = grad_scale.to(device) if isinstance(grad_scale, Tensor) else None
+    of_host = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+    host = tuple(
+        (*[0.0 if column is not None else float(getattr(h, name)) for name, column in zip(names, columns)], of_host)
+        for h in hypers
+    )
+    return Given(host, (*columns, scale, None if skip is None else skip.to(device)))
+
+
+def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> Tensor | None:
+    """A column of the block as a device tensor, or None where all of it are host numbers."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    if not tensors:
+        return None
+    if len(tensors) < len(values):
+        values = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in values]
+        tensors = [torch.as_tensor(v) for v in values]
+    # One dtype, so that the stack is one launch: float64 holds every step and rate exactly.
+    same = all(t.dtype is tensors[0].dtype for t in tensors)
+    return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
+
+
+def host_rows(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """Numbers of the host on `device`, (rows, numbers) float64."""
+    return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
+
+
+@cache
+def known_rows(device: torch.device) -> DeviceTables[Tensor]:
+    """The host's numbers that are on `device`: a captured graph reads its own at every replay."""
+    return DeviceTables(device)
+
+
+def _refuse_host_numbers(**columns: Tensor | None) -> None:
+    frozen = [name for name, column in columns.items() if column is None]
+    if frozen:
+        raise FrozenHyperError(
+            f"{', '.join(frozen)} of a step that is being captured: host numbers, which every replay would repeat; "
+            "allowed are 0-d tensors on the device; fill them before each replay"
+        )

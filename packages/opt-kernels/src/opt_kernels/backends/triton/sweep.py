@@ -1,0 +1,391 @@
+"""From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups.
+
+What a launch needs of tensors that stay where they are is found again by their addresses and layouts. The look-up is
+most of what the host does in a step: it goes over whole columns at a time, and makes no object per tensor.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cache, reduce
+from operator import attrgetter, or_
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels import devices
+from opt_kernels.backends.elements import LayoutError, Run, run_of
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.backends.triton.jit import tl
+from opt_kernels.backends.triton.layouts import Layouts
+from opt_kernels.backends.triton.multi_tensor import (
+    ChunkTable,
+    Column,
+    DeviceTables,
+    Extents,
+    chunk_elements,
+    chunk_records,
+    cut,
+    moved,
+    to_device,
+)
+from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.works import Batch, Work, Works
+
+CALLS = 1024  # a step has one for each launch group, Muon one for each round: what does not fit is built every step
+PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
+
+
+class Cut(NamedTuple):
+    """A run of elements of one work, as a sweep is to see it."""
+
+    work: int  # which work of the call
+    begin: int  # its first element within the work
+    numel: int
+    first: int  # the number of that element, in whatever numbering the sweep keeps
+    tag: int = 0  # a number that every chunk of the run carries, in a lane behind the addresses
+    beside: int = 0  # bytes to it in a buffer that is not in the table, but swept along
+
+
+class Sweep(NamedTuple):
+    """One launch: what to compile for, and the table of what to work on."""
+
+    formats: Formats
+    table: ChunkTable
+    cuts: tuple[Cut, ...]  # in the order of the table
+
+
+Cutting = Callable[[int, int], Iterable[Cut]]  # from number and elements of a work
+
+
+class _Part(NamedTuple):
+    """The works of one launch, as far as it does not change while tensors stay where they are."""
+
+    formats: Formats
+    cuts: tuple[Cut, ...]
+    records: Tensor
+    chunk: int
+    work_of_chunk: Tensor  # (num_chunks,) int64 on the host
+    bytes_to_chunk: Tensor  # (num_chunks,) int64 on the host, from the start of the gradient
+
+
+class _Launches(NamedTuple):
+    """All that a call launches; None where some tensor is in another order than C's."""
+
+    sweeps: list[Sweep] | None
+
+
+class _Known(NamedTuple):
+    """What is known of a call whose tensors, but for the gradients, are where they were."""
+
+    layouts: Layouts  # of all tensors, gradients too
+    parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # by which gradients are aligned, None where all are
+    launches: DeviceTables[_Launches]  # by the addresses of the gradients
+
+
+class _Call(NamedTuple):
+    """All works of a call, column by column."""
+
+    pieces: list[tuple[int, Works]]  # with their rows of the scalar block
+    grads: list[Tensor]
+    others: list[Tensor]
+    grads_at: tuple[int, ...]  # addresses
+    others_at: tuple[int, ...]
+
+
+def launch(
+    kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
+    batches: Sequence[Batch],
+    codecs: Mapping[str, StateCodec],  # of the states, in the order of their columns
+    options: Callable[[Formats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
+    scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
+) -> None:
+    """Launches `kernel` once for every combination of dtypes among the works; the host waits for nothing."""
+    found = cut_sweeps(_pieces(batches), codecs)
+    if found is None:
+        # The table holds addresses only: the copies must live until the launch.
+        batches = in_order(batches)
+        found = sweeps(batches, codecs)
+    if not found:
+        return
+    device = found[0].table.grads.device
+    with devices.launching_on(device):
+        block = scalar_block(device)
+        for formats, table, _ in found:
+            kernel[(table.num_chunks,)](
+                table.records, table.grads, block, **options(formats), **launch_options(formats, table)
+            )
+
+
+def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
+    """The arguments that every sweep takes by these names: formats, shape of the launch, compiler options."""
+    return {**_constants(formats), "WIDTH": table.records.shape[1], "CHUNK": table.chunk}
+
+
+@cache
+def _constants(formats: Formats) -> dict[str, Any]:
+    return {
+        "GRAD": triton_dtype(formats.grad),
+        "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
+        "OUT": None if formats.out is None else triton_dtype(formats.out),
+        "REMAINDER": formats.remainder,
+        "IEEE": formats.ieee,
+        "BLOCK": BLOCK,
+        "E": formats.vector,
+        "num_warps": NUM_WARPS,
+        # Said at every launch: the default changes between versions of Triton, and with it the bits of the result.
+        "enable_fp_fusion": not formats.ieee,
+    }
+
+
+def processors(device: torch.device) -> int:
+    """How many programs run at the same time, roughly."""
+    if device.type != "cuda":
+        return PROCESSORS_OF_A_CPU
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Sweep]:
+    """One sweep for every combination of dtypes among the works; empty works take part in none.
+
+    Columns: main or remainder, out, the states, then the scales of those that have any. Raises LayoutError where
+    tensors are not of one device, or in another order than C's.
+    """
+    found = cut_sweeps(_pieces(batches), codecs)
+    if found is None:
+        raise LayoutError("a work has tensors that are not contiguous; give its tensors as `in_order` returns them")
+    return found
+
+
+def in_order(batches: Sequence[Batch]) -> list[Batch]:
+    """The works as flat runs; those gradients that lie in another order than their main as copies.
+
+    Raises LayoutError where what would be written has holes.
+    """
+    return [Batch(hyper, [_work(run_of(work)) for work in works]) for hyper, works in batches]
+
+
+def cut_sweeps(
+    pieces: list[tuple[int, Works]],  # with their rows of the scalar block
+    codecs: Mapping[str, StateCodec],
+    cutting: Cutting | None = None,  # None: every work is one run
+    cut_by: Hashable = None,  # all that `cutting` depends on, but the sizes of the works
+) -> list[Sweep] | None:
+    """What `sweeps` gives, of works cut by `cutting`; None where some tensor is in another order than C's."""
+    call = _call(pieces, codecs)
+    if not call.grads:
+        return []
+    device = call.grads[0].device
+    kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in pieces])
+    tensors = (*call.grads, *call.others)
+    known = known_calls(device).get(
+        (call.others_at, kinds, tuple(codecs.items()), cut_by),
+        lambda: _Known(Layouts(tensors), {}, DeviceTables(device, capacity=8)),
+        holds=lambda known: known.layouts.same(tensors),
+    )
+    launches = known.launches.get(call.grads_at, lambda: _Launches(_launches(known, call, codecs, cutting, device)))
+    return launches.sweeps
+
+
+@cache
+def known_calls(device: torch.device) -> DeviceTables[_Known]:
+    """What is known on `device`: one collection for the process, since what is in it is true for whoever asks."""
+    return DeviceTables(device, capacity=CALLS)
+
+
+def _pieces(batches: Sequence[Batch]) -> list[tuple[int, Works]]:
+    return [(row, works) for row, batch in enumerate(batches) for works in uniform(batch.works)]
+
+
+_FIELDS = attrgetter("grad", "main", "state", "out", "remainder", "matrix", "first")
+
+
+def uniform(works: Sequence[Work]) -> list[Works]:
+    """`works` column by column, those of each kind by themselves."""
+    if isinstance(works, Works) or not works:
+        return [works] if isinstance(works, Works) else []
+    grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
+    kinds = [set(map(type, column)) for column in (mains, outs)]
+    if any(NoneType in types and len(types) > 1 for types in kinds):
+        by_kind: dict[tuple[bool, bool], list[Work]] = {}
+        for work in works:
+            by_kind.setdefault((work.main is None, work.out is None), []).append(work)
+        return [one for of_kind in by_kind.values() for one in uniform(of_kind)]
+    return [
+        Works(
+            grads,
+            mains=None if mains[0] is None else mains,
+            states=states,
+            outs=None if outs[0] is None else outs,
+            remainders=None if mains[0] is not None else remainders,
+            matrices=matrices,
+            firsts=firsts,
+        )
+    ]
+
+
+def _work(run: Run) -> Work:
+    return Work(
+        grad=run.grad, main=run.main, state=run.state, out=run.out, remainder=run.remainder, first=run.first
+    )  # fmt: skip
+
+
+def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> _Call:
+    """Tensors and addresses by column; this runs at every step, hence whole columns at a time."""
+    grads: list[Tensor] = []
+    others: list[Tensor] = []
+    for _, works in pieces:
+        grads += works.grads
+        for column in _columns(works, codecs):
+            if column is not None:
+                others += column
+    return _Call(pieces, grads, others, tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.data_ptr, others)))
+
+
+def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Tensor] | None]:
+    """Main or remainder, out, states, scales."""
+    if works.mains is None and (works.outs is None or works.remainders is None):
+        raise LayoutError("a work has no main: give main, or out (bfloat16) and its remainder (int16)")
+    columns: list[Sequence[Tensor] | None] = [works.remainders if works.mains is None else works.mains, works.outs]
+    columns += [[state[name] for state in works.states] for name in codecs]
+    return columns + [[state[scale_name(name)] for state in works.states] for name in codecs if codecs[name].block]
+
+
+def _names(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
+    """Of the columns, with the elements per entry of each."""
+    scales = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
+    return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
+
+
+class _Item(NamedTuple):
+    """One work of a call."""
+
+    row: int
+    first: int
+    grad: Tensor
+    columns: list[Tensor | None]
+    remainder: bool
+
+
+def _items(call: _Call, codecs: Mapping[str, StateCodec]) -> list[_Item]:
+    items = []
+    for row, works in call.pieces:
+        columns = _columns(works, codecs)
+        for i, grad in enumerate(works.grads):
+            of_work = [None if column is None else column[i] for column in columns]
+            items.append(_Item(row, 0 if works.firsts is None else works.firsts[i], grad, of_work, works.mains is None))
+    return items
+
+
+def _parts(
+    call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+) -> list[_Part] | None:
+    """The works by format, each with its records on the device; None where some cannot be swept as they lie."""
+    items = _items(call, codecs)
+    if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
+        return None
+    by_formats: dict[Formats, list[Cut]] = {}
+    for index, item in enumerate(items):
+        if item.grad.numel():
+            _check(item, codecs, device)
+            numel = item.grad.numel()
+            cuts = [Cut(index, 0, numel, item.first)] if cutting is None else list(cutting(index, numel))
+            by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
+    tagged = cutting is not None
+    return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
+
+
+def lies_in_order(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` has its elements in C's order, with their signs."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+    """Where the run begins in each column."""
+    return [
+        0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
+        for tensor, elements in zip(item.columns, _names(codecs).values())
+    ]
+
+
+def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> Formats:
+    """One for all runs of a work, which stay together. Block scales are read one by one, wherever they lie."""
+    main, out, *states = item.columns
+    kept = 2 + len(codecs)
+    places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
+    places += [item.grad.data_ptr() + c.begin * item.grad.itemsize for c in cuts]
+    return Formats(
+        grad=item.grad.dtype,
+        main=None if item.remainder or main is None else main.dtype,
+        out=None if out is None else out.dtype,
+        states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
+        aligned=reduce(or_, places) % ALIGNMENT == 0,
+    )
+
+
+def _part(
+    formats: Formats,
+    cuts: tuple[Cut, ...],
+    items: Sequence[_Item],
+    codecs: Mapping[str, StateCodec],
+    device: torch.device,
+    tagged: bool,
+) -> _Part:
+    numels = tuple(c.numel for c in cuts)
+    extents = Extents(numels, tuple(items[c.work].row for c in cuts), tuple(c.first for c in cuts))
+    columns = [
+        Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements)
+        for tensor, elements in zip(items[cuts[0].work].columns, _names(codecs).values())
+    ]
+    addresses = list(zip(*(_addresses(items[c.work], c, codecs) for c in cuts)))
+    if tagged:
+        columns.append(Column(item_bytes=0))
+        addresses.append(tuple(c.tag for c in cuts))
+    chunk = chunk_elements(sum(numels), processors=processors(device))
+    records = chunk_records(addresses, columns, extents, chunk=chunk)
+    chunks = cut(numels, chunk)
+    begins = [c.begin * formats.grad.itemsize for c in cuts]
+    return _Part(
+        formats,
+        cuts,
+        to_device(records, device),
+        chunk,
+        torch.tensor([c.work for c in cuts])[chunks.run],
+        moved(begins, chunks, Column(item_bytes=formats.grad.itemsize)),
+    )
+
+
+def _launches(
+    known: _Known, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+) -> list[Sweep] | None:
+    """The parts with their gradients where they are now."""
+    aligned = None
+    if reduce(or_, call.grads_at) % ALIGNMENT:
+        aligned = tuple([at % ALIGNMENT == 0 for at in call.grads_at])
+    if aligned not in known.parts:
+        known.parts[aligned] = _parts(call, codecs, cutting, device)
+    parts = known.parts[aligned]
+    if parts is None:
+        return None
+    grads_at = torch.tensor(call.grads_at)
+    columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, device) for part in parts]
+    return [
+        Sweep(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
+        for part, column in zip(parts, columns)
+    ]
+
+
+def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
+    numel = item.grad.numel()
+    for (name, elements), tensor in zip(_names(codecs).items(), item.columns):
+        if tensor is None:
+            continue
+        if tensor.device != device or item.grad.device != device:
+            raise LayoutError(f"{name} is on {tensor.device} and a gradient on {device}; one sweep has one device")
+        expected = math.ceil(numel / elements)
+        if tensor.numel() != expected:
+            raise LayoutError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
+                f"{tuple(item.grad.shape)}; allowed is a contiguous tensor of {expected} elements"
+            )

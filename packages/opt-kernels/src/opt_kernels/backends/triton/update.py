@@ -1,0 +1,71 @@
+"""A formula as one Triton sweep over the chunk table: its kernels, launched for every combination of dtypes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.triton.formats import Formats, rounds_by_chance, triton_dtype
+from opt_kernels.backends.triton.kernels import Kernels, host_numbers, kernels_of
+from opt_kernels.backends.triton.quantize import scheme
+from opt_kernels.backends.triton.scalars import given_columns, host_rows
+from opt_kernels.backends.triton.sweep import launch
+from opt_kernels.codecs import StateCodec
+from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.works import Batch, Hyper
+
+
+def update_(
+    batches: Sequence[Batch],
+    formula: Formula,
+    codecs: Mapping[str, StateCodec],
+    *,
+    stochastic_rounding: bool = False,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """What `reference.update_` does, on the device of the tensors; the host waits for nothing and may be capturing.
+
+    Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
+    """
+    kernels = kernels_of(formula)
+
+    def options(formats: Formats) -> dict[str, Any]:
+        return state_options(formats, codecs) | {"BY_CHANCE": rounds_by_chance(formats, stochastic_rounding)}
+
+    def scalar_block(device: torch.device) -> Tensor:
+        return filled(kernels, formula, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
+
+    launch(kernels.sweep, batches, codecs, options, scalar_block)
+
+
+def state_options(formats: Formats, codecs: Mapping[str, StateCodec]) -> dict[str, Any]:
+    """The arguments of a sweep that describe its states."""
+    options: dict[str, Any] = {}
+    lane = 2 + len(codecs)  # after main, out and the states: the scales of those that have any
+    for index, (codec, dtype) in enumerate(zip(codecs.values(), formats.states, strict=True)):
+        options[f"STATE{index}"] = triton_dtype(dtype)
+        options[f"SCHEME{index}"] = scheme(codec)
+        options[f"SCALE{index}"] = lane if codec.block else 0
+        lane += codec.block > 0
+    return options
+
+
+def filled(
+    kernels: Kernels,
+    formula: Formula,
+    hypers: Sequence[Hyper],
+    *,
+    grad_scale: float | Tensor,
+    skip: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """The scalar block of the formula, (rows, row_width) float32; nothing waits for the device."""
+    own = host_numbers(formula)[4:]
+    columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
+    numbers = [[float(number_of(hyper, name, formula)) for name in own] for hyper in hypers]
+    rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
+    block = torch.empty(len(hypers), kernels.row_width, dtype=torch.float32, device=device)
+    kernels.fill[(len(hypers),)](block, host_rows(rows, device), *columns.on_device)
+    return block

@@ -1,0 +1,35 @@
+"""Number formats: states in narrow codes, float32 mains as a bfloat16 and its remainder, stochastic rounding."""
+
+from opt_kernels.codecs.codec import (
+    BLOCK,
+    TINY,
+    CodecError,
+    Coded,
+    Companded,
+    Plain,
+    Root,
+    Scaled,
+    StateCodec,
+    codec_for,
+    codecs_of,
+    init_state,
+    scale_name,
+    state_specs,
+)  # fmt: skip
+
+__all__ = [
+    "BLOCK",
+    "TINY",
+    "CodecError",
+    "Coded",
+    "Companded",
+    "Plain",
+    "Root",
+    "Scaled",
+    "StateCodec",
+    "codec_for",
+    "codecs_of",
+    "init_state",
+    "scale_name",
+    "state_specs",
+]  # fmt: skip

@@ -1,0 +1,1 @@
+"""What the rules do to whole matrices: orthogonalisation, symmetric products, bases, and stacks of equal shapes."""

@@ -1,0 +1,29 @@
+"""What a step of Muon does element by element, around the orthogonalisation of whole matrices."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.matrices.newton_schulz.reference import EPS
+from opt_kernels.works import Task, Work
+
+__all__ = ["Adapt", "Inputs", "Transform"]
+
+
+class Inputs(NamedTuple):
+    """How a transformation would have the matrices of a work, if it could choose."""
+
+    dtype: torch.dtype
+    normalised: bool  # each over its Frobenius norm, each of its split parts over its own
+    all_reduce: Callable[[Tensor], Tensor] | None = None  # sums squares over the ranks that hold the other parts
+    eps: float = EPS  # smallest norm that a matrix is divided by
+
+
+# From works of one layout, their matrices (len(tasks), *shape), and whether these are normalised: the directions.
+Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
+# Changes one direction (*shape) before it is scaled.
+Adapt = Callable[[Task, Tensor], None]
+# s e of each of the work's split parts, or of the whole.
+Factors = Callable[[Work], tuple[float, ...]]

@@ -1,0 +1,75 @@
+"""Muon's step around its orthogonalisation, as it is written down: one work after the other."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.elements import skipped
+from opt_kernels.codecs import StateCodec
+from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.matrices.stacks import check, compute_dtype, read_main, read_state, write_main_, write_state_
+from opt_kernels.works import Batch, Task, Work
+
+MOMENTUM = "momentum_buffer"
+
+
+def muon_(
+    batches: Sequence[Batch],
+    *,
+    transform: Transform,
+    adapt_: Adapt | None,
+    inputs: Callable[[Work], Inputs],
+    factors: Factors,
+    nesterov: bool,
+    decoupled: bool,
+    momentum_codec: StateCodec,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """Writes `main`, `out`, `remainder` and the state `momentum_buffer` of every work, or with `skip` nothing.
+
+        g <- grad_scale g          (g <- g + wd p where not decoupled)
+        m <- m + (1 - mu)(g - m)
+        u <- g + mu (m - g)        with nesterov, else m
+        O <- adapt(transform(u))
+        p <- p - lr wd p - lr s e O
+
+    `transform` gets matrices that are not normalised, in the compute dtype, whatever `inputs` asks for.
+    """
+    if skipped(skip):
+        return
+    for hyper, works in batches:
+        for work in works:
+            check(work)
+            if not work.grad.numel():
+                continue
+            task, main = Task(hyper, work), read_main(work)
+            g = work.grad.to(compute_dtype(work)) * grad_scale
+            if not decoupled:
+                g = g + decay_of(main, hyper.weight_decay)
+            m = read_state(work, MOMENTUM, momentum_codec)
+            m = m + (1.0 - hyper.momentum) * (g - m)
+            write_state_(work, MOMENTUM, momentum_codec, m, None)
+            u = g + hyper.momentum * (m - g) if nesterov else m
+            direction = transform([task], u.unsqueeze(0), False)[0]
+            if adapt_ is not None:
+                adapt_(task, direction)
+            decayed = main - hyper.lr * decay_of(main, hyper.weight_decay) if decoupled else main
+            write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
+
+
+def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
+    """`weight_decay` times `main`, a new tensor: zeros without decay, where zero times an infinite weight is NaN."""
+    if isinstance(weight_decay, Tensor):
+        return torch.where(weight_decay == 0, 0.0, weight_decay * main)
+    return weight_decay * main if weight_decay else torch.zeros_like(main)
+
+
+def _of_rows(work: Work, factors: tuple[float, ...], direction: Tensor) -> Tensor:
+    """The factor of each row, (rows, 1)."""
+    sizes = work.matrix.split_rows or (direction.shape[-2],)
+    first = 0 if work.matrix.part is None else work.matrix.part.first_row
+    of_group = [factor for factor, size in zip(factors, sizes) for _ in range(size)]
+    rows = [of_group[(first + row) % len(of_group)] for row in range(direction.shape[-2])]
+    return torch.tensor(rows, dtype=direction.dtype, device=direction.device).unsqueeze(-1)

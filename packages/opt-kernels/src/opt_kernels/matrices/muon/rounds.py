@@ -1,0 +1,195 @@
+"""How the matrices of a step are laid out for Muon's sweeps: rounds of stacks, of which each matrix is a few runs.
+
+A slot is what is normalised by itself: a matrix, or a split part of one, whose rows lie scattered. Its runs follow each
+other in the chunk table, and every chunk carries the slot's number behind its addresses.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
+from opt_kernels.backends.triton.sweep import CALLS, Cut, Sweep, cut_sweeps, lies_in_order, uniform
+from opt_kernels.codecs import StateCodec
+from opt_kernels.matrices.muon import Factors, Inputs
+from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.stacks import compute_dtype, stacks
+from opt_kernels.works import Batch, Hyper, Task, Work
+
+ROUND_NUMEL = 1 << 27  # elements whose inputs are held at once: 256 MiB of 16-bit ones
+APART = 64  # stacks begin at multiples of so many elements, for their alignment
+
+
+class Slot(NamedTuple):
+    """A matrix that is normalised by itself: one of a work's, or one split part of it."""
+
+    runs: tuple[tuple[int, int], ...]  # first element and number of elements, within the work
+    factor: float
+
+
+class Stack(NamedTuple):
+    """Works of one layout, which are transformed together."""
+
+    tasks: list[Task]
+    begin: int  # its place in the round's u
+    first_slot: int
+    slots: tuple[Slot, ...]  # of each of its works
+    inputs: Inputs
+
+    @property
+    def numel(self) -> int:
+        return len(self.tasks) * self.tasks[0].work.grad.numel()
+
+    @property
+    def slots_of_all(self) -> slice:
+        return slice(self.first_slot, self.first_slot + len(self.tasks) * len(self.slots))
+
+
+class Round(NamedTuple):
+    """Stacks whose inputs are alike and held at once."""
+
+    inputs: Inputs
+    stacks: list[Stack]
+    numel: int  # of u
+
+
+def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
+    """`batches`, with copies of those gradients whose memory does not have their elements in order."""
+    if all(lies_in_order(work.grad) for _, works in batches for work in works):
+        return batches
+    return [Batch(hyper, [_with_ordered_grad(work) for work in works]) for hyper, works in batches]
+
+
+def _with_ordered_grad(work: Work) -> Work:
+    return work if lies_in_order(work.grad) else replace(work, grad=work.grad.resolve_neg().contiguous())
+
+
+def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:
+    """All works that have elements. The order of stacks is that of `stacks`, equal on every rank."""
+    current: list[Stack] = []
+    place = slot = 0
+    for tasks in stacks(batches):
+        wanted = inputs(tasks[0].work)
+        numel = len(tasks) * tasks[0].work.grad.numel()
+        if current and (wanted[:2] != current[0].inputs[:2] or place + numel > ROUND_NUMEL):
+            yield Round(current[0].inputs, current, place)
+            current, place, slot = [], 0, 0
+        slots = _slots(tasks[0].work, factors)
+        current.append(Stack(tasks, place, slot, slots, wanted))
+        place, slot = place + -(-numel // APART) * APART, slot + len(tasks) * len(slots)
+    if current:
+        yield Round(current[0].inputs, current, place)
+
+
+def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
+    """What is normalised by itself in a work, in order: its matrices, of each its split parts."""
+    if work.matrix.part is not None and work.matrix.split_rows:
+        raise LayoutError("a part of fused rows has no triton version, because it may begin anywhere; backend='torch'")
+    *_, rows, cols = work.grad.shape
+    sizes = work.matrix.split_rows or (rows,)
+    found = []
+    for matrix in range(work.grad.numel() // (rows * cols)):
+        begin = 0
+        for size, factor in zip(sizes, factors(work)):
+            starts = range(matrix * rows + begin, (matrix + 1) * rows, sum(sizes))
+            found.append(Slot(tuple((start * cols, size * cols) for start in starts), factor))
+            begin += size
+    return tuple(found)
+
+
+def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Sweep]:
+    """The table of the round: every run of a slot is a run of its own."""
+    rows = {id(hyper): row for row, hyper in enumerate(hypers)}
+    tasks = [task for stack in one.stacks for task in stack.tasks]
+
+    def kind(task: Task) -> tuple[int, bool, bool]:
+        return rows[id(task.hyper)], task.work.main is None, task.work.out is None
+
+    pieces = [(key[0], works) for key, alike in groupby(tasks, kind) for works in uniform([_checked(t) for t in alike])]
+    places = [(stack, number) for stack in one.stacks for number in range(len(stack.tasks))]
+    cut_by = (one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks))
+    found = cut_sweeps(pieces, {MOMENTUM: codec}, partial(_cuts, places, codec, one.inputs.dtype.itemsize), cut_by)
+    if found is None:
+        raise LayoutError(
+            "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
+            "contiguous, or give backend='torch'"
+        )
+    return found
+
+
+def _checked(task: Task) -> Work:
+    """The work, if it can be swept at all."""
+    if compute_dtype(task.work) is torch.float64:
+        raise LayoutError("the triton backend cannot sweep torch.float64; use backend='torch'")
+    return task.work
+
+
+def _cuts(
+    places: Sequence[tuple[Stack, int]], codec: StateCodec, item_bytes: int, work: int, numel: int
+) -> Iterator[Cut]:
+    """The runs of one work, slot by slot."""
+    stack, number = places[work]
+    begin_of_work = stack.begin + number * numel
+    for index, slot in enumerate(stack.slots):
+        for begin, length in slot.runs:
+            if codec.block and begin % codec.block:
+                raise LayoutError(
+                    f"matrices of {length} elements within one parameter share blocks of {codec.block} momentum codes; "
+                    "give momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
+                )
+            first = begin_of_work + begin
+            yield Cut(
+                work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
+            )
+
+
+class Range(NamedTuple):
+    """The chunks of a slot in one sweep."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+@lru_cache(maxsize=CALLS)
+def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
+    """The chunks of each slot: its runs follow each other."""
+    found: list[Range] = []
+    end = 0
+    for slot, of_slot in groupby(cuts, lambda cut: cut.tag):
+        begin, end = end, end + sum(-(-cut.numel // chunk) for cut in of_slot)
+        found.append(Range(slot, begin, end))
+    return tuple(found)
+
+
+def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: torch.device) -> Tensor:
+    """(slots, 2) int64: the chunks of each slot, those of one sweep behind those of the one before."""
+
+    def build() -> Tensor:
+        host = torch.zeros(num_slots, 2, dtype=torch.int64)
+        before = 0
+        for of_sweep in of_sweeps:
+            for slot, begin, end in of_sweep:
+                host[slot] = torch.tensor((before + begin, before + end))
+            before += of_sweep[-1].end
+        return to_device(host, device)
+
+    return known_tables(device).get((of_sweeps, num_slots), build)
+
+
+def factors_on(device: torch.device, one: Round) -> Tensor:
+    """The factor of every slot of the round, (slots,) float32."""
+    of_slots = tuple(slot.factor for stack in one.stacks for _ in stack.tasks for slot in stack.slots)
+    return known_tables(device).get(of_slots, lambda: to_device(torch.tensor(of_slots, dtype=torch.float32), device))
+
+
+@cache
+def known_tables(device: torch.device) -> DeviceTables[Tensor]:
+    """What rounds have on `device` beside their chunk tables."""
+    return DeviceTables(device, capacity=2 * CALLS)

@@ -1,0 +1,93 @@
+"""Muon's elementwise parts in torch's operations, matrix by matrix while they are in the cache."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import StateCodec
+from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.matrices.muon.reference import MOMENTUM, decay_of
+from opt_kernels.matrices.stacks import (
+    read_main,
+    read_state,
+    scaled_grads,
+    stacks,
+    write_main_,
+    write_state_,
+)
+from opt_kernels.works import Batch, Task, Work
+
+
+def muon_(
+    batches: Sequence[Batch],
+    *,
+    transform: Transform,
+    adapt_: Adapt | None,
+    inputs: Callable[[Work], Inputs],
+    factors: Factors,
+    nesterov: bool,
+    decoupled: bool,
+    momentum_codec: StateCodec,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """What `reference.muon_` does, in stacks of works of one layout; `inputs` are always float32, not normalised."""
+    for tasks in stacks(batches):
+        matrices = scaled_grads(tasks, grad_scale)
+        for grad, task in zip(matrices, tasks):
+            accumulate_(task, grad, nesterov=nesterov, decoupled=decoupled, codec=momentum_codec, skip=skip)
+        for update, task in zip(transform(tasks, matrices, False), tasks):
+            if adapt_ is not None:
+                adapt_(task, update)
+            descend_(task, update, factors=factors(task.work), decoupled=decoupled, skip=skip)
+
+
+def accumulate_(
+    task: Task,
+    grad: Tensor,  # (*shape) scaled, in the compute dtype; becomes u
+    *,
+    nesterov: bool,
+    decoupled: bool,
+    codec: StateCodec,
+    skip: Tensor | None,
+) -> None:
+    """Updates the momentum, and makes u of `grad`."""
+    hyper, work = task
+    if not decoupled:
+        grad.add_(decay_of(read_main(work), hyper.weight_decay))
+    stored = work.state[MOMENTUM]
+    in_place = skip is None and stored.dtype is grad.dtype
+    momentum = stored if in_place else read_state(work, MOMENTUM, codec)
+    momentum.lerp_(grad, 1.0 - hyper.momentum)
+    if not in_place:
+        write_state_(work, MOMENTUM, codec, momentum, skip)
+    if nesterov:
+        grad.lerp_(momentum, hyper.momentum)
+    else:
+        grad.copy_(momentum)
+
+
+def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decoupled: bool, skip: Tensor | None) -> None:
+    """p <- p - lr wd p - lr s e `update` (*shape), where p is not skipped; `update` is overwritten."""
+    hyper, work = task
+    _scale_(work, update, factors)
+    main = read_main(work) if skip is None else read_main(work).clone()
+    if decoupled:
+        main.mul_(1.0 - hyper.lr * hyper.weight_decay)
+    write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
+
+
+def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
+    """Multiplies the rows of each split part of `update` (*shape) by the part's factor."""
+    if len(factors) == 1:
+        update.mul_(factors[0])
+        return
+    sizes = work.matrix.split_rows
+    first = 0 if work.matrix.part is None else work.matrix.part.first_row
+    of_group = torch.arange(first, first + update.shape[-2], device=update.device).remainder_(sum(sizes))
+    scales = torch.full_like(of_group, factors[-1], dtype=update.dtype)
+    for factor, end in reversed(list(zip(factors[:-1], accumulate(sizes)))):
+        scales.masked_fill_(of_group < end, factor)
+    update.mul_(scales.unsqueeze(-1))

@@ -1,0 +1,325 @@
+"""Muon's elementwise parts as Triton sweeps over the chunk table: the momenta of all matrices in one launch.
+
+Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum and what is to be orthogonalised, 4 for
+its normalisation, 12 for the update. `kernels/muon.md` derives the design.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_kernels import devices
+from opt_kernels.backends.triton import scalars
+from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
+from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
+from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
+from opt_kernels.backends.triton.storage import read_main, write_main
+from opt_kernels.backends.triton.sweep import Sweep, launch_options
+from opt_kernels.codecs import StateCodec
+from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.matrices.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
+from opt_kernels.works import Batch, Hyper, Work
+
+SUM_BLOCK = 1024  # chunks that are added at a time
+LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every layout
+
+
+@jit
+def along(base: tl.tensor, first: tl.tensor, E: tl.constexpr) -> tl.tensor:
+    """Element number `first` (int64) of a buffer, as a pointer that is aligned to `E` elements."""
+    BITS: tl.constexpr = base.dtype.element_ty.primitive_bitwidth
+    return tl.multiple_of(base + first, E * (BITS // 8))
+
+
+@jit
+def momentum_tile(
+    main: tl.tensor, out: tl.tensor, grad: tl.tensor, momentum: tl.tensor, momentum_scale: tl.tensor,
+    u: tl.tensor, u_scale: tl.tensor, row: tl.tensor, start: tl.tensor, n: tl.tensor,
+    MOMENTUM: tl.constexpr, SCHEME: tl.constexpr, U: tl.constexpr, SCHEME_U: tl.constexpr,
+    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr,
+    REMAINDER: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Updates the momenta of BLOCK elements of one chunk and writes their u; returns its squares."""
+    at = start + tl.arange(0, BLOCK)
+    g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
+    if not DECOUPLED:
+        g = decayed(g, tl.load(row + scalars.WEIGHT_DECAY), read_main(main, out, at, n, REMAINDER, FULL))
+    mu = tl.load(row + scalars.MOMENTUM)
+    m = read_state(momentum, momentum_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
+    m += (1.0 - mu) * (g - m)
+    x = g + mu * (m - g) if NESTEROV else m
+    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
+    # Added within a thread: as many registers saved as let another program in beside 8-bit codes.
+    squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
+    write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, FULL)
+    return squares
+
+
+@jit
+def momentum_sweep(
+    records: tl.tensor,  # (chunks, WIDTH) int64: main or remainder, out, momentum, its scales ... n, row, place in u
+    grads: tl.tensor,  # (chunks,) int64
+    block: tl.tensor,  # (rows, 16) float32
+    u: tl.tensor,  # all matrices of the round, written
+    u_scales: tl.tensor,  # (chunks, CHUNK / 128) float32, written where SCHEME_U has scales
+    sums: tl.tensor,  # (chunks,) float64, written: of the squares of u
+    GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, MOMENTUM: tl.constexpr, SCHEME: tl.constexpr,
+    U: tl.constexpr, SCHEME_U: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr,
+    REMAINDER: tl.constexpr, IEEE: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per chunk; where the scalar block says not to proceed it writes nothing but a sum of zero."""
+    chunk = tl.program_id(0)
+    record = records + chunk * WIDTH
+    main = pointer(tl.load(record + 0), MAIN, E)
+    out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)
+    momentum = pointer(tl.load(record + 2), MOMENTUM, E)
+    momentum_scale = pointer(tl.load(record + 3), tl.float32, 1)
+    grad = pointer(tl.load(grads + chunk), GRAD, E)
+    row = block + tl.load(record + WIDTH - 2) * scalars.WIDTH
+    u = along(u, tl.load(record + WIDTH - 1), E)
+    u_scale = u_scales + chunk.to(tl.int64) * (CHUNK // GROUP)
+    n = tl.where(tl.load(row + scalars.PROCEED) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)
+    total = tl.zeros((BLOCK // LANES,), dtype=tl.float32)
+    if n == CHUNK:
+        for start in range(0, CHUNK, BLOCK):
+            total += momentum_tile(
+                main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
+                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECOUPLED, REMAINDER, IEEE, BLOCK, True,
+            )  # fmt: skip
+    else:
+        for start in range(0, n, BLOCK):
+            total += momentum_tile(
+                main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
+                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECOUPLED, REMAINDER, IEEE, BLOCK, False,
+            )  # fmt: skip
+    tl.store(sums + chunk, tl.sum(total, axis=0).to(tl.float64))
+
+
+@jit
+def slot_totals(
+    sums: tl.tensor,  # (chunks,) float64
+    bounds: tl.tensor,  # (slots, 2) int64: the chunks of a matrix, from and to
+    totals: tl.tensor,  # (slots,) float64, written
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adds the chunks of each matrix, one program for each: always in the same order."""
+    slot = tl.program_id(0)
+    end = tl.load(bounds + slot * 2 + 1)
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
+    for start in range(tl.load(bounds + slot * 2), end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + at, mask=at < end, other=0.0)
+    tl.store(totals + slot, tl.sum(total, axis=0))
+
+
+@jit
+def normalised_tile(
+    u: tl.tensor, u_scale: tl.tensor, x: tl.tensor, inverse: tl.tensor, start: tl.tensor, n: tl.tensor,
+    X: tl.constexpr, SCHEME_U: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+) -> None:  # fmt: skip
+    """x = u / norm for BLOCK elements of one chunk."""
+    value = read_state(u, u_scale, start, n, BLOCK, SCHEME_U, True, True, FULL) * inverse
+    store(x, start + tl.arange(0, BLOCK), n, nearest(value, X), FULL)
+
+
+@jit
+def normalise_sweep(
+    records: tl.tensor,  # those of `momentum_sweep`, of some chunks; behind the addresses the slot
+    u: tl.tensor,
+    u_scales: tl.tensor,  # from the first of these chunks on
+    x: tl.tensor,  # written; may be the memory of u, element for element
+    totals: tl.tensor,  # (slots,) float64
+    smallest: float,  # norm that a matrix is divided by
+    X: tl.constexpr, SCHEME_U: tl.constexpr, TAG: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per chunk."""
+    chunk = tl.program_id(0)
+    record = records + chunk * WIDTH
+    first = tl.load(record + WIDTH - 1)
+    u = along(u, first, E)
+    x = along(x, first, E)
+    u_scale = u_scales + chunk.to(tl.int64) * (CHUNK // GROUP)
+    norm = tl.sqrt_rn(tl.load(totals + tl.load(record + TAG)).to(tl.float32))
+    inverse = tl.div_rn(1.0, tl.maximum(norm, smallest))
+    n = tl.load(record + WIDTH - 3).to(tl.int32)
+    if n == CHUNK:
+        for start in range(0, CHUNK, BLOCK):
+            normalised_tile(u, u_scale, x, inverse, start, n, X, SCHEME_U, BLOCK, True)
+    else:
+        for start in range(0, n, BLOCK):
+            normalised_tile(u, u_scale, x, inverse, start, n, X, SCHEME_U, BLOCK, False)
+
+
+@jit
+def descent_tile(
+    main: tl.tensor, out: tl.tensor, direction: tl.tensor, factor: tl.tensor,
+    row: tl.tensor, start: tl.tensor, n: tl.tensor, first: tl.tensor,
+    MAIN: tl.constexpr, OUT: tl.constexpr, DECOUPLED: tl.constexpr,
+    REMAINDER: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Moves BLOCK elements of one chunk, from `start` on."""
+    at = start + tl.arange(0, BLOCK)
+    p = read_main(main, out, at, n, REMAINDER, FULL)
+    if DECOUPLED:
+        p = decayed(p, -tl.load(row + scalars.LR_DECAY), p)
+    p -= tl.load(row + scalars.LR) * (factor * load(direction, at, n, FULL).to(tl.float32))
+    write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
+
+
+@jit
+def descent_sweep(
+    records: tl.tensor,  # those of `momentum_sweep`, of some chunks
+    block: tl.tensor,  # (rows, 16) float32
+    directions: tl.tensor,  # of the matrices of one stack
+    origin: tl.tensor,  # place of that stack in u
+    factors: tl.tensor,  # (slots,) float32
+    MAIN: tl.constexpr, OUT: tl.constexpr, DECOUPLED: tl.constexpr, REMAINDER: tl.constexpr, TAG: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per chunk; writes nothing at all where the scalar block says not to proceed."""
+    chunk = tl.program_id(0)
+    record = records + chunk * WIDTH
+    main = pointer(tl.load(record + 0), MAIN, E)
+    out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)
+    row = block + tl.load(record + WIDTH - 2) * scalars.WIDTH
+    first = tl.load(record + WIDTH - 1)
+    direction = along(directions, first - origin, E)
+    factor = tl.load(factors + tl.load(record + TAG))
+    n = tl.where(tl.load(row + scalars.PROCEED) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)
+    if n == CHUNK:
+        for start in range(0, CHUNK, BLOCK):
+            descent_tile(main, out, direction, factor, row, start, n, first,
+                         MAIN, OUT, DECOUPLED, REMAINDER, BLOCK, True)  # fmt: skip
+    else:
+        for start in range(0, n, BLOCK):
+            descent_tile(main, out, direction, factor, row, start, n, first,
+                         MAIN, OUT, DECOUPLED, REMAINDER, BLOCK, False)  # fmt: skip
+
+
+def muon_(
+    batches: Sequence[Batch],
+    *,
+    transform: Transform,
+    adapt_: Adapt | None,
+    inputs: Callable[[Work], Inputs],
+    factors: Factors,
+    nesterov: bool,
+    decoupled: bool,
+    momentum_codec: StateCodec,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """What `reference.muon_` does, on the device of the tensors; the host waits for nothing and may be capturing.
+
+    The momenta of all matrices are one launch for each combination of dtypes, their updates one for each stack that was
+    transformed. Matrices come to `transform` as `inputs` would have them. Raises LayoutError for a dtype that Triton
+    cannot sweep or a matrix that is not contiguous, FrozenHyperError for host numbers in a capture.
+    """
+    batches = with_ordered_grads(batches)  # tables hold addresses: the copies live until the last launch
+    hypers = [hyper for hyper, _ in batches]
+    for one in rounds(batches, inputs, factors):
+        device = one.stacks[0].tasks[0].work.grad.device
+        with devices.launching_on(device):
+            block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
+            u = _Inputs(one, hypers, momentum_codec, device)
+            u.accumulate_(block, nesterov=nesterov, decoupled=decoupled)
+            for stack in one.stacks:
+                directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
+                if adapt_ is not None:
+                    for task, direction in zip(stack.tasks, directions):
+                        adapt_(task, direction)
+                u.descend_(stack, _aligned(directions), block, decoupled=decoupled)
+
+
+class _Inputs:
+    """What is to be orthogonalised in a round, and the launches that make and use it."""
+
+    def __init__(self, one: Round, hypers: Sequence[Hyper], codec: StateCodec, device: torch.device) -> None:
+        self._round = one
+        self._codec = codec
+        # fp16 cannot hold what is not normalised, but with a power of two for each 128 elements it loses nothing.
+        self._narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
+        self._sweeps = swept(one, hypers, codec)
+        self._ranges = [ranges(sweep.cuts, sweep.table.chunk) for sweep in self._sweeps]
+        words = torch.int16 if self._narrow else one.inputs.dtype
+        self._words = torch.empty(one.numel, dtype=words, device=device)
+        groups = [s.table.num_chunks * (s.table.chunk // GROUP.value) if self._narrow else 0 for s in self._sweeps]
+        self._scales = [torch.empty(count, dtype=torch.float32, device=device) for count in groups]
+        self._totals = torch.empty(one.stacks[-1].slots_of_all.stop, dtype=torch.float64, device=device)
+
+    def accumulate_(self, block: Tensor, *, nesterov: bool, decoupled: bool) -> None:
+        """Updates all momenta, writes u, and adds up its squares for each matrix."""
+        device, narrow = block.device, self._narrow
+        u = self._words.view(torch.float16) if narrow else self._words
+        sums = torch.empty(sum(s.table.num_chunks for s in self._sweeps), dtype=torch.float64, device=device)
+        begin = 0
+        for (formats, table, _), scales in zip(self._sweeps, self._scales):
+            momentum_sweep[(table.num_chunks,)](
+                table.records, table.grads, block, u, scales, sums[begin : begin + table.num_chunks],
+                MOMENTUM=triton_dtype(formats.states[0]), SCHEME=scheme(self._codec),
+                U=triton_dtype(u.dtype), SCHEME_U="half" if narrow else "plain",
+                NESTEROV=nesterov, DECOUPLED=decoupled, **launch_options(formats, table),
+            )  # fmt: skip
+            begin += table.num_chunks
+        if self._round.inputs.normalised:
+            of_slots = bounds(tuple(self._ranges), len(self._totals), device)
+            slot_totals[(len(self._totals),)](
+                sums, of_slots, self._totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
+            )
+
+    def normalised(self, stack: Stack) -> Tensor:
+        """The matrices of `stack`, (len(tasks), *shape), over their norms if the round's inputs are to be so."""
+        wanted, shape = self._round.inputs, stack.tasks[0].work.grad.shape
+        x = self._words.view(wanted.dtype)
+        if wanted.normalised:
+            totals = self._totals
+            if stack.inputs.all_reduce is not None:
+                totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
+            u = self._words.view(torch.float16) if self._narrow else self._words
+            for sweep, scales, records, begin in self._of(stack):
+                groups = sweep.table.chunk // GROUP.value if self._narrow else 0
+                normalise_sweep[(records.shape[0],)](
+                    records, u, scales[begin * groups :], x, totals, wanted.eps,
+                    X=triton_dtype(x.dtype), SCHEME_U="half" if self._narrow else "plain", TAG=self._tag,
+                    **_only(launch_options(sweep.formats, sweep.table), "WIDTH", "CHUNK", "BLOCK", "E"),
+                )  # fmt: skip
+        return x[stack.begin : stack.begin + stack.numel].view(len(stack.tasks), *shape)
+
+    def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decoupled: bool) -> None:
+        """Moves the mains of `stack` along `directions` (len(tasks), *shape)."""
+        factors = factors_on(block.device, self._round)
+        for sweep, _, records, _ in self._of(stack):
+            descent_sweep[(records.shape[0],)](
+                records, block, directions, stack.begin, factors, DECOUPLED=decoupled, TAG=self._tag,
+                **_only(launch_options(sweep.formats, sweep.table), "MAIN", "OUT", "REMAINDER", "WIDTH", "CHUNK",
+                        "BLOCK", "E"),
+            )  # fmt: skip
+
+    @property
+    def _tag(self) -> int:
+        """The lane of a record in which its slot stands."""
+        return 4 if self._codec.block else 3
+
+    def _of(self, stack: Stack) -> Iterator[tuple[Sweep, Tensor, Tensor, int]]:
+        """The sweeps that have chunks of `stack`: with their scales, these chunks' records, and the first of them."""
+        wanted = stack.slots_of_all
+        for sweep, scales, of_slots in zip(self._sweeps, self._scales, self._ranges):
+            chunks = [at for slot, begin, end in of_slots if wanted.start <= slot < wanted.stop for at in (begin, end)]
+            if chunks:
+                yield sweep, scales, sweep.table.records[min(chunks) : max(chunks)], min(chunks)
+
+
+def _aligned(directions: Tensor) -> Tensor:
+    """In C's order, from an aligned address on: a slice of a gathered matrix may begin anywhere."""
+    directions = directions.contiguous()
+    return directions if directions.data_ptr() % ALIGNMENT == 0 else directions.clone()
+
+
+def _only(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The options of these names, and those of the compiler."""
+    return {name: options[name] for name in (*names, "num_warps", "enable_fp_fusion")}

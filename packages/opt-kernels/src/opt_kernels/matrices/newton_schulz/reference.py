@@ -1,0 +1,37 @@
+"""Newton-Schulz as it is written down: one step after the other, every product in full."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from opt_kernels.matrices.newton_schulz.coefficients import Schedule
+from opt_kernels.matrices.syrk.reference import symmetric_product
+
+EPS = 1e-15  # the reference's; far below any gradient, so that clipping cannot push a momentum under it
+
+
+def newton_schulz(
+    x: Tensor,  # (batch, m, n) any float dtype, read only
+    *,
+    segments: Sequence[Schedule],  # the steps; where they are cut makes no difference to the formula
+    dtype: torch.dtype = torch.float64,  # of the iteration
+    eps: float = EPS,
+    product: Callable[..., Tensor] = symmetric_product,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+) -> Tensor:
+    """An approximation of the polar factor UVᵀ of x = USVᵀ: every singular value s becomes p(s / ‖x‖_F).
+
+    p is the composition of the steps' odd polynomials s <- a s + b s³ + c s⁵ (Keller Jordan, Muon, 2024; Bernstein and
+    Newhouse, arXiv 2409.20325). Returns a new tensor (batch, m, n) in `dtype`. The norm is taken as at least `eps`, so
+    that a zero matrix stays zero.
+    """
+    x = x.to(dtype)
+    squares = x.square().sum((-2, -1), keepdim=True)
+    x = x / (squares if all_reduce is None else all_reduce(squares)).sqrt().clamp_min(eps)
+    for a, b, c in chain.from_iterable(segments):
+        gram = product(x, x.mT)
+        gram = gram if all_reduce is None else all_reduce(gram)
+        x = a * x + (b * gram + c * product(gram, gram)) @ x
+    return x

@@ -1,0 +1,69 @@
+"""Where a Newton-Schulz iteration on a long matrix may work on its small Gram matrix alone, and for how many steps.
+
+Written on the Gram matrix R = XXᵀ, the steps of a segment multiply (m, m) matrices only, and X (m, n) is touched twice
+per segment: once to form R, once to apply the product of the steps. That is cheaper the longer X is, but R carries the
+squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative,
+which every step multiplies by a². When that product nears 1 the iteration would diverge, so the segment has to end
+before: X is brought up to date and R formed anew. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
+here the schedule and the dtype say where.)
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule
+
+# An eigenvalue of R that is all rounding may grow to about this before the polynomials stop contracting it. In bf16
+# the quintic set reaches 1.02 after two steps, and is about as accurate there as one step at a time; three steps are
+# not, nor are two of the cans set, which reach 1.07.
+GROWTH_LIMIT = 1.05
+HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
+
+
+class _Cut(NamedTuple):
+    cost: float
+    segments: tuple[Schedule, ...]
+
+
+def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetric: bool) -> tuple[Schedule, ...]:
+    """`schedule` in segments: the cheapest cut whose every segment stays within the precision of `dtype`.
+
+    `rows` is the side whose Gram matrix is formed. `symmetric` says whether symmetric products cost less than others.
+    Segments of one step each are the plain iteration, which is always allowed, and wins where the matrix is square.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    best = [_Cut(0.0, ())]  # best[i]: of the first i steps
+    for end in range(1, len(schedule) + 1):
+        candidates = []
+        for start in range(end - 1, -1, -1):
+            segment = schedule[start:end]
+            if len(segment) > 1 and growth(segment) * unit > GROWTH_LIMIT:
+                break
+            cost = best[start].cost + _cost(segment, ratio=cols / max(rows, 1), symmetric=symmetric)
+            candidates.append(_Cut(cost, (*best[start].segments, segment)))
+        best.append(min(candidates, key=lambda candidate: candidate.cost))
+    return best[-1].segments
+
+
+def growth(segment: Schedule) -> float:
+    """By how much the steps multiply the smallest eigenvalues of the Gram matrix."""
+    product = 1.0
+    for a, _, _ in segment:
+        product *= a * a
+    return product
+
+
+def _cost(segment: Schedule, *, ratio: float, symmetric: bool) -> float:
+    """The multiplications of a segment, in units of m³, for a matrix of m rows and ratio · m columns."""
+    half = HALVED if symmetric else 1.0
+    return half * ratio + half * _small_products(segment) + ratio
+
+
+def _small_products(segment: Schedule) -> int:
+    """R² where it is needed; after the first step the factor's, before the last the Gram matrix's two."""
+    return sum(_is_quintic(step) for step in segment) + 3 * (len(segment) - 1)
+
+
+def _is_quintic(step: Coefficients) -> bool:
+    return step.c != 0.0

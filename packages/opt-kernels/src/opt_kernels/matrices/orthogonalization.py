@@ -1,0 +1,129 @@
+"""Orthogonalisation as Muon does it: which precision, which products, which ranks, and what scale."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.dispatch import Backend, parse_backend, version
+from opt_kernels.choice import Choice
+from opt_kernels.matrices.muon import Inputs
+from opt_kernels.matrices.newton_schulz import reference, torch_native
+from opt_kernels.matrices.newton_schulz.coefficients import Schedule
+from opt_kernels.matrices.newton_schulz.segments import cut
+from opt_kernels.matrices.syrk.torch_native import dense_product
+from opt_kernels.precision import MatmulPrecision, fp32_products
+from opt_kernels.works import TensorParallel
+
+__all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale_factor"]
+
+
+class ScaleMode(Choice):
+    """What the orthogonal matrix (rows, cols) is multiplied by, so that one learning rate suits every shape."""
+
+    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): with an extra factor of 0.2, AdamW's root mean square
+    UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
+    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): Keller Jordan's
+
+
+class TpMode(Choice):
+    """How a matrix that tensor parallelism cuts is orthogonalised."""
+
+    BLOCKWISE = "blockwise"  # each rank its own block: no communication, another update for every number of ranks
+    DUPLICATED = "duplicated"  # gathered, and done by every rank: the update of the whole matrix, bit for bit
+    DISTRIBUTED = "distributed"  # on the blocks, with Gram matrices summed over ranks: the same update, to rounding
+
+
+def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
+    """The factor of `mode` for a matrix of that size; under tensor parallelism the size of the whole."""
+    match mode:
+        case ScaleMode.SPECTRAL:
+            return float(max(rows, cols) ** 0.5)
+        case ScaleMode.UNIT_RMS_NORM:
+            return float((rows / cols) ** 0.5)
+        case ScaleMode.SHAPE_SCALING:
+            return float(max(1.0, rows / cols) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orthogonalization:
+    """The polar factor of matrices, by Newton-Schulz (see `matrices/newton_schulz`)."""
+
+    schedule: Schedule
+    eps: float = reference.EPS  # smallest norm that a matrix is divided by
+    precision: MatmulPrecision = MatmulPrecision.MEDIUM
+    use_syrk: bool = True
+    tp_mode: TpMode = TpMode.BLOCKWISE
+    backend: str | None = None
+
+    def __call__(
+        self,
+        x: Tensor,  # (batch, rows, cols) float32 or float64, read only: this rank's part
+        *,
+        cut_dim: int | None = None,  # -2 or -1: what tensor parallelism cuts
+        tensor_parallel: TensorParallel | None = None,
+        normalised: bool = False,  # x comes as `inputs` asks for it
+    ) -> Tensor:
+        """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
+        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
+            return self._oriented(x, transpose=x.shape[-2] > x.shape[-1], normalised=normalised)
+        if self.tp_mode is TpMode.DISTRIBUTED:
+            # Ranks must hold columns, so that their Gram matrices add up to that of the whole.
+            reduce = tensor_parallel.all_reduce
+            return self._oriented(x, transpose=cut_dim == -2, all_reduce=reduce, normalised=normalised)
+        whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
+        part = x.shape[cut_dim]
+        done = self._oriented(whole, transpose=whole.shape[-2] > whole.shape[-1])
+        return done.narrow(cut_dim, tensor_parallel.rank * part, part)
+
+    def inputs(
+        self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
+    ) -> Inputs:
+        """How x may come, so that it need not be read once more for its norm. `dtype` is that of the computation."""
+        if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
+            return Inputs(self._dtype(dtype, device), True, eps=self.eps)
+        if self.tp_mode is TpMode.DISTRIBUTED:
+            return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce, self.eps)
+        # Gathered, and normalised by every rank alike: a norm that ranks add up may differ in its last bit.
+        return Inputs(dtype, False, eps=self.eps)
+
+    def _oriented(
+        self,
+        x: Tensor,
+        *,
+        transpose: bool,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
+        normalised: bool = False,
+    ) -> Tensor:
+        """With the Gram matrix of the rows, or of the columns where `transpose`."""
+        done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce, normalised).to(x.dtype)
+        return done.mT if transpose else done
+
+    def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None, normalised: bool) -> Tensor:
+        dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
+        if parse_backend(self.backend) is Backend.REFERENCE:
+            return reference.newton_schulz(x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce)
+        segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
+        # Products of 16 or 64 bits do not depend on the setting.
+        with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
+            return torch_native.newton_schulz(
+                x,
+                segments=segments,
+                dtype=dtype,
+                eps=self.eps,
+                product=self._product(x),
+                all_reduce=all_reduce,
+                normalised=normalised,
+            )
+
+    def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
+            return dtype
+        return torch.float16 if device.type == "cuda" else torch.bfloat16
+
+    def _product(self, x: Tensor) -> Callable[..., Tensor]:
+        if not self.use_syrk:
+            return dense_product
+        return version("syrk", "symmetric_product", backend=self.backend, tensors=[x])

@@ -1,0 +1,179 @@
+"""What the matrix rules share: a parameter read and written as matrices, fused ones split, equal ones stacked."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.codecs import StateCodec, scale_name
+from opt_kernels.codecs import remainder as remainder
+from opt_kernels.works import Batch, MatrixSpec, Task, Work
+
+# Elements of a stack: enough that small matrices share their calls. On a CPU no more than stays in the cache, where a
+# matrix of 512 x 2048 is faster alone than in company.
+STACK_NUMEL_ON_CPU, STACK_NUMEL_ELSEWHERE = 1 << 20, 1 << 26
+
+
+class MatrixError(ValueError):
+    """A work is not something a matrix rule can move."""
+
+
+class Layout(NamedTuple):
+    """What must agree for works to be stacked. Tensor-parallel groups are told apart by identity."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the computation
+    device: torch.device
+    spec: MatrixSpec
+
+
+def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
+    """All works that have elements, in runs of one layout: layouts in order of appearance, so equal on every rank.
+
+    Raises MatrixError for a work that is not a matrix or a stack of matrices, or whose spec does not fit it.
+    """
+    by_layout: dict[Layout, list[Task]] = {}
+    for hyper, works in batches:
+        for work in works:
+            check(work)
+            layout = Layout(tuple(work.grad.shape), compute_dtype(work), work.grad.device, work.matrix)
+            by_layout.setdefault(layout, []).append(Task(hyper, work))
+    for layout, tasks in by_layout.items():
+        numel = tasks[0].work.grad.numel()
+        if not numel:
+            continue
+        limit = STACK_NUMEL_ON_CPU if layout.device.type == "cpu" else STACK_NUMEL_ELSEWHERE
+        count = max(1, limit // numel)
+        for start in range(0, len(tasks), count):
+            yield tasks[start : start + count]
+
+
+def check(work: Work) -> None:
+    """Raises MatrixError where shape and spec do not fit each other."""
+    shape, spec = tuple(work.grad.shape), work.matrix
+    if len(shape) not in (2, 3):
+        raise MatrixError(
+            f"a parameter of shape {shape} is not a matrix; matrix rules move (rows, cols), or (batch, rows, cols) as "
+            "a stack of matrices; view a convolution's weight as (out, in * kernel), or give it an elementwise rule"
+        )
+    if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
+        raise MatrixError(
+            f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; give "
+            "positive rows of q, k and v in one query group, whose sum divides this rank's rows"
+        )
+    if spec.partition_dim is not None and not 0 <= spec.partition_dim < len(shape):
+        raise MatrixError(
+            f"partition_dim={spec.partition_dim} is no dim of a parameter of shape {shape}; give one from 0 to "
+            f"{len(shape) - 1}, or None where the whole matrix is here"
+        )
+
+
+def matrix_dim(work: Work) -> int | None:
+    """The dim tensor parallelism cuts, as -2 (rows) or -1 (cols); None where each matrix is whole on its rank."""
+    spec = work.matrix
+    if spec.partition_dim is None or spec.tensor_parallel is None:
+        return None
+    dim = spec.partition_dim - work.grad.dim()
+    return dim if dim >= -2 else None  # the batch dim of a stack: whole matrices are dealt to ranks
+
+
+def whole_size(work: Work) -> tuple[int, int]:
+    """Rows and columns of the matrix that the work is all of, or a part of."""
+    spec = work.matrix
+    if spec.part is not None:
+        return spec.part.whole_shape[-2], spec.part.whole_shape[-1]
+    rows, cols = work.grad.shape[-2:]
+    ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
+    cut = matrix_dim(work)
+    return rows * (ranks if cut == -2 else 1), cols * (ranks if cut == -1 else 1)
+
+
+def split(stack: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
+    """`stack` (..., groups * sum(rows), cols) as one contiguous (batch, groups * r, cols) for each r of `rows`."""
+    stack = stack.reshape(-1, *stack.shape[-2:])
+    if not rows:
+        return [stack]
+    grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
+    # Contiguous, since sums over strided rows run in another order: the bits would tell where a part came from.
+    return [part.flatten(1, 2).contiguous() for part in torch.split(grouped, list(rows), dim=2)]
+
+
+def join(parts: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
+    """The inverse of `split`, as (batch, rows, cols)."""
+    if not rows:
+        return parts[0]
+    grouped = [part.view(part.shape[0], -1, r, part.shape[-1]) for part, r in zip(parts, rows)]
+    return torch.cat(grouped, dim=2).flatten(1, 2)
+
+
+def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
+    """The gradients of works of one shape times `grad_scale`, a new (len(tasks), *shape) in the compute dtype."""
+    first = tasks[0].work
+    out = torch.empty(len(tasks), *first.grad.shape, dtype=compute_dtype(first), device=first.grad.device)
+    for row, (_, work) in zip(out, tasks):
+        row.copy_(work.grad)
+    # Scaled after it was widened: a narrow gradient times a small clip coefficient would lose bits.
+    return out if isinstance(grad_scale, float) and grad_scale == 1.0 else out.mul_(grad_scale)
+
+
+def compute_dtype(work: Work) -> torch.dtype:
+    """float64 where the main is, else float32."""
+    return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32
+
+
+def read_main(work: Work) -> Tensor:
+    """The main in its compute dtype: the tensor itself where it is stored so, else a copy."""
+    if work.main is not None:
+        return work.main.to(compute_dtype(work))
+    if work.out is None or work.remainder is None:
+        raise LayoutError("a work has no main; give main, or out (bfloat16) and its remainder (int16)")
+    return remainder.join(work.out, work.remainder)
+
+
+def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
+    """Writes `value`, in the compute dtype, to main and out, or splits it over out and remainder; not where `skip`."""
+    if work.main is not None:
+        targets = [work.main] if work.out is None else [work.main, work.out]
+        assign_(targets, [value.to(target.dtype) for target in targets], skip)
+        return
+    assert work.out is not None
+    assert work.remainder is not None
+    upper, lower = torch.empty_like(work.out), torch.empty_like(work.remainder)
+    remainder.split_(upper, lower, value)
+    assign_([work.out, work.remainder], [upper, lower], skip)
+
+
+def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
+    """The state `name` decoded, a new tensor in the compute dtype."""
+    codes = work.state[name]
+    values = torch.empty_like(codes, dtype=compute_dtype(work))
+    codec.decode_(_run(values, codec), _run(codes, codec), work.state.get(scale_name(name)))
+    return values
+
+
+def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
+    """Writes the state `name`, and its block scales where the codec has them; not where `skip`."""
+    codes, scales = work.state[name], work.state.get(scale_name(name))
+    if skip is None:
+        codec.encode_(_run(codes, codec), scales, _run(values, codec))
+        return
+    new_codes = torch.empty_like(codes)
+    new_scales = None if scales is None else torch.empty_like(scales)
+    codec.encode_(_run(new_codes, codec), new_scales, _run(values, codec))
+    assign_([codes], [new_codes], skip)
+    if scales is not None and new_scales is not None:
+        assign_([scales], [new_scales], skip)
+
+
+def _run(tensor: Tensor, codec: StateCodec) -> Tensor:
+    """As the codec wants it: flat where elements share a scale."""
+    return tensor.view(-1) if codec.block else tensor
+
+
+def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
+    """Copies each value to its target, or with a non-zero `skip` the target to itself: the host need not know."""
+    for target, value in zip(targets, values):
+        if value is not target:
+            target.copy_(value if skip is None else torch.where(skip != 0, target, value))

@@ -1,0 +1,96 @@
+"""Symmetric products in C++, for bfloat16 on processors that multiply it themselves; other products go to torch.
+
+A little more than half of the multiplications, at the speed of torch's own matrix products.
+"""
+
+from array import array
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.cpp.compiler import attempt, library
+from opt_kernels.backends.cpp.threads import run
+from opt_kernels.matrices.syrk import torch_native
+
+SOURCE = Path(__file__).with_name("syrk.cpp")
+ROWS, COLS = 8, 32  # of a tile, as in syrk.cpp
+PACK, MULTIPLY = 0, 1
+LEAST = 1 << 21  # multiplications, below which two calls cost more than they save
+LEAST_TILES = 8  # that are worth waking a thread for
+
+
+def symmetric_product(
+    left: Tensor,  # (batch, m, k)
+    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    *,
+    alpha: float = 1.0,
+    added: Tensor | None = None,  # (batch, m, m), symmetric
+    beta: float = 0.0,
+) -> Tensor:
+    """alpha · left right + beta · added, a new tensor (batch, m, m) of left's dtype.
+
+    Summed in float32 and rounded once; numbers below bfloat16's normal ones count as zero. Symmetric to the last bit
+    but within blocks of 32 on the diagonal.
+    """
+    if not takes(left, right, added):
+        return torch_native.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)
+    batch, m, k = left.shape
+    out = left.new_empty(batch, m, m)
+    packed = torch.empty(m * k // 2, dtype=torch.int32)
+    for i in range(batch):
+        _multiply_(out[i], left[i], right[i], None if added is None else added[i], (alpha, beta), packed)
+    return out
+
+
+def takes(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
+    """Whether the compiled product can do it, and pays."""
+    m, k = left.shape[-2:]
+    given = [tensor for tensor in (left, right, added) if tensor is not None]
+    return (
+        all(tensor.dtype is torch.bfloat16 and tensor.is_cpu for tensor in given)
+        and m % COLS == 0
+        and k % 2 == 0
+        and m * m * k >= LEAST
+        and left.stride(-1) == 1
+        and 1 in right.stride()[-2:]
+        and (added is None or added.stride(-1) == 1)
+        and _is_supported()
+    )
+
+
+@cache
+def _is_supported() -> bool:
+    compiled = attempt(SOURCE)
+    return compiled is not None and bool(compiled.supported())
+
+
+def _multiply_(
+    out: Tensor, left: Tensor, right: Tensor, added: Tensor | None, factors: tuple[float, float], packed: Tensor
+) -> None:
+    m, k = left.shape
+    scalars = array("f", factors)
+    tiles = sum(m // ROWS - block * (COLS // ROWS) for block in range(m // COLS))
+    for phase, total, least in ((PACK, m // COLS, 1), (MULTIPLY, tiles, LEAST_TILES)):
+        pointers = (left, right, added, out, packed)
+        product = array(  # `struct Product`
+            "q",
+            [
+                phase,
+                *[0 if tensor is None else tensor.data_ptr() for tensor in pointers],
+                m,
+                k,
+                left.stride(0),
+                *right.stride(),
+                0 if added is None else added.stride(0),
+            ],
+        )
+        run(
+            library(SOURCE),
+            table=product.buffer_info()[0],
+            num_runs=1,
+            extra=scalars.buffer_info()[0],
+            total=total,
+            least=least,
+        )

@@ -1,0 +1,236 @@
+"""Symmetric products as one batched Triton kernel: tiles up to the diagonal, each written twice.
+
+A tile below the diagonal is computed once and stored to its place and, transposed, to its mirror image: half the
+multiply-adds of a whole product, and half a tile a row. Alpha, beta and the added matrix are applied on the way out.
+Operands come through tensor descriptors (TMA) where the device and the installed Triton have them, else by pointers.
+`kernels/syrk.md` derives the design.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_kernels import devices
+from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
+from opt_kernels.backends.triton.lanes import nearest
+from opt_kernels.matrices.syrk.torch_native import dense_product
+from opt_kernels.precision import tf32_products
+
+TILE = 128  # rows and columns of a tile: square, so that its mirror image is a tile too
+TILE_BYTES_K = 128  # of a row of an operand's tile: one line of a swizzled TMA box
+NUM_WARPS = 8  # with 4 the accumulator spills where operands come through pointers
+# Below it a product is over before halving it could pay: published kernels of this kind lose up to 512 and win from
+# 2048 on; between them lies this guess, which `kernels/gpu_all.py` measures.
+SMALLEST_ROWS = 1024
+
+
+@jit
+def triangle(index: tl.tensor) -> tl.tensor:
+    """The row of the tile number `index` when the tiles up to the diagonal are counted row by row."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # The root is approximate: one step either way puts it right.
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+
+
+@jit
+def multiplied(a: tl.tensor, b: tl.tensor, product: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """`product` + a b, in float32."""
+    if INTERPRETED:
+        # The interpreter would multiply the words of bfloat16 operands.
+        return product + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, product, input_precision=PRECISION)
+
+
+@jit
+def store_twice(
+    product: tl.tensor,  # (TILE, TILE) float32
+    out: tl.tensor,  # pointer to this matrix
+    added: tl.tensor,  # pointer to this matrix, or None
+    row: tl.tensor,
+    col: tl.tensor,
+    m: tl.tensor,
+    alpha: tl.tensor,
+    beta: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """Writes alpha * product + beta * added to the tile (row, col) of `out`, and transposed to (col, row)."""
+    rows = row * TILE + tl.arange(0, TILE)
+    cols = col * TILE + tl.arange(0, TILE)
+    inside = (rows[:, None] < m) & (cols[None, :] < m)
+    at = rows[:, None].to(tl.int64) * m + cols[None, :]
+    result = alpha * product
+    if added is not None:
+        result += beta * tl.load(added + at, mask=inside, other=0.0).to(tl.float32)
+    tile = nearest(result, out.dtype.element_ty)
+    tl.store(out + at, tile, mask=inside)
+    if row != col:
+        mirrored = cols[:, None].to(tl.int64) * m + rows[None, :]
+        tl.store(out + mirrored, tl.trans(tile), mask=(cols[:, None] < m) & (rows[None, :] < m))
+
+
+@jit
+def syrk_pointers(
+    left: tl.tensor, right: tl.tensor, added: tl.tensor, out: tl.tensor,
+    m: tl.tensor, k: tl.tensor,
+    left_batch: tl.tensor, left_row: tl.tensor, left_col: tl.tensor,  # strides, in elements
+    right_batch: tl.tensor, right_row: tl.tensor, right_col: tl.tensor,
+    alpha: float, beta: float,
+    TILE: tl.constexpr, TILE_K: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per tile up to the diagonal and matrix of the batch."""
+    row = triangle(tl.program_id(0))
+    col = tl.program_id(0) - row * (row + 1) // 2
+    batch = tl.program_id(1).to(tl.int64)
+    rows = row * TILE + tl.arange(0, TILE)
+    cols = col * TILE + tl.arange(0, TILE)
+    lanes = tl.arange(0, TILE_K)
+    lefts = left + batch * left_batch + rows[:, None].to(tl.int64) * left_row + lanes[None, :] * left_col
+    rights = right + batch * right_batch + lanes[:, None] * right_row + cols[None, :].to(tl.int64) * right_col
+    product = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, k, TILE_K):
+        inside = start + lanes < k
+        a = tl.load(lefts, mask=(rows[:, None] < m) & inside[None, :], other=0.0)
+        b = tl.load(rights, mask=inside[:, None] & (cols[None, :] < m), other=0.0)
+        product = multiplied(a, b, product, PRECISION)
+        lefts += TILE_K * left_col
+        rights += TILE_K * right_row
+    matrix = batch * m * m
+    store_twice(product, out + matrix, added if added is None else added + matrix, row, col, m, alpha, beta, TILE)
+
+
+@jit
+def syrk_descriptors(
+    left: tl.tensor,  # descriptor of (batch, m, k), boxes (1, TILE, TILE_K)
+    right: tl.tensor,  # of right.mT, boxes likewise, where TRANSPOSED; else of right (batch, k, m), (1, TILE_K, TILE)
+    added: tl.tensor, out: tl.tensor,
+    m: tl.tensor, k: tl.tensor,
+    alpha: float, beta: float,
+    TILE: tl.constexpr, TILE_K: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per tile up to the diagonal and matrix of the batch; boxes are zero outside their matrix."""
+    row = triangle(tl.program_id(0))
+    col = tl.program_id(0) - row * (row + 1) // 2
+    batch = tl.program_id(1)
+    product = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for start in range(0, k, TILE_K):
+        a = tl.reshape(left.load([batch, row * TILE, start]), (TILE, TILE_K))
+        if TRANSPOSED:
+            b = tl.trans(tl.reshape(right.load([batch, col * TILE, start]), (TILE, TILE_K)))
+        else:
+            b = tl.reshape(right.load([batch, start, col * TILE]), (TILE_K, TILE))
+        product = multiplied(a, b, product, PRECISION)
+    matrix = batch.to(tl.int64) * m * m
+    store_twice(product, out + matrix, added if added is None else added + matrix, row, col, m, alpha, beta, TILE)
+
+
+def symmetric_product(
+    left: Tensor,  # (batch, m, k)
+    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    *,
+    alpha: float = 1.0,
+    added: Tensor | None = None,  # (batch, m, m), symmetric
+    beta: float = 0.0,
+) -> Tensor:
+    """alpha * left right + beta * added, a new tensor (batch, m, m) of left's dtype.
+
+    By the kernel where halving pays, else every element by torch's batched product: one result up to rounding.
+    """
+    if not halving_pays(left):
+        return dense_product(left, right, alpha=alpha, added=added, beta=beta)
+    return halved_product(left, right, alpha=alpha, added=added, beta=beta)
+
+
+def halving_pays(left: Tensor) -> bool:
+    """Whether the kernel is the faster one for `left` (batch, m, k): by its rows, and where tensor cores multiply it.
+
+    float64 has no such kernel. Exact float32 products use no tensor cores, and their accumulator does not fit the
+    registers.
+    """
+    on_tensor_cores = left.itemsize == 2 or (left.dtype is torch.float32 and input_precision(left.dtype) == "tf32")
+    return left.shape[-2] >= SMALLEST_ROWS and on_tensor_cores
+
+
+def halved_product(
+    left: Tensor,  # (batch, m, k), float32, bfloat16 or float16
+    right: Tensor,  # (batch, k, m)
+    *,
+    alpha: float = 1.0,
+    added: Tensor | None = None,  # (batch, m, m)
+    beta: float = 0.0,
+) -> Tensor:
+    """`symmetric_product` by the kernel, whatever the size. Accumulates in float32."""
+    batch, m, _ = left.shape
+    out = left.new_empty(batch, m, m)
+    if not out.numel():
+        return out
+    tile_k = TILE_BYTES_K // left.itemsize
+    tiles = -(-m // TILE)
+    grid = (tiles * (tiles + 1) // 2, batch)
+    addend = None if added is None else added.contiguous()
+    common: dict[str, Any] = {
+        "TILE": TILE, "TILE_K": tile_k, "PRECISION": input_precision(left.dtype), "num_warps": NUM_WARPS,
+        "enable_fp_fusion": True,
+    }  # fmt: skip
+    with devices.launching_on(left.device):
+        _launch(left, right, addend, out, grid, tile_k, common, alpha, beta)
+    return out
+
+
+def _launch(
+    left: Tensor,
+    right: Tensor,
+    addend: Tensor | None,
+    out: Tensor,
+    grid: tuple[int, int],
+    tile_k: int,
+    common: dict[str, Any],
+    alpha: float,
+    beta: float,
+) -> None:
+    _, m, k = left.shape
+    if through_descriptors(left, right):
+        transposed = right.stride(-1) != 1
+        boxes = (
+            _boxes(left, TILE, tile_k),
+            _boxes(right.mT, TILE, tile_k) if transposed else _boxes(right, tile_k, TILE),
+        )
+        syrk_descriptors[grid](*boxes, addend, out, m, k, alpha, beta, TRANSPOSED=transposed, num_stages=4, **common)
+    else:
+        strides = (*left.stride(), *right.stride())
+        syrk_pointers[grid](left, right, addend, out, m, k, *strides, alpha, beta, num_stages=_stages(), **common)
+
+
+def through_descriptors(left: Tensor, right: Tensor) -> bool:
+    """Whether both operands can be described: a device with TMA, rows that are dense and begin on 16 bytes."""
+    if not HAS_DESCRIPTORS or not (INTERPRETED.value or _has_tma(left.device)):
+        return False
+    return _describable(left) and (_describable(right) or _describable(right.mT))
+
+
+def _stages() -> int:
+    """Tiles in flight: as many as fit the shared memory of consumer GPUs (96 of 99 KiB) or of AMD's (32 of 64)."""
+    return 3 if torch.version.hip is None else 2
+
+
+def _has_tma(device: torch.device) -> bool:
+    # 9 and 10 are Hopper and the Blackwell of data centres; later ones have too little shared memory for four stages.
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _describable(matrix: Tensor) -> bool:
+    outer = (matrix.data_ptr(), *(stride * matrix.itemsize for stride in matrix.stride()[:-1]))
+    return matrix.stride(-1) == 1 and all(number % 16 == 0 for number in outer)
+
+
+def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
+    make: Callable[..., object] = TensorDescriptor.from_tensor
+    return make(matrix, [1, rows, cols])
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How operands are multiplied: float32 ones as torch is set to multiply them, others in the one way they have."""
+    return "tf32" if dtype is torch.float32 and tf32_products() else "ieee"

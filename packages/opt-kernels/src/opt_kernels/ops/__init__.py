@@ -1,1 +1,0 @@
-"""Operations, one directory each: `reference` is the formula, `torch_native` and `triton` are its fast versions."""

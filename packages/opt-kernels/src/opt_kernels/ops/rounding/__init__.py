@@ -1,1 +1,0 @@
-"""float32 to bfloat16 by chance: up or down, right on average."""

@@ -1,1 +1,0 @@
-"""The update sweep of every elementwise rule, made from its formula."""
