@@ -286,6 +286,18 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def leaderboard(session: nox.Session) -> None:
+    """Which rule should I use: every rule tuned and trained on a small GPT, minutes a rule; resumes where it was."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("examples",))
+    if session.posargs:
+        session.run("python", "examples/leaderboard.py", *session.posargs)
+        return
+    for options in ((), ("--times",), ("--report", "kernels/results")):
+        session.run("python", "examples/leaderboard.py", *options)
+
+
+@nox.session(default=False)
 def faults(session: nox.Session) -> None:
     """Checkpoints under kill -9, corruption and full disks, at full counts."""
     install_torch(session)
