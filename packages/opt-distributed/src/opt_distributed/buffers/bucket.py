@@ -114,7 +114,9 @@ class GradBucket:
         if self.travel.scale_before != 1.0:
             full.mul_(self.travel.scale_before)
         what = f"gradient reduction {iteration} of bucket {self.index} of {self.travel.name}"
-        self._flight = InFlight(self.travel.wire.stages(full, self.result), what)
+        wire = self.travel.wire
+        stages = wire.stages(full, self.result)
+        self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
     def advance(self) -> None:
         """Lets a reduction of several stages go on to the next, if such a one is under way."""

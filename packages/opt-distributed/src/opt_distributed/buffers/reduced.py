@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, SumToShards
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout
 from opt_paramgroups import ParamId
@@ -71,7 +72,8 @@ class GradShards:
         ]
         self._pieces = {piece.id: self._piece(index, piece.of_shard) for index, piece in layout.owned(axes.dp.rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
-        self._bucket.untyped_storage().resize_(0)
+        self._queues = devices.device_of(device)
+        self._queues.release_(self._bucket)
 
     def reduce_(self, grads: Grads) -> None:
         wire = SumToShards(self.axes.dp, self.axes.inter)
@@ -79,7 +81,8 @@ class GradShards:
             for index, (bucket, places) in enumerate(zip(self.layout.buckets, self._places, strict=True)):
                 _fill_(places, grads)
                 stages = wire.stages(self._bucket[: bucket.numel], self._shard(index))
-                InFlight(stages, f"gradient bucket {index}").finish()
+                what = f"gradient bucket {index}"
+                InFlight(stages, what, device=self._queues, is_staged=wire.is_staged).finish()
 
     def piece(self, id: ParamId, of_param: slice) -> Tensor:
         shape = self._shapes[id]
@@ -88,13 +91,12 @@ class GradShards:
     @contextmanager
     def _bucket_memory(self) -> Iterator[None]:
         """Views of the bucket can be used inside. Zeros, so that padding is."""
-        storage = self._bucket.untyped_storage()
-        storage.resize_(self._bucket.numel() * self._bucket.element_size())
+        self._queues.take_back_(self._bucket)
         self._bucket.zero_()
         try:
             yield
         finally:
-            storage.resize_(0)
+            self._queues.release_(self._bucket)
 
     def _place(self, start: int, param: nn.Parameter) -> Tensor:
         return self._bucket[start : start + param.numel()].view(param.shape)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.wire import InFlight, sum_over
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, Pending
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
@@ -54,9 +55,11 @@ class ParamAndGradBuffer:
         self.layout = layout
         self.params = dict(params)
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
+        self.queues = devices.device_of(device)
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
         self.grad_data = torch.zeros(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
+        self._is_released = False  # the memory of `grad_data`
         self.param_data = self._move_params_in() if sharded else None
         self._addresses = [param.data_ptr() for param in self.params.values()]
 
@@ -103,7 +106,12 @@ class ParamAndGradBuffer:
         self._check_shards(axes.dp)
         wire = sum_over(axes, num_shards=self.layout.num_shards)
         flights = [
-            InFlight(wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank)), f"gradient bucket {index}")
+            InFlight(
+                wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank)),
+                f"gradient bucket {index}",
+                device=self.queues,
+                is_staged=wire.is_staged,
+            )
             for index in range(len(self.layout.buckets))
         ]
         for flight in flights:
@@ -143,13 +151,15 @@ class ParamAndGradBuffer:
 
     def release_grads_(self) -> None:
         """Gives the memory of `grad_data` back; every view of it is unreadable until `restore_grads_`."""
-        self.grad_data.untyped_storage().resize_(0)
+        if not self._is_released:
+            self._is_released = True
+            self.queues.release_(self.grad_data)
 
     def restore_grads_(self) -> None:
         """Writes `grad_data`, if its memory was given away: new memory, zeros."""
-        storage = self.grad_data.untyped_storage()
-        if storage.nbytes() == 0 and self.grad_data.numel() > 0:
-            storage.resize_(self.grad_data.numel() * self.grad_data.element_size())
+        if self._is_released:
+            self._is_released = False
+            self.queues.take_back_(self.grad_data)
             self.grad_data.zero_()
 
     def moved(self) -> ParamId | None:

@@ -1,7 +1,7 @@
 """How a bucket's gradients are summed over ranks: in place, into shards, or in fp32 from what came over a 16-bit wire.
 
 A `Wire` is a recipe of stages: a generator that starts a collective, yields what is pending, and goes on once it is
-done. `InFlight` drives it, so that one bucket's stages overlap with whatever runs between two calls.
+done. `InFlight` drives it, so that one bucket's stages overlap with compute.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.comm.device import Device, Event, Host
 from opt_distributed.comm.groups import Axes
 
 SUM_TILE_NUMEL = 1 << 18
@@ -96,20 +97,34 @@ def sum_over(axes: Axes, *, num_shards: int) -> Wire:
     return SumEverywhere(axes.dp, axes.inter)
 
 
+_HOST = Host()
+
+
 class CollectiveError(RuntimeError):
     """A collective that did not complete: a peer died, raised, or never came to it."""
 
 
 class InFlight:
-    """The stages of one bucket, under way."""
+    """The stages of one bucket, under way.
 
-    def __init__(self, stages: Iterator[Pending], what: str):
+    On a CPU the host waits for each stage before it starts the next, in `advance` or `finish`. On an asynchronous
+    device, a recipe of several stages is queued to the side stream at once, and only `finish` makes the current stream
+    wait for it: neither the host nor compute waits between two stages.
+    """
+
+    def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
         self._stages = stages
         self._what = what
-        self._pending: Pending | None = self._next()
+        self._device = device
+        self._done: Event | None = None  # of all stages
+        self._pending: Pending | None = None
+        if device.is_asynchronous and is_staged:
+            self._queue_all()
+        else:
+            self._pending = self._next()
 
     def advance(self) -> None:
-        """Waits for the present stage and starts the next; nothing where all are done.
+        """Waits for the present stage and starts the next; nothing where all are done or queued.
 
         Raises:
             CollectiveError: it failed, or ran into the group's timeout.
@@ -123,9 +138,21 @@ class InFlight:
         self._pending = self._next()
 
     def finish(self) -> None:
-        """Waits for all stages."""
+        """Waits for all stages; on an asynchronous device it is the current stream that waits."""
         while self._pending is not None:
             self.advance()
+        if self._done is not None:
+            self._device.current_stream().wait_event(self._done)
+            self._done = None
+
+    def _queue_all(self) -> None:
+        side = self._device.side_stream()
+        side.wait_event(self._device.current_stream().record_event())
+        with self._device.on(side):
+            self._pending = self._next()
+            while self._pending is not None:
+                self.advance()
+        self._done = side.record_event()
 
     @torch.no_grad()
     def _next(self) -> Pending | None:

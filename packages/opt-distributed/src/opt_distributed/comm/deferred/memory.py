@@ -1,0 +1,113 @@
+"""Memory whose values come later, and that is overwritten when it is dropped too early.
+
+Until an operation has run, its results hold NaN (integers: `GARBAGE`). Where a tensor was dropped while work on it is
+queued, its memory is overwritten in the order of the stream that it was allocated on, as its next owner would do it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opt_distributed.comm.deferred.queues import Queue, Task
+
+GARBAGE = -3
+
+
+class ReleasedError(RuntimeError):
+    """An operation on memory that was given back."""
+
+
+class Memory:
+    """Which memory a rank's queued work uses, and whether anybody else still does."""
+
+    def __init__(self, compute: Queue):
+        self._compute = compute
+        self._allocated_on: dict[int, Queue] = {}  # by storage; `compute` where nothing is known
+        self._used: dict[int, list[Tensor]] = {}  # by storage: aliases that queued tasks hold
+        self._dropped: set[int] = set()  # storages that only queued tasks hold
+        self._released: set[int] = set()
+        self._on_host: set[int] = set()
+
+    def allocated(self, tensor: Tensor, queue: Queue, *, on_host: bool = False) -> None:
+        """Notes new memory; what was known of its address is gone."""
+        key = _key(tensor)
+        self._allocated_on[key] = queue
+        for keys in (self._dropped, self._released, self._on_host):
+            keys.discard(key)
+        if on_host:
+            self._on_host.add(key)
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return _key(tensor) in self._on_host
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """An alias for a task to hold until it has run.
+
+        Raises:
+            ReleasedError: the memory was given back.
+        """
+        key = _key(tensor)
+        if key in self._released:
+            raise ReleasedError("an operation was queued on memory that was given back")
+        alias = tensor.data  # shares memory, but neither the version counter nor the graph
+        self._used.setdefault(key, []).append(alias)
+        return alias
+
+    def done(self, aliases: Sequence[Tensor]) -> None:
+        """The task that held these has run."""
+        for alias in aliases:
+            key = _key(alias)
+            held = self._used[key]
+            held[:] = [other for other in held if other is not alias]
+            if not held:
+                del self._used[key]
+                self._dropped.discard(key)
+
+    def release(self, tensor: Tensor) -> None:
+        """Gives memory back, whoever still refers to it."""
+        self._overwrite(tensor)
+        self._released.add(_key(tensor))
+
+    def overwrite_dropped(self) -> None:
+        """Gives back memory that nobody but queued tasks refers to any more."""
+        for key, held in self._used.items():
+            if key not in self._dropped and _num_references(key) == len(held):
+                self._dropped.add(key)
+                self._overwrite(held[0])
+
+    def _overwrite(self, tensor: Tensor) -> None:
+        """The task holds no counted alias: tasks of the same queue that come before may."""
+        with at_once():
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        queue = self._allocated_on.get(_key(tensor), self._compute)
+        queue.push(Task("the next owner of released memory", lambda: poison_(whole)))
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Operations inside are not queued."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def poison_(tensor: Tensor) -> None:
+    """Writes values that no test expects."""
+    if tensor.is_floating_point():
+        tensor.fill_(torch.nan)
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(253 if tensor.dtype is torch.uint8 else GARBAGE)
+
+
+def _key(tensor: Tensor) -> int:
+    """The address of the storage's description, which lives as long as any tensor of it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _num_references(key: int) -> int:
+    """Tensors that share a storage."""
+    return int(torch._C._storage_Use_Count(key)) - 1  # less the question's own

@@ -1,0 +1,147 @@
+"""torch's operations, queued: a dispatch mode whose operations return at once and run later."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opt_distributed.comm.deferred.memory import Memory, poison_
+from opt_distributed.comm.deferred.queues import Queue, Task
+
+_ATEN = torch.ops.aten
+_READS = {_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.nonzero, _ATEN.masked_select, _ATEN.is_nonzero}
+
+
+class _Kind(Enum):
+    READS = auto()  # returns numbers, or a size that depends on numbers: the host waits
+    VIEWS = auto()  # computes nothing
+    WRITES = auto()  # writes to arguments
+    MAKES = auto()  # makes new tensors
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    if func.overloadpacket in _READS:
+        return _Kind.READS
+    schema = func._schema
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
+        return _Kind.WRITES
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return _Kind.VIEWS
+    return _Kind.MAKES
+
+
+class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Queues every operation to the current stream of one rank.
+
+    The shapes of new tensors come from a run on what is there, whose values are then overwritten by garbage; the
+    values come from a second run, when it is the operation's turn. So no operation has to be known here. Random numbers
+    are those of the first run, since generators advance on the host.
+    """
+
+    def __init__(self, memory: Memory, current: Callable[[], Queue]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory, self._current = memory, current
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        kind = _kind(func)
+        on_host = [self._memory.is_on_host(tensor) for tensor in tensors]
+        if kind is _Kind.VIEWS or (tensors and all(on_host)):
+            return func(*args, **kwargs)
+        if kind is _Kind.READS:
+            self._current().synchronize()
+            return func(*args, **kwargs)
+        if kind is _Kind.MAKES:
+            return self._make(func, args, kwargs)
+        self.queue(str(func), lambda *given: func(*given[0], **given[1]), (args, kwargs))
+        if func.overloadpacket is _ATEN.copy_ and any(on_host) and not _is_non_blocking(args, kwargs):
+            self._current().synchronize()
+        return _written(func, args, kwargs)
+
+    def queue(self, name: str, run: Callable[..., object], given: Any, *, on: Queue | None = None) -> None:
+        """Lets `run(*given)` run in the order of a stream, with aliases of all tensors in `given`."""
+        queue = on or self._current()
+        task = self.task(name, run, given)
+        queue.push(task)
+        queue.world.go_on(queue.rank)
+
+    def task(self, name: str, run: Callable[..., object], given: Any) -> Task:
+        """What `queue` queues."""
+        self._memory.overwrite_dropped()
+        used: list[Tensor] = []
+
+        def use(tensor: Tensor) -> Tensor:
+            used.append(self._memory.use(tensor))
+            return used[-1]
+
+        held = _mapped(use, given)
+
+        def work() -> None:
+            run(*held)
+            self._memory.done(used)
+
+        return Task(name, work)
+
+    def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made = func(*args, **kwargs)
+        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
+        new = [one for one in _tensors(made) if one.untyped_storage()._cdata not in given]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        drawn = [one.clone() for one in new] if is_random else []
+        for one in new:
+            self._memory.allocated(one, self._current())
+            poison_(one)
+        if is_random:
+            self.queue(str(func), lambda targets: torch._foreach_copy_(targets, drawn), (new,))
+        elif new and not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            self.queue(str(func), _write_again, (func, args, kwargs, new))
+        return made
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts. torch's pytree is as slow as all else here together."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple | dict):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(one)
+
+
+def _mapped(of: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`tree` with `of(x)` in place of each tensor x."""
+    if isinstance(tree, Tensor):
+        return of(tree)
+    if isinstance(tree, list | tuple):
+        return [_mapped(of, one) for one in tree]
+    return {name: _mapped(of, one) for name, one in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _write_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Tensor]) -> None:
+    for target, value in zip(targets, _tensors(func(*args, **kwargs)), strict=True):
+        target.copy_(value)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation that writes to its arguments returns: the arguments, as its schema says."""
+    schema = func._schema
+    by_alias: dict[str, Any] = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            by_alias.update(dict.fromkeys(argument.alias_info.before_set, given))
+    if any(returned.alias_info is None for returned in schema.returns):
+        raise NotImplementedError(f"{func} writes to arguments and makes new tensors")
+    returned = [by_alias[name] for one in schema.returns for name in one.alias_info.before_set]
+    return returned[0] if len(returned) == 1 else tuple(returned) if returned else None
+
+
+def _is_non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))

@@ -1,0 +1,197 @@
+"""Queues of work that runs later, over all ranks of a world, in any order that streams and events allow.
+
+One scheduler, seeded, picks among the heads of all queues. Ranks are threads of which one runs at a time; they take
+turns where a rank can go no further, and now and then where it could. So an order repeats exactly with its seed.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+EAGERNESS = (0.0, 0.3, 0.9)
+"""Chances, of which a world draws one, that a piece of queued work runs before the host queues the next."""
+CHANCE_OF_A_TURN = 0.02  # that another rank goes on, whenever a rank queues something
+
+
+class DeadlockError(RuntimeError):
+    """Every rank waits, and nothing that is queued can run."""
+
+
+class Stopped(RuntimeError):
+    """Another rank raised an error."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """An entry of a queue."""
+
+    name: str
+    run: Callable[[], None] | None = None  # None: it only waits
+    after: "tuple[Event, ...]" = ()
+    meeting: "Meeting | None" = None  # with tasks of other ranks: all run at once
+
+
+class Queue:
+    """A stream: its tasks run one after the other."""
+
+    def __init__(self, world: "World", rank: int, name: str):
+        self.world, self.rank, self.name = world, rank, name
+        self.tasks: deque[Task] = deque()
+        self.num_done = 0
+        world.queues.append(self)
+
+    def push(self, task: Task) -> None:
+        self.tasks.append(task)
+        self.world.moved()
+
+    def record_event(self) -> "Event":
+        return Event(self, self.num_done + len(self.tasks))
+
+    def wait_event(self, event: "Event") -> None:
+        self.push(Task("wait", after=(event,)))
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def pop(self) -> Task:
+        self.num_done += 1
+        return self.tasks.popleft()
+
+
+class Event:
+    """A place in a queue."""
+
+    def __init__(self, queue: Queue, position: int):
+        self._queue, self._position = queue, position
+
+    @property
+    def is_complete(self) -> bool:
+        return self._queue.num_done >= self._position
+
+    def synchronize(self) -> None:
+        self._queue.world.block_until(lambda: self.is_complete, self._queue.rank)
+
+
+@dataclass(slots=True, eq=False)
+class Meeting:
+    """One collective: the tasks of all ranks of a group, which run together."""
+
+    kind: str
+    size: int
+    run: Callable[[list[Any]], None]
+    payloads: dict[int, Any] = field(default_factory=dict)  # by rank in the group
+    members: list[tuple[Queue, Task]] = field(default_factory=list)
+
+    def is_ready(self) -> bool:
+        return len(self.members) == self.size and all(
+            queue.tasks and queue.tasks[0] is task and all(event.is_complete for event in task.after)
+            for queue, task in self.members
+        )
+
+    def execute(self) -> None:
+        for queue, task in self.members:
+            queue.pop()
+            if task.run is not None:
+                task.run()
+        self.run([self.payloads[rank] for rank in range(self.size)])
+        self.payloads.clear()
+
+
+class World:
+    """The queues of all ranks, and whose turn it is."""
+
+    def __init__(self, size: int, *, seed: int, at_once: Callable[[], AbstractContextManager[None]] = nullcontext):
+        self.size = size
+        self.at_once = at_once  # around everything that runs
+        self.random = Random(seed)
+        self.eagerness = self.random.choice(EAGERNESS)
+        self.queues: list[Queue] = []
+        self.failed = False
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._live = set(range(size))
+        self._stuck: set[int] = set()  # ranks that found nothing to do since anything moved
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def moved(self) -> None:
+        """Something was queued, or ran: a rank that waits may look again."""
+        self._stuck.clear()
+
+    def advance(self) -> bool:
+        """Runs one of the tasks that may run now; False where there is none."""
+        heads = [queue for queue in self.queues if queue.tasks and _may_run(queue.tasks[0])]
+        if not heads:
+            return False
+        queue = self.random.choice(heads)
+        meeting = queue.tasks[0].meeting
+        with self.at_once():
+            if meeting is not None:
+                meeting.execute()
+            elif (run := queue.pop().run) is not None:
+                run()
+        self.moved()
+        return True
+
+    def go_on(self, rank: int) -> None:
+        """Lets the device, and now and then another rank, run on for a while."""
+        while self.random.random() < self.eagerness and self.advance():
+            pass
+        if self.random.random() < CHANCE_OF_A_TURN:
+            self._pass_turn(rank)
+
+    # --- turns ------------------------------------------------------------------------------------------------------
+
+    def block_until(self, is_met: Callable[[], bool], rank: int) -> None:
+        """Returns to the rank once the condition is met, and runs queued work until then.
+
+        Raises:
+            DeadlockError: it never will be.
+            Stopped: another rank raised an error.
+        """
+        while not is_met():
+            if self.advance():
+                continue
+            self._stuck.add(rank)
+            if self._stuck >= self._live:
+                heads = [f"rank {q.rank}, {q.name}: {q.tasks[0].name}" for q in self.queues if q.tasks]
+                raise DeadlockError(f"all ranks wait; heads of the queues: {'; '.join(heads) or 'none'}")
+            self._pass_turn(rank)
+
+    def begin(self, rank: int) -> None:
+        """Waits for the rank's first turn."""
+        self._wait_for_turn(rank)
+
+    def end(self, rank: int, *, failed: bool) -> None:
+        """The rank takes no more turns."""
+        with self._changed:
+            self.failed = self.failed or failed
+            self._live.discard(rank)
+            self._turn = self._next(rank)
+            self._changed.notify_all()
+
+    def _pass_turn(self, rank: int) -> None:
+        with self._changed:
+            self._turn = self._next(rank)
+            self._changed.notify_all()
+        self._wait_for_turn(rank)
+
+    def _wait_for_turn(self, rank: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._turn == rank or self.failed, timeout=60.0):
+                raise DeadlockError(f"rank {rank} had no turn for 60 s")
+        if self.failed:
+            raise Stopped("another rank raised an error")
+
+    def _next(self, rank: int) -> int:
+        return min(self._live, key=lambda other: (other - rank - 1) % self.size, default=rank)
+
+
+def _may_run(task: Task) -> bool:
+    if task.meeting is not None:
+        return task.meeting.is_ready()
+    return all(event.is_complete for event in task.after)

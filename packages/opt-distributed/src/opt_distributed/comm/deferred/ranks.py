@@ -1,0 +1,262 @@
+"""Ranks as threads, each with a device that runs its work later, and collectives between them with NCCL's semantics."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Op, Pending, Sizes
+from opt_distributed.comm.deferred.memory import Memory, at_once, poison_
+from opt_distributed.comm.deferred.operations import Deferring
+from opt_distributed.comm.deferred.queues import Event, Meeting, Queue, Stopped, World
+
+_rank = threading.local()  # the device of the rank that a thread is
+_HOST_READS = ("tolist", "numpy")  # of a tensor, that no dispatch mode sees
+
+
+class DeferredDevice:
+    """The `Device` of one rank."""
+
+    is_asynchronous = True
+
+    def __init__(self, world: World, rank: int):
+        self.world, self.rank = world, rank
+        self._compute = Queue(world, rank, "compute")
+        self._side = Queue(world, rank, "side")
+        self._current = self._compute
+        self.memory = Memory(self._compute)
+        self.mode = Deferring(self.memory, self.current_stream)
+
+    def current_stream(self) -> Queue:
+        return self._current
+
+    def side_stream(self) -> Queue:
+        return self._side
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        with at_once():
+            pinned = torch.empty_like(tensor)
+            poison_(pinned)
+        self.memory.allocated(pinned, self._compute, on_host=True)
+        return pinned
+
+    def release_(self, tensor: Tensor) -> None:
+        self.memory.release(tensor)
+
+    def take_back_(self, tensor: Tensor) -> None:
+        self.memory.allocated(tensor, self._current)
+        self.mode.queue("uninitialised memory", poison_, (tensor,))
+
+    def synchronize(self) -> None:
+        """Return once everything that this rank has queued has run."""
+        queues = [queue for queue in self.world.queues if queue.rank == self.rank]
+        self.world.block_until(lambda: not any(queue.tasks for queue in queues), self.rank)
+
+
+class _Group:
+    """What the ranks of a process group share."""
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks = tuple(ranks)
+        self.meetings: dict[int, Meeting] = {}
+        self.exchanges: dict[int, dict[int, Any]] = {}
+
+
+class DeferredPending:
+    """A collective that was queued; its tensors are kept until somebody waits for it."""
+
+    def __init__(self, done: Event, device: DeferredDevice, tensors: Sequence[Tensor]):
+        self._done, self._device, self._tensors = done, device, tensors
+
+    def wait(self) -> None:
+        """Make the current stream wait; the host goes on."""
+        self._device.current_stream().wait_event(self._done)
+        self._tensors = ()
+
+
+class DeferredComm:
+    """One rank's view of a group, with a stream of its own, as NCCL has."""
+
+    def __init__(self, group: _Group, device: DeferredDevice):
+        self._group, self._device = group, device
+        self.rank, self.size = group.ranks.index(device.rank), len(group.ranks)
+        self._queue = Queue(device.world, device.rank, f"collectives of {group.ranks}")
+        self._num_calls = self._num_exchanges = 0
+
+    def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
+        run = _all_reduce_sum if op is Op.SUM else _all_reduce_max
+        return self._start(f"all_reduce {op.name}", run, (x,), async_op)
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        return self._start("reduce_scatter", _reduce_scatter, (shard, full), async_op)
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        return self._start("all_gather", _all_gather, (full, shard), async_op)
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        sent = [x.numel() // self.size] * self.size if sizes is None else list(sizes.sent)
+        return self._start("all_to_all", _all_to_all, (out, x, sent), async_op)
+
+    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
+        self._start("broadcast", _broadcast, (x, src), False)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values = self._group.exchanges.setdefault(self._num_exchanges, {})
+        self._num_exchanges += 1
+        values[self.rank] = value
+        self._device.world.moved()
+        self._device.world.block_until(lambda: len(values) == self.size, self._device.rank)
+        return [values[rank] for rank in range(self.size)]
+
+    def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
+        """Queues the rank's part; all parts run at once, when each is at the head of its stream."""
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        meeting = self._group.meetings.setdefault(number, Meeting(kind, self.size, run))
+        if meeting.kind != kind:
+            raise RuntimeError(f"collective {number} is {kind} on rank {self.rank} and {meeting.kind} on another")
+        task = self._device.mode.task(kind, lambda *held: meeting.payloads.__setitem__(self.rank, held), given)
+        begun = self._device.current_stream().record_event()
+        task.after, task.meeting = (begun,), meeting
+        meeting.members.append((self._queue, task))
+        self._queue.push(task)
+        pending = DeferredPending(self._queue.record_event(), self._device, [x for x in given if isinstance(x, Tensor)])
+        if not async_op:
+            pending.wait()
+        self._device.world.go_on(self._device.rank)
+        return pending
+
+
+class DeferredRank:
+    """What a rank's program is given."""
+
+    def __init__(self, world: World, rank: int, groups: dict[tuple[int, ...], _Group]):
+        self.device = DeferredDevice(world, rank)
+        self.rank, self.size = rank, world.size
+        self._groups = groups
+        self._comms: dict[tuple[int, ...], DeferredComm] = {}
+        self.comm = self.comm_over(range(world.size))
+
+    def comm_over(self, ranks: Sequence[int]) -> DeferredComm:
+        """The group of these ranks, of which this one is one."""
+        key = tuple(ranks)
+        if key not in self._comms:
+            self._comms[key] = DeferredComm(self._groups.setdefault(key, _Group(key)), self.device)
+        return self._comms[key]
+
+    def launch(self, name: str, kernel: Callable[..., object], *given: Any) -> None:
+        """Queues `kernel(*given)` as one operation that the dispatcher does not see, as a Triton kernel is."""
+        self.device.mode.queue(name, kernel, given)
+
+
+def run_deferred(size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int) -> list[Any]:
+    """Runs `rank_main` once per rank, on devices that run their work later, in the order that `seed` stands for.
+
+    Returns what the ranks returned, in rank order, once all work has run. Tensors that exist before are on the device;
+    every tensor that a rank makes is, too, except those of `Device.pinned_like`.
+
+    Raises:
+        The first rank's error.
+        DeadlockError: all ranks wait, for collectives that another rank never calls or in another order.
+    """
+    world = World(size, seed=seed, at_once=at_once)
+    groups: dict[tuple[int, ...], _Group] = {}
+    ranks = [DeferredRank(world, rank, groups) for rank in range(size)]
+    results: list[Any] = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def run(one: DeferredRank) -> None:
+        _rank.device = one.device
+        failed = True
+        try:
+            world.begin(one.rank)
+            with one.device.mode:
+                results[one.rank] = rank_main(one)
+            one.device.synchronize()
+            failed = False
+        except BaseException as error:
+            errors[one.rank] = error
+        finally:
+            world.end(one.rank, failed=failed)
+
+    threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ranks]
+    with _patched():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    raised = [error for error in errors if error is not None]
+    for error in [error for error in raised if not isinstance(error, Stopped)] or raised:
+        raise error
+    return results
+
+
+@contextmanager
+def _patched() -> Iterator[None]:
+    """Devices are those of the ranks, and the host reads of tensors that torch does not dispatch wait as others do."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(devices, "device_of", lambda device: _rank.device))
+        for name in _HOST_READS:
+            stack.enter_context(patch.object(Tensor, name, _waiting(getattr(Tensor, name))))
+        yield
+
+
+def _waiting(read: Callable[..., Any]) -> Callable[..., Any]:
+    def read_when_done(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device: DeferredDevice | None = getattr(_rank, "device", None)
+        if device is not None and not device.memory.is_on_host(tensor):
+            device.current_stream().synchronize()
+        return read(tensor, *args, **kwargs)
+
+    return read_when_done
+
+
+def _all_reduce_sum(parts: list[Any]) -> None:
+    total = torch.stack([x for (x,) in parts]).sum(0)
+    for (x,) in parts:
+        x.copy_(total)
+
+
+def _all_reduce_max(parts: list[Any]) -> None:
+    largest = torch.stack([x for (x,) in parts]).amax(0)
+    for (x,) in parts:
+        x.copy_(largest)
+
+
+def _reduce_scatter(parts: list[Any]) -> None:
+    total = torch.stack([full for _, full in parts]).sum(0).chunk(len(parts))
+    for _, full in parts:
+        poison_(full)  # it is undefined afterwards
+    for (shard, _), value in zip(parts, total, strict=True):
+        shard.copy_(value)
+
+
+def _all_gather(parts: list[Any]) -> None:
+    value = torch.cat([shard for _, shard in parts])
+    for full, _ in parts:
+        full.copy_(value)
+
+
+def _all_to_all(parts: list[Any]) -> None:
+    sent = [torch.split(x.clone(), sizes) for _, x, sizes in parts]
+    for rank, (out, _, _) in enumerate(parts):
+        out.copy_(torch.cat([of_rank[rank] for of_rank in sent]))
+
+
+def _broadcast(parts: list[Any]) -> None:
+    _, src = parts[0]
+    value = parts[src][0].clone()
+    for x, _ in parts:
+        x.copy_(value)

@@ -1,0 +1,33 @@
+"""The wrapper and the step's reductions on devices that run their work later: the same bits in every legal order.
+
+`OPT_ORDERS` is the number of orders for each program.
+"""
+
+import os
+
+import pytest
+from deferred_training import Config, Program, are_equal, in_order, in_some_order, in_the_step, wrapped
+
+NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "20"))
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
+SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
+
+# Program and number of optimizer instances.
+PROGRAMS: dict[str, tuple[Program, int]] = {
+    "replicated": (wrapped(Config(**OVERLAP)), 1),
+    "sharded": (wrapped(Config(**SHARDED)), 1),
+    "sharded, microbatches": (wrapped(Config(**SHARDED), num_microbatches=2), 1),
+    "sharded, instances": (wrapped(Config(**SHARDED, num_distributed_optimizer_instances=2)), 2),
+    "sharded, sums in fp32": (wrapped(Config(**SHARDED, reduce_scatter_with_fp32_accumulation=True)), 1),
+    "sharded, checked for NaN": (wrapped(Config(**SHARDED, check_for_nan_in_grad=True)), 1),
+    "not wrapped": (in_the_step, 1),
+    "not wrapped, instances": (in_the_step, 2),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_order_of_queued_work_gives_the_same_bits(name: str) -> None:
+    program, instances = PROGRAMS[name]
+    expected = in_order(program, instances=instances)
+    for seed in range(NUM_ORDERS):
+        assert are_equal(in_some_order(program, seed=seed, instances=instances), expected), f"seed {seed}"
