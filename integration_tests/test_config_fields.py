@@ -130,6 +130,9 @@ CHANGES: Mapping[str, Change] = {
     "soap_shampoo_beta": Change("soap", 0.5, soap(shampoo_beta=0.5)),
     "soap_precondition_frequency": Change("soap", 3, soap(precondition_frequency=3)),
     "soap_use_kl_shampoo": Change("soap", False, soap(use_kl_shampoo=False)),
+    "soap_order": Change("soap", "megatron", soap(order="megatron")),
+    "soap_max_precond_dim": Change("soap", 1, soap(max_precond_dim=1)),
+    "soap_one_sided": Change("soap", True, soap(one_sided=True)),
 }
 DEFAULT_PEERS: Mapping[str, Peer] = {
     "adam": adamw(),

@@ -26,6 +26,7 @@ from opt_checkpoint import (
     LikeParam,
     LocalNonpersistentObject,
     Opaque,
+    PerMatrix,
     PerParam,
     Reduced,
     Segment,
@@ -226,6 +227,24 @@ def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
         assert all(torch.equal(state[str(layer)], torch.eye(3) * layer) for layer in range(3))
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_value_of_each_matrix_of_a_stack_is_resharded_with_the_stack(tmp_path: Path, axis: int) -> None:
+    # Experts: as `PerParam`, the factors of the first rank's experts were loaded into those of all.
+    factors = torch.arange(12.0).view(12, 1, 1) * torch.eye(3)
+
+    def states(size: int, filled: bool) -> list[Any]:
+        made = []
+        for rank in range(size):
+            stack = torch.zeros(12, 12, 12).chunk(size, axis)[rank]
+            own = factors.chunk(size)[rank] if axis == 0 else factors
+            param = ShardedTensor.from_rank_offsets("w", stack, (axis, rank, size))
+            made.append(make_sharded_state(param, own.clone() if filled else own * 0, "L", PerMatrix()))
+        return made
+
+    for rank, loaded in enumerate(roundtrip(tmp_path, states(2, True), states(3, False))):
+        assert torch.equal(loaded, factors.chunk(3)[rank] if axis == 0 else factors)
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_block_scales_follow_their_codes_through_flat_ranges(tmp_path: Path, shards: int) -> None:
     scales = torch.arange(24.0)
@@ -312,6 +331,13 @@ MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
     "block size": (block(0, 1, 0), torch.zeros(12, 2), BlockScales(block=3), "choose a smaller block"),
     "block cut": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(1), BlockScales(block=4), "multiple of 4"),
     "text": (block(0, 1, 0), "text", PerParam(), "declare it Opaque"),
+    "matrices": (
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)), torch.zeros(2, 2), PerMatrix(), r"with \(4,\)"
+    ),
+    "matrices flat": (
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)).flat(torch.zeros(3), 0, 3), torch.zeros(4, 2, 2),
+        PerMatrix(), "not be a flat",
+    ),
     "function factory": (
         ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "factory by segments",
     ),

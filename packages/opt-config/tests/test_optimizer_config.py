@@ -77,6 +77,7 @@ SPEC: dict[str, object] = {
     "muon_use_syrk": False,
     "grad_norm_skip_threshold": math.inf,
 }
+OURS: dict[str, object] = {"soap_order": "paper", "soap_max_precond_dim": 10000, "soap_one_sided": False}
 
 # what was given -> the whole message
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
@@ -199,8 +200,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 
 
 def test_fields_order_and_defaults_are_the_references():
-    assert {field.name: field.default for field in dataclasses.fields(OptimizerConfig)} == SPEC
-    assert [field.name for field in dataclasses.fields(OptimizerConfig)] == list(SPEC)
+    """With our own fields after all of them."""
+    assert {field.name: field.default for field in dataclasses.fields(OptimizerConfig)} == SPEC | OURS
+    assert [field.name for field in dataclasses.fields(OptimizerConfig)] == [*SPEC, *OURS]
 
 
 def test_fields_may_be_given_by_position():

@@ -10,11 +10,12 @@ from torch import Tensor
 from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.base import Needs
-from opt_kernels.rules.soap import SOAP, Orthonormalization
+from opt_kernels.rules.soap import SOAP, Order, Orthonormalization
 from opt_kernels.works import Batch, Hyper, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 PLAIN, KL = SOAP(use_kl_shampoo=False), SOAP()
+MEGATRON = SOAP(order=Order.MEGATRON)
 SHAPES = [(1, 5), (6, 6), (12, 7), (7, 12)]
 
 
@@ -43,6 +44,9 @@ class ByFormula:
 
     def __init__(self, rule: SOAP, main: Tensor) -> None:
         self.rule, self.p, (self.m, self.n) = rule, main.double().clone(), main.shape
+        limit = rule.max_precond_dim or max(main.shape)
+        self.has_left = self.m <= limit and (not rule.one_sided or self.m <= self.n)
+        self.has_right = self.n <= limit and (not rule.one_sided or self.n < self.m)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.p), torch.zeros_like(self.p)
         self.l, self.r = torch.zeros(self.m, self.m).double(), torch.zeros(self.n, self.n).double()
         self.q_l, self.q_r = torch.eye(self.m).double(), torch.eye(self.n).double()
@@ -69,8 +73,8 @@ class ByFormula:
 
     def step(self, grad: Tensor, t: int) -> None:
         g, b = grad.double(), self.rule.shampoo_beta
-        if t > 1:
-            self._adam(self.q_l.mT @ g @ self.q_r, t - 1)
+        if self.rule.order is Order.PAPER and t > 1:
+            self._adam(g, t - 1)
         left, right = g @ g.mT, g.mT @ g
         if self.rule.use_kl_shampoo:
             left = g @ self.q_r @ (1 / self.e_r.clamp_min(1e-8)).diag() @ self.q_r.mT @ g.mT / self.n
@@ -79,8 +83,11 @@ class ByFormula:
         self.l, self.r = self.l + weight * (left - self.l), self.r + weight * (right - self.r)
         if (t - 1) % self.rule.precondition_frequency == 0:
             self._turn(first=t == 1)
+        if self.rule.order is Order.MEGATRON:
+            self._adam(g, t)
 
     def _adam(self, g: Tensor, t: int) -> None:
+        g = self.q_l.mT @ g @ self.q_r
         self.exp_avg = 0.9 * self.exp_avg + 0.1 * g
         self.exp_avg_sq = 0.95 * self.exp_avg_sq + 0.05 * g**2
         u = (self.exp_avg / (1 - 0.9**t)) / ((self.exp_avg_sq / (1 - 0.95**t)).sqrt() + 1e-8)
@@ -88,15 +95,25 @@ class ByFormula:
 
     def _turn(self, *, first: bool) -> None:
         in_p = self.q_l @ self.exp_avg @ self.q_r.mT
-        self.q_l, self.e_l, rows = self._basis(self.l, self.q_l, first=first)
-        self.q_r, self.e_r, cols = self._basis(self.r, self.q_r, first=first)
+        rows, cols = torch.arange(self.m), torch.arange(self.n)
+        if self.has_left:
+            self.q_l, self.e_l, rows = self._basis(self.l, self.q_l, first=first)
+        if self.has_right:
+            self.q_r, self.e_r, cols = self._basis(self.r, self.q_r, first=first)
         self.exp_avg = self.q_l.mT @ in_p @ self.q_r
-        self.exp_avg_sq = self.exp_avg_sq[rows][:, cols]
+        if self.rule.order is Order.PAPER:
+            self.exp_avg_sq = self.exp_avg_sq[rows][:, cols]
 
     def _basis(self, k: Tensor, q: Tensor, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
         if first:
             values, vectors = torch.linalg.eigh(k)
             return vectors.flip(1), values.flip(0), torch.arange(len(k))
+        if self.rule.order is Order.MEGATRON:
+            for _ in range(self.rule.power_iterations):
+                q = signed_qr(k @ q)
+            values = (q.mT @ k @ q).diagonal()
+            order = values.argsort(descending=True)
+            return q[:, order], values[order], order
         order = (q.mT @ k @ q).diagonal().argsort(descending=True)
         q = q[:, order]
         for _ in range(self.rule.power_iterations):
@@ -111,6 +128,13 @@ RULES = {
     "two_iterations": replace(PLAIN, power_iterations=2),
     "householder": replace(KL, orthonormalization=Orthonormalization.HOUSEHOLDER),
     "reference": replace(PLAIN, backend="reference"),
+    "megatron": MEGATRON,
+    "megatron_plain": replace(MEGATRON, use_kl_shampoo=False),
+    "megatron_every_second_step": replace(MEGATRON, precondition_frequency=2, power_iterations=2),
+    "limited": replace(PLAIN, max_precond_dim=7),
+    "limited_kl": replace(KL, max_precond_dim=7),
+    "one_sided_kl": replace(KL, one_sided=True),
+    "no_factors": replace(KL, max_precond_dim=1),
 }
 
 
@@ -130,6 +154,7 @@ def test_steps_follow_the_formula(kind: str, shape: tuple[int, int]) -> None:
         stepped(rule, main, state, [grad], first=step)
         formula.step(grad, step)
     torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-7)
+    assert ("L" in state, "R" in state) == (formula.has_left, formula.has_right)
     for name in state:
         torch.testing.assert_close(state[name], formula.states()[name], rtol=1e-6, atol=1e-7)
 
@@ -143,6 +168,50 @@ def test_fp32_states_stay_near_the_formula(rule: SOAP) -> None:
         formula.step(grad, step)
     # An update is of size lr x sqrt(144) a step; fp32 eigenvectors of near eigenvalues turn a little.
     assert float((main.double() - formula.p).norm()) < 0.01 * 0.1 * 12 * 8
+
+
+@pytest.mark.parametrize("rule", [MEGATRON, replace(MEGATRON, use_kl_shampoo=False)], ids=["kl", "plain"])
+def test_the_order_of_megatron_has_its_numbers_from_the_first_step(rule: SOAP) -> None:
+    # Square and in float64, where what is off the diagonal of the first gradient in its own bases is far below eps:
+    # a longer side's null space, or float32, would make the first steps rounding noise in Megatron-Core as well.
+    main = tensor(6, 6, seed=99).double()
+    formula, state = ByFormula(rule, main), {n: v.double() for n, v in rule.init_state(main).items()}
+    before = main.clone()
+    for step, grad in enumerate(grads_of(12, 6, 6), start=1):
+        stepped(rule, main, state, [grad], first=step)
+        formula.step(grad, step)
+        assert step > 1 or not torch.equal(main, before)
+        torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-6)
+
+
+def test_the_first_step_of_megatron_is_worked_by_hand() -> None:
+    # One row: L is a number and R of rank one, whose first vector is the gradient's direction. There U = 1, and
+    # elsewhere the gradient is zero to rounding far below eps; so p moves by lr along the unit gradient.
+    rule = replace(MEGATRON, use_kl_shampoo=False)
+    main, grad = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    stepped(rule, main, {n: v.double() for n, v in rule.init_state(main).items()}, [grad])
+    torch.testing.assert_close(main, torch.tensor([[-0.06, -0.08]], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, KL, MEGATRON, replace(KL, one_sided=True)], ids=str)
+def test_a_stack_of_matrices_is_so_many_matrices(rule: SOAP) -> None:
+    stack, grads = tensor(3, 6, 8).double(), [tensor(3, 6, 8, seed=step).double() for step in (1, 2, 3)]
+    alone, state = stack.clone(), {n: v.double() for n, v in rule.init_state(stack).items()}
+    states = [{n: v[i].clone() for n, v in state.items()} for i in range(3)]
+    stepped(rule, stack, state, grads)
+    for i in range(3):
+        stepped(rule, alone[i], states[i], [grad[i] for grad in grads])
+        # Null spaces of the first factors are bases of rounding, in which gradients have no part in float64.
+        torch.testing.assert_close(stack[i], alone[i], rtol=0, atol=1e-6)
+
+
+def test_a_side_that_is_too_long_has_no_factor() -> None:
+    # An output layer of 128,000 rows had two factors of 64 GB.
+    state = SOAP().init_state(torch.empty(128_000, 64, device="meta"))
+    assert set(state) == {"exp_avg", "exp_avg_sq", "R", "Q_R", "eigvals_R"}
+    specs = {spec.name: spec for spec in SOAP().state_specs}
+    assert all(specs[name].optional for name in ("L", "Q_L", "eigvals_L"))
+    assert not any(spec.optional for spec in SOAP(max_precond_dim=None).state_specs)
 
 
 def test_the_first_bases_are_the_eigenvectors_of_the_first_factors() -> None:
@@ -260,6 +329,7 @@ WRONG: list[Any] = [
     pytest.param({"shampoo_beta": 1.0}, "shampoo_beta is 1.0", id="beta"),
     pytest.param({"precondition_frequency": 0}, "precondition_frequency is 0", id="frequency"),
     pytest.param({"power_iterations": 0}, "power_iterations is 0", id="iterations"),
+    pytest.param({"max_precond_dim": 0}, "max_precond_dim is 0", id="dim"),
     pytest.param({"backend": "cuda"}, "backend='cuda' is unknown", id="backend"),
 ]
 
@@ -270,7 +340,7 @@ def test_options_are_checked_when_the_rule_is_made(options: dict[str, Any], mess
         SOAP(**options)
 
 
-@pytest.mark.parametrize("shape", [(8,), (2, 4, 4)], ids=str)
-def test_what_is_no_single_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MatrixError, match="is not a single matrix"):
+@pytest.mark.parametrize("shape", [(8,), (2, 2, 4, 4)], ids=str)
+def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(MatrixError, match="is not a matrix"):
         KL.init_state(torch.zeros(shape))

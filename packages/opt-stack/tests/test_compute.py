@@ -159,14 +159,14 @@ def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_spl
     assert plan(BLOCKWISE, cut, split_qkv=False)
 
 
-@pytest.mark.parametrize(("rule", "shape", "allowed"), [("muon", (5,), "2-D or 3-D"), ("soap", (2, 3, 4), "2-D")])
-def test_what_is_no_matrix_is_refused_before_the_first_step(rule: str, shape: tuple[int, ...], allowed: str) -> None:
+@pytest.mark.parametrize(("rule", "shape"), [("muon", (5,)), ("soap", (2, 3, 4, 5))])
+def test_what_is_no_matrix_is_refused_before_the_first_step(rule: str, shape: tuple[int, ...]) -> None:
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.zeros(shape)))
     config = OptimizerConfig(lr=0.1, optimizer=rule)
     with pytest.raises(ConfigError) as caught:
         get_optimizer_based_on_param_groups(config, [model], [{"params": [model.w]}])
     assert str(caught.value) == (
-        f"optimizer={rule!r} moves matrices ({allowed} parameters), but w has shape {shape}; give it an elementwise "
+        f"optimizer={rule!r} moves matrices (2-D or 3-D parameters), but w has shape {shape}; give it an elementwise "
         "rule through config_overrides"
     )

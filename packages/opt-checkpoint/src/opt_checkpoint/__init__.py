@@ -43,7 +43,16 @@ from opt_checkpoint.state.sharded import (
     ShardedTensor,
     is_main_replica,
 )
-from opt_checkpoint.state.state_spec import BlockScales, LayoutBound, LikeParam, Opaque, PerParam, Reduced, StateSpec
+from opt_checkpoint.state.state_spec import (
+    BlockScales,
+    LayoutBound,
+    LikeParam,
+    Opaque,
+    PerMatrix,
+    PerParam,
+    Reduced,
+    StateSpec,
+)
 from opt_checkpoint.state.tree import (
     ScopedState,
     add_prefix_for_sharding,
@@ -78,6 +87,7 @@ __all__ = [
     "NotLoaded",
     "Opaque",
     "OptimizerLoadReport",
+    "PerMatrix",
     "PerParam",
     "Reduced",
     "SaveHandle",

@@ -128,6 +128,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "grad_norm_skip_threshold": FieldUse(
             _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"
         ),
+        "soap_order": _rule(),
+        "soap_max_precond_dim": _rule(),
+        "soap_one_sided": _rule(),
     }
 )
 

@@ -182,6 +182,13 @@ class OptimizerConfig(Configuration):
     """Compute Muon's Gram matrices by a kernel for symmetric products."""
     grad_norm_skip_threshold: float = math.inf
     """Skip the step when the gradients' norm is above this."""
+    soap_order: str = "paper"
+    """Order of SOAP's step: paper (update, factors, bases; the first step only finds the bases) or megatron (factors,
+    bases, update; from the first step)."""
+    soap_max_precond_dim: int | None = 10000
+    """Longest side of a matrix for which SOAP keeps a factor; None: every side."""
+    soap_one_sided: bool = False
+    """SOAP keeps a factor of the shorter side only."""
 
     def validate(self) -> None:
         """Check every field as it is now. Raises `ConfigError` with all that is wrong."""

@@ -49,6 +49,7 @@ INTERVALS = MappingProxyType(
         "lion_beta2": DECAY_RATE,
         "soap_shampoo_beta": DECAY_RATE,
         "soap_precondition_frequency": AT_LEAST_ONE,
+        "soap_max_precond_dim": AT_LEAST_ONE,
         "adaptive_muon_beta2": DECAY_RATE,
         "adaptive_muon_eps": POSITIVE,
         "optimizer_offload_fraction": FRACTION,
@@ -72,6 +73,7 @@ CHOICES = MappingProxyType(
         "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5"),
         "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
         "muon_scalar_optimizer": ("adam", "lion"),
+        "soap_order": ("paper", "megatron"),
         "adaptive_muon_moment2_method": ("adamuon", "normuon"),
     }
 )

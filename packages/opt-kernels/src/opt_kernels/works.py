@@ -31,6 +31,7 @@ class StateSpec:
     dtype: torch.dtype = torch.float32
     dims: tuple[int, ...] = ()  # REDUCED: the dims removed; MATRIX: the one dim
     block: int = 0  # BLOCK_SCALES: elements per scale
+    optional: bool = False  # only some parameters have it: `Rule.init_state` says which
     whole: bool = False  # of a whole matrix, though ranks store parts of it: it is where `MatrixRule.transform_` is
 
 

@@ -15,7 +15,7 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.soap import SOAP, Order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,9 @@ def _soap(config: OptimizerConfig) -> SOAP:
         use_kl_shampoo=config.soap_use_kl_shampoo,
         shampoo_beta=config.soap_shampoo_beta,
         precondition_frequency=config.soap_precondition_frequency,
+        order=Order(config.soap_order),
+        max_precond_dim=config.soap_max_precond_dim,
+        one_sided=config.soap_one_sided,
     )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.plan import MAIN_BYTES, NUMBERS_TOLD, UnitPlan, short, spec_bytes
+from opt_stack.plan import MAIN_BYTES, NUMBERS_TOLD, UnitPlan, kept_specs, short, spec_bytes
 from opt_stack.planner import WorldSizes
 from opt_stack.registry import Registry
 
@@ -78,7 +78,8 @@ def _stand_ins(dtype: torch.dtype) -> nn.Module:
 
 def _bytes(unit: UnitPlan, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     numel = torch.Size(shape).numel()
-    return numel * MAIN_BYTES[unit.numbers[dtype]] + sum(spec_bytes(s, shape, numel) for s in unit.rule.state_specs)
+    kept = kept_specs(unit.rule, shape)
+    return numel * MAIN_BYTES[unit.numbers[dtype]] + sum(spec_bytes(spec, shape, numel) for spec in kept)
 
 
 def _cells(row: KindRow) -> list[str]:

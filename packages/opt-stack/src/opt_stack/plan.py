@@ -147,7 +147,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
             if run.id in shapes:
                 total += run.numel * main
                 whole = wholes.get(run.id)
-                for spec in unit.rule.state_specs:
+                for spec in kept_specs(unit.rule, shapes[run.id] if whole is None else whole.shape):
                     if spec.whole and whole is not None:
                         total += spec_bytes(spec, whole.shape, prod(whole.shape)) // whole.num_owners
                     else:
@@ -169,6 +169,15 @@ def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
             yield slot.matrix.id, _Whole(layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners)
 
 
+def kept_specs(rule: Rule, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
+    """The states that `rule` keeps of a parameter of `shape`."""
+    specs = rule.state_specs
+    if not any(spec.optional for spec in specs):
+        return specs
+    kept = rule.init_state(torch.empty(shape, device="meta"))
+    return tuple(spec for spec in specs if spec.name in kept)
+
+
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
     """Bytes of one state tensor for `numel` elements of a parameter of `shape`."""
     match spec.kind:
@@ -180,7 +189,7 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
             removed = {dim % len(shape) for dim in spec.dims}
             count = prod(size for dim, size in enumerate(shape) if dim not in removed)
         case StateKind.MATRIX:
-            count = shape[spec.dims[0]] ** 2
+            count = prod(shape[:-2]) * shape[spec.dims[0]] ** 2
         case StateKind.BLOCK_SCALES:
             count = -(-numel // spec.block)
     return count * spec.dtype.itemsize

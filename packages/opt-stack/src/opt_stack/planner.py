@@ -12,7 +12,6 @@ from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_l
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.mains import Numbers
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.works import StateKind
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
@@ -203,16 +202,14 @@ def _check_norm_groups(metas: Mapping[ParamId, ParamMeta]) -> None:
 
 
 def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
-    """A matrix rule moves matrices and stacks of them; one that keeps a square factor of each side, single ones."""
+    """A matrix rule moves matrices and stacks of them."""
     if unit.rule.needs is not Needs.MATRICES:
         return
-    has_factors = any(spec.kind is StateKind.MATRIX for spec in unit.rule.state_specs)
-    allowed = (2,) if has_factors else (2, 3)
-    wrong = [id for id in sorted(unit.ids) if len(metas[id].shape) not in allowed]
+    wrong = [id for id in sorted(unit.ids) if len(metas[id].shape) not in (2, 3)]
     if wrong:
         raise ConfigError(
-            f"optimizer={unit.rule.name!r} moves matrices ({' or '.join(f'{dims}-D' for dims in allowed)} parameters), "
-            f"but {wrong[0]} has shape {metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
+            f"optimizer={unit.rule.name!r} moves matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
+            f"{metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
         )
 
 

@@ -32,6 +32,15 @@ class PerParam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PerMatrix:
+    """One value, of any shape, for each matrix of a stack (..., rows, cols), as the factors of SOAP.
+
+    The state's first axes are the stack's, and are cut as the parameter's; each value is equal on every rank that holds
+    a part of its matrix. For a single matrix the same as `PerParam`.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
     """The parameter's shape without some axes, as row and column statistics; must be summed over all ranks already.
 
@@ -69,7 +78,7 @@ class Opaque:
     """A value that is no tensor, one for the whole parameter; stored if `torch.load(weights_only=True)` takes it."""
 
 
-StateSpec: TypeAlias = LikeParam | PerParam | Reduced | BlockScales | LayoutBound | Opaque
+StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | BlockScales | LayoutBound | Opaque
 
 
 class _Held(NamedTuple):
@@ -125,6 +134,8 @@ def shard_by_spec(
     match spec:
         case PerParam():
             return _per_param(held, tensor, key)
+        case PerMatrix():
+            return _per_matrix(held, tensor, key)
         case Reduced():
             return _reduced(held, tensor, key, spec.dims)
         case BlockScales():
@@ -187,6 +198,22 @@ def _sharded(held: _Held, tensor: Tensor, key: str, own: tuple[Shape, Shape], ma
 def _per_param(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
     shape = tuple(tensor.shape)
     return _sharded(held, tensor, key, (shape, (0,) * len(shape)), held.has_first_element)
+
+
+def _per_matrix(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
+    axes = len(held.local_shape) - 2  # of the stack
+    if axes < 0 or tuple(tensor.shape[:axes]) != held.local_shape[:axes]:
+        raise CheckpointingException(
+            f"{key} has shape {tuple(tensor.shape)}; a value for each matrix of {held.local_shape} begins with "
+            f"{held.local_shape[: max(axes, 0)]}"
+        )
+    if held.flat is not None and axes:
+        raise CheckpointingException(f"{key} has a value for each matrix: its parameter may not be a flat range")
+    own = tuple(tensor.shape[axes:])
+    shape = held.global_shape[held.prepended :][:axes] + own
+    offset = held.own_offset[:axes] + (0,) * len(own)
+    is_first = held.has_first_element if not axes else not any(held.own_offset[axes:])
+    return _sharded(held, tensor, key, (shape, offset), is_first)
 
 
 def _without(values: Shape, dims: tuple[int, ...]) -> Shape:

@@ -15,6 +15,7 @@ from torch import Tensor
 from opt_checkpoint import (
     LayoutBound,
     LikeParam,
+    PerMatrix,
     PerParam,
     Reduced,
     ShardedBase,
@@ -161,6 +162,8 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
         case StateKind.MATRIX if group is not None:
             # Factors of this rank's block mean nothing for a block of another size.
             return LayoutBound(fingerprint=f"tp{group.size}")
+        case StateKind.MATRIX:
+            return PerMatrix()
         case StateKind.REDUCED:
             return Reduced(dims=spec.dims)
         case _:

@@ -53,11 +53,7 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
 def check(work: Work) -> None:
     """Raises MatrixError where shape and spec do not fit each other."""
     shape, spec = tuple(work.grad.shape), work.matrix
-    if len(shape) not in (2, 3):
-        raise MatrixError(
-            f"a parameter of shape {shape} is not a matrix; matrix rules move (rows, cols), or (batch, rows, cols) as "
-            "a stack of matrices; view a convolution's weight as (out, in * kernel), or give it an elementwise rule"
-        )
+    check_shape(shape)
     if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
         raise MatrixError(
             f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; give "
@@ -67,6 +63,16 @@ def check(work: Work) -> None:
         raise MatrixError(
             f"partition_dim={spec.partition_dim} is no dim of a parameter of shape {shape}; give one from 0 to "
             f"{len(shape) - 1}, or None where the whole matrix is here"
+        )
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raises MatrixError for what is neither a matrix nor a stack of matrices."""
+    if len(shape) not in (2, 3):
+        raise MatrixError(
+            f"a parameter of shape {tuple(shape)} is not a matrix; matrix rules move (rows, cols), or (batch, rows, "
+            "cols) as a stack of matrices; view a convolution's weight as (out, in * kernel), or give it an "
+            "elementwise rule"
         )
 
 
@@ -106,6 +112,24 @@ def join(parts: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
         return parts[0]
     grouped = [part.view(part.shape[0], -1, r, part.shape[-1]) for part, r in zip(parts, rows)]
     return torch.cat(grouped, dim=2).flatten(1, 2)
+
+
+class StackedStates:
+    """The states of works of one shape as stacked copies, loaded by name and stored back."""
+
+    def __init__(self, tasks: Sequence[Task], dtype: torch.dtype) -> None:
+        self._tasks = tasks
+        self._dtype = dtype
+        self._is_batched = tasks[0].work.grad.dim() == 3
+
+    def load(self, name: str) -> Tensor:
+        """(batch, *shape of one matrix's state): the matrices of all works, those of a stack one by one."""
+        stacked = torch.stack([work.state[name].to(self._dtype) for _, work in self._tasks])
+        return stacked.flatten(0, 1) if self._is_batched else stacked
+
+    def store_(self, name: str, values: Tensor) -> None:
+        for value, (_, work) in zip(values.chunk(len(self._tasks)), self._tasks):
+            work.state[name].copy_(value.reshape(work.state[name].shape))
 
 
 def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:

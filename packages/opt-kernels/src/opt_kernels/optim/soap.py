@@ -8,14 +8,15 @@ from torch import Tensor, nn
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.matrices import MatrixOptimizer
 from opt_kernels.rules.soap import SOAP as SOAPRule
-from opt_kernels.rules.soap import Orthonormalization
+from opt_kernels.rules.soap import Order, Orthonormalization
 
 
 class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al., arXiv 2409.11321) for matrices, and with `scalar_optimizer` Adam or Lion for the others.
 
-    Its state is 2 (m² + n²) numbers larger than Adam's for a matrix (m, n): keep embeddings out of it. The options are
-    those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option that is not allowed.
+    Its state is 2 (m² + n²) numbers larger than Adam's for a matrix (m, n), without the sides that `max_precond_dim`
+    and `one_sided` leave out: keep embeddings out of it. `order="megatron"` takes Megatron-Core's steps. The options
+    are those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option that is not allowed.
     """
 
     def __init__(
@@ -31,6 +32,9 @@ class SOAP(MatrixOptimizer):
         precondition_frequency: int = 1,
         power_iterations: int = 1,
         orthonormalization: str = "cholesky",
+        order: str = "paper",
+        max_precond_dim: int | None = 10_000,
+        one_sided: bool = False,
         scalar_optimizer: str | None = None,
         scalar_options: Mapping[str, Any] | None = None,
         mains: str = "param",
@@ -43,6 +47,9 @@ class SOAP(MatrixOptimizer):
             precondition_frequency=precondition_frequency,
             power_iterations=power_iterations,
             orthonormalization=Orthonormalization(orthonormalization),
+            order=Order(order),
+            max_precond_dim=max_precond_dim,
+            one_sided=one_sided,
             backend=backend,
         )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

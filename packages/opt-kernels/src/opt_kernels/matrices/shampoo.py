@@ -1,0 +1,162 @@
+"""Shampoo's preconditioner of a matrix: a factor for each side, and its eigenbasis, found once and then followed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.dispatch import version
+from opt_kernels.choice import Choice
+from opt_kernels.matrices.orthogonal_basis import reference
+from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.matrices.stacks import StackedStates
+from opt_kernels.works import StateKind, StateSpec
+
+LEFT, RIGHT = "L", "R"
+
+
+class Orthonormalization(Choice):
+    """How a turned basis is made orthonormal again."""
+
+    CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
+    HOUSEHOLDER = "householder"  # LAPACK's QR
+
+
+class Turned(NamedTuple):
+    """How the basis of one side has moved."""
+
+    rotation: Tensor  # (batch, n, n): Q_newᵀ Q_old
+    order: Tensor  # (batch, n): the old vector that each new one came from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shampoo:
+    """The factors of gradients G (m, n) and their eigenbases, in states `L`, `Q_L` and for KL `eigvals_L`; R likewise.
+
+    With b = beta and b_t = 1 - (1 - b) / (1 - bᵗ), at step t:
+
+        plain   L <- L + (1 - b_t)(GGᵀ - L)                               R likewise with GᵀG
+        KL      L <- L + (1 - b_t)(G Q_R max(λ_R, eps)⁻¹ Q_Rᵀ Gᵀ / n - L)   R likewise with Q_L, λ_L, m
+
+    Both factors are updated from the bases and eigenvalues of before. A side without a factor counts as the identity.
+    Plain: Gupta et al., arXiv 1802.09568, as a moving average; KL: Lin et al., arXiv 2509.03378.
+    """
+
+    beta: float
+    use_kl: bool
+    power_iterations: int
+    orthonormalization: Orthonormalization
+    sorts_first: bool  # a basis is sorted before it is turned; False: after
+    max_dim: int | None  # a longer side has no factor
+    one_sided: bool  # only the shorter side has a factor; the left where both are equally long
+    backend: str | None
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Of both sides; `sides` tells which of them a parameter has."""
+        optional = self.one_sided or self.max_dim is not None
+        specs = []
+        for side, dim, other in ((LEFT, -2, -1), (RIGHT, -1, -2)):
+            for name in (side, f"Q_{side}"):
+                specs.append(StateSpec(name=name, kind=StateKind.MATRIX, dims=(dim,), whole=True, optional=optional))
+            if self.use_kl:
+                name, kind = f"eigvals_{side}", StateKind.REDUCED
+                specs.append(StateSpec(name=name, kind=kind, dims=(other,), whole=True, optional=optional))
+        return tuple(specs)
+
+    def sides(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """The sides of matrices of this shape (..., m, n) that have a factor."""
+        m, n = shape[-2:]
+        found = ((LEFT if m <= n else RIGHT),) if self.one_sided else (LEFT, RIGHT)
+        sizes = {LEFT: m, RIGHT: n}
+        return tuple(side for side in found if self.max_dim is None or sizes[side] <= self.max_dim)
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        """Zero factors, and the basis and eigenvalues of the identity, one for each matrix of a stack."""
+        *batch, m, n = main.shape
+        state = {}
+        for side in self.sides(main.shape):
+            size = m if side == LEFT else n
+            state[side] = torch.zeros(*batch, size, size, dtype=torch.float32, device=main.device)
+            state[f"Q_{side}"] = torch.zeros_like(state[side])
+            state[f"Q_{side}"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            if self.use_kl:
+                state[f"eigvals_{side}"] = torch.ones(*batch, size, dtype=torch.float32, device=main.device)
+        return state
+
+    def update_factors_(self, states: StackedStates, grads: Tensor, *, step: int, eps: float) -> None:
+        """Write L and R for gradients (batch, m, n)."""
+        weight = (1.0 - self.beta) / (1.0 - self.beta**step)
+        sides = self.sides(grads.shape)
+        halves = {side: self._half(states, side, grads, eps) for side in sides}
+        for side in sides:
+            half = halves[side]
+            scale = 1.0 / half.shape[-1] if self.use_kl else 1.0
+            states.store_(side, states.load(side).lerp(scale * (half @ half.mT), weight))
+
+    def _half(self, states: StackedStates, side: str, grads: Tensor, eps: float) -> Tensor:
+        """The root of the update of one factor: G seen from its side, for KL times the other's inverse root."""
+        seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
+        if not self.use_kl or other not in self.sides(grads.shape):
+            return seen
+        inverse_root = states.load(f"eigvals_{other}").clamp_min(eps).rsqrt()
+        return (seen @ states.load(f"Q_{other}")) * inverse_root.unsqueeze(-2)
+
+    def turn_(self, states: StackedStates, shape: Sequence[int], *, first: bool) -> dict[str, Turned]:
+        """Move the bases to the eigenvectors of the factors: by eigh at first, then by powers of the factors."""
+        moved = {}
+        for side in self.sides(shape):
+            factor, old = states.load(side), states.load(f"Q_{side}")
+            basis, order = self._found(factor) if first else self._followed(factor, old)
+            states.store_(f"Q_{side}", basis.vectors)
+            if self.use_kl:
+                states.store_(f"eigvals_{side}", basis.values)
+            moved[side] = Turned(basis.vectors.mT @ old, order)
+        return moved
+
+    def _found(self, factor: Tensor) -> tuple[Eigenbasis, Tensor]:
+        eigenbasis = version("orthogonal_basis", "eigenbasis", backend=self.backend, tensors=[factor])
+        order = torch.arange(factor.shape[-1], device=factor.device).expand(factor.shape[:-1])
+        return eigenbasis(factor), order
+
+    def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
+        """The basis `old` (batch, n, n) brought nearer to the eigenbasis of `factor`, eigenvalues descending."""
+        # A multiple of the identity turns no eigenvector. It keeps those of vanishing eigenvalues where they are, which
+        # would be replaced by the rounding errors of the others.
+        floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)
+        product = factor @ old + floor * old
+        order = (old * product).sum(-2).argsort(-1, descending=True)
+        vectors = self._orthonormalised(_columns(product, order) if self.sorts_first else product)
+        for _ in range(self.power_iterations - 1):
+            vectors = self._orthonormalised(factor @ vectors + floor * vectors)
+        values = (vectors * (factor @ vectors)).sum(-2)
+        if not self.sorts_first:
+            order = values.argsort(-1, descending=True)
+            values, vectors = values.gather(-1, order), _columns(vectors, order)
+        return Eigenbasis(values, vectors), order
+
+    def _orthonormalised(self, columns: Tensor) -> Tensor:
+        if self.orthonormalization is Orthonormalization.HOUSEHOLDER:
+            return reference.orthonormalised(columns)
+        orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
+        result: Tensor = orthonormalised(columns)
+        return result
+
+
+def into_basis(states: StackedStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+    """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis stays as it is."""
+    x = states.load("Q_L").mT @ x if LEFT in sides else x
+    return x @ states.load("Q_R") if RIGHT in sides else x
+
+
+def out_of_basis(states: StackedStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+    """Q_L X Q_Rᵀ, the inverse of `into_basis`."""
+    x = states.load("Q_L") @ x if LEFT in sides else x
+    return x @ states.load("Q_R").mT if RIGHT in sides else x
+
+
+def _columns(matrices: Tensor, order: Tensor) -> Tensor:
+    """The columns of `matrices` (batch, n, n) in `order` (batch, n)."""
+    return matrices.gather(-1, order.unsqueeze(-2).expand_as(matrices))
