@@ -1,0 +1,42 @@
+"""What hooks make of gradients before a rule sees them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs import remainder
+from opt_kernels.works import Work
+
+
+def gradients(
+    works: Sequence[Work], *, scale: float | Tensor, decay: float | Tensor, centralizes: bool, is_matrix: bool
+) -> list[Tensor]:
+    """scale * grad, without the mean of each row where `centralizes`, plus decay * p, of each work: new tensors.
+
+    In the dtype that the work is computed in. A row is what has one index in the first dim; of a stack of matrices,
+    in all dims but the last.
+    """
+    return [_gradient(work, scale=scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix) for work in works]
+
+
+def _gradient(
+    work: Work, *, scale: float | Tensor, decay: float | Tensor, centralizes: bool, is_matrix: bool
+) -> Tensor:
+    main = _main(work)
+    grad = torch.empty_like(main).copy_(work.grad).mul_(scale)
+    if centralizes and grad.dim() > 1 and grad.numel():
+        dims = (-1,) if is_matrix else tuple(range(1, grad.dim()))
+        grad -= grad.mean(dims, keepdim=True)
+    if not isinstance(decay, float | int) or decay != 0:  # zero times an infinite parameter would be NaN
+        grad += main * decay
+    return grad
+
+
+def _main(work: Work) -> Tensor:
+    """The weights in the dtype that the work is computed in."""
+    if work.main is not None:
+        return work.main if work.main.dtype is torch.float64 else work.main.float()
+    assert work.out is not None
+    assert work.remainder is not None
+    return remainder.join(work.out, work.remainder)

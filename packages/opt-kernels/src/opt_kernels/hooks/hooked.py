@@ -1,0 +1,96 @@
+"""`hooked`: a rule and hooks make a rule, after it was tried whether they can."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_kernels.hooks.elements import HookedElements
+from opt_kernels.hooks.measured import HookedUpdate
+from opt_kernels.hooks.values import CentralizeGradient, CoupledDecay, Hook, HookError, Hooks, checked
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.works import Batch, Hyper, Work
+
+TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
+
+
+def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
+    """`rule` with `hooks` around its update; `rule` itself without any.
+
+    Raises HookError for hooks that cannot be had together, or not on this rule.
+    """
+    hooks = checked(hooks)
+    if not hooks:
+        return rule
+    if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
+        made = HookedElements(rule=rule, hooks=hooks)
+        _ = made.formula  # raises for a formula that has no such form
+        return made
+    if all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks):
+        return HookedUpdate(rule=rule, hooks=hooks)
+    return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks))
+
+
+def bare(rule: Rule) -> Rule:
+    """The rule within its hooks."""
+    return rule.rule if isinstance(rule, HookedElements | HookedUpdate) else rule
+
+
+def hooks_of(rule: Rule) -> Hooks:
+    """The hooks of a rule."""
+    return rule.hooks if isinstance(rule, HookedElements | HookedUpdate) else ()
+
+
+def _couples(rule: Rule, hooks: Hooks) -> bool:
+    """Whether `rule` adds its decay to the gradient. Raises HookError for a rule of another form."""
+    needs = [repr(hook) for hook in hooks if not isinstance(hook, CentralizeGradient)]
+    try:
+        separable = _moves_as(HookedUpdate(rule=rule, hooks=()), weight_decay=0.0)
+    except Exception as error:  # of any kind: it may be the caller's code
+        raise HookError(f"{needs[0]} with rule {rule.name!r}, which could not be tried: {error!r}") from error
+    if not separable:
+        raise HookError(
+            f"{needs[0]} with rule {rule.name!r}: the hook needs an update of the form p - lr u, with u independent of "
+            "the weights and of lr; leave the hook out for this rule"
+        )
+    if any(hook.decays for hook in hooks):
+        return False  # the rule's own is not used
+    for couples in (False, True):
+        if _moves_as(HookedUpdate(rule=rule, hooks=(), couples=couples), weight_decay=0.25):
+            return couples
+    raise HookError(
+        f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; give a hook that "
+        "takes its place: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
+    )
+
+
+def _moves_as(split: HookedUpdate, *, weight_decay: float) -> bool:
+    """Whether the rule moves weights as it does through a buffer; found by two steps of both."""
+    rule = _on_cpu(split.rule)
+    whole, parts = (list(_tried(r, weight_decay)) for r in (rule, replace(split, rule=rule)))
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(whole, parts))
+
+
+def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    main, *grads = (torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(3))
+    state = rule.init_state(main)
+    own = dict.fromkeys(getattr(rule, "hyper_names", ()), 0.5)
+    for step, grad in enumerate(grads, start=1):
+        hyper = Hyper(lr=0.125 * step, weight_decay=weight_decay, step=step, own=own)
+        with torch.no_grad():
+            rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
+        yield main.clone()
+
+
+def _on_cpu(rule: Any) -> Any:
+    """`rule` on torch's operations, which run anywhere; rules within it, too."""
+    if not is_dataclass(rule) or isinstance(rule, type):
+        return rule
+    values = {field.name: getattr(rule, field.name) for field in fields(rule) if field.init}
+    changed = {name: _on_cpu(value) for name, value in values.items() if is_dataclass(value)}
+    changed |= {"backend": "torch"} if "backend" in values else {}
+    return replace(rule, **changed)

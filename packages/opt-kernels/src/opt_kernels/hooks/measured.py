@@ -1,0 +1,245 @@
+"""A rule with hooks that see norms: the direction goes to a buffer, its norms are taken, then the weights move.
+
+    begin      the rule runs with zeros for weights, lr = -1 and no decay: what it writes is u
+    sums       |u|^2, |p|^2, <p, u> and counts of each work; where parameters are cut, these are added up over the parts
+    finish_    p <- keep p - rate u, with keep and rate from the sums; one sweep, in the weights' own numbers
+
+Any rule will do whose update is p - lr wd p - lr u(g, states), or p - lr u(g + wd p, states). The buffer holds 4 bytes
+an element (8 of float64 weights) for the time of the step; it is written twice and read three times.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.dispatch import tensors_of, version
+from opt_kernels.codecs import StateCodec
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.functions import sign, where
+from opt_kernels.hooks.factors import moves_of, share_that_decays
+from opt_kernels.hooks.gradients import gradients
+from opt_kernels.hooks.sums import sums_of
+from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.works import Batch, Hyper, StateSpec, Work, Works
+
+ALIGNED = 64  # elements: each direction begins at a multiple
+
+
+def scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
+    return {"rate": lr, "keep": 1 - weight_decay}
+
+
+def move(p: Any, g: Any, *, rate: Any, keep: Any) -> Any:
+    return p * keep - rate * g
+
+
+def move_cautiously(p: Any, g: Any, *, rate: Any, keep: Any) -> Any:
+    return where(sign(g) * p >= 0, p * keep, p) - rate * g
+
+
+# The weights along a direction in place of the gradient; lr and weight_decay are rate and 1 - keep.
+MOVE = Formula(name="move", states=(), scalars=scalars, update=move)
+MOVE_CAUTIOUSLY = Formula(name="move_cautiously", states=(), scalars=scalars, update=move_cautiously)
+
+
+class Begun(NamedTuple):
+    """A step between `begin` and `finish_`."""
+
+    batches: Sequence[Batch]  # the caller's
+    directions: Sequence[Batch]  # what the bare rule has to update, by `grad_scale`
+    grad_scale: float | Tensor
+    updates: Sequence[Sequence[Tensor]]  # of each batch: u of each work, once the rule has run; none without a buffer
+
+    @property
+    def num_works(self) -> int:
+        return sum(len(batch.works) for batch in self.batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookedUpdate:
+    """`rule` with `hooks` around its update: again a rule, with the same name and state; see the module."""
+
+    rule: Rule
+    hooks: Hooks
+    couples: bool = False  # the rule adds its decay to the gradient
+
+    @property
+    def name(self) -> str:
+        """The rule's own: a checkpoint is of the rule, whatever its hooks."""
+        return self.rule.name
+
+    @property
+    def needs(self) -> Needs:
+        return self.rule.needs
+
+    @property
+    def codecs(self) -> Mapping[str, StateCodec]:
+        return self.rule.codecs
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.rule.state_specs
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """Of the rule's own numbers."""
+        return tuple(getattr(self.rule, "hyper_names", ()))
+
+    @property
+    def backend(self) -> str | None:
+        """The rule's."""
+        return getattr(self.rule, "backend", None)
+
+    @property
+    def stochastic_rounding(self) -> bool:
+        """The rule's."""
+        return bool(getattr(self.rule, "stochastic_rounding", False))
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        return self.rule.init_state(main)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether directions go through a buffer; else all hooks are done with the gradient."""
+        return not self.hooks or any(not isinstance(hook, CentralizeGradient | CoupledDecay) for hook in self.hooks)
+
+    @property
+    def sums_norms(self) -> bool:
+        """Whether `finish_` needs sums over whole parameters."""
+        return any(not hook.is_elementwise and not isinstance(hook, CentralizeGradient) for hook in self.hooks)
+
+    def update_(
+        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+    ) -> None:
+        begun = self.begin(batches, grad_scale=grad_scale)
+        self.rule.update_(begun.directions, grad_scale=begun.grad_scale, skip=skip)
+        self.finish_(begun, self.sums(begun), skip=skip)
+
+    def begin(self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0) -> Begun:
+        """What the bare rule has to update for the directions, zeros in the place of weights. Writes nothing."""
+        couples = self.couples and not any(hook.decays for hook in self.hooks)
+        decays = [0.0 if not self._adds_decay(couples) else hyper.weight_decay for hyper, _ in batches]
+        centralizes = any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
+        changes = centralizes or self._adds_decay(couples)
+        directions, updates = [], []
+        for (hyper, works), decay in zip(batches, decays):
+            grads: Sequence[Tensor] = _grads(works)
+            if changes:
+                is_matrix = self.needs is Needs.MATRICES
+                grads = gradients(works, scale=grad_scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix)
+            found = _zeros(works) if self.is_measured else []
+            updates.append(found)
+            replaced = _replaced(works, grads, found) if self.is_measured else _with_grads(works, grads)
+            directions.append(Batch(self._hyper(hyper), replaced))
+        return Begun(batches, directions, 1.0 if changes else grad_scale, updates)
+
+    def sums(self, begun: Begun) -> Tensor:
+        """(works of all batches, NUM_SUMS) float64, of the elements that are here. Masks the directions first."""
+        works = [work for batch in begun.batches for work in batch.works] if self.sums_norms else []
+        updates = [update for of_batch in begun.updates for update in of_batch] if works else []
+        masks = any(isinstance(hook, CautiousUpdate) for hook in self.hooks)
+        grads = [work.grad for batch in begun.directions for work in batch.works] if masks else []
+        return sums_of(works, updates, [_mask_(u, g) for u, g in zip(updates, grads)] if masks else None)
+
+    def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
+        """Moves the weights. `sums`: as `sums` gives them, of whole parameters."""
+        if not self.is_measured:
+            return
+        moves: list[Batch] = []
+        start = 0
+        for (hyper, works), updates in zip(begun.batches, begun.updates):
+            moves += self._moves(hyper, works, updates, sums[start : start + len(works)])
+            start += len(works)
+        cautious = any(isinstance(hook, CautiousDecay) for hook in self.hooks)
+        sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(moves))
+        formula = MOVE_CAUTIOUSLY if cautious else MOVE
+        sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
+
+    def _adds_decay(self, couples: bool) -> bool:
+        return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)
+
+    def _hyper(self, hyper: Hyper) -> Hyper:
+        """The numbers at which the bare rule runs."""
+        if self.is_measured:
+            return replace(hyper, lr=_as(hyper.lr, -1.0), weight_decay=_as(hyper.weight_decay, 0.0))
+        if any(hook.decays for hook in self.hooks):
+            return replace(hyper, weight_decay=_as(hyper.weight_decay, 0.0))
+        return hyper
+
+    def _moves(self, hyper: Hyper, works: Sequence[Work], updates: Sequence[Tensor], sums: Tensor) -> list[Batch]:
+        """`works` with their directions for gradients, and how far they go: each by itself where that differs."""
+        if not self.sums_norms:
+            share = share_that_decays(self.hooks, hyper, couples=self.couples)
+            return [Batch(replace(hyper, weight_decay=share), _with_grads(works, updates))]
+        keep, rate = moves_of(self.hooks, sums, hyper, couples=self.couples)
+        return [
+            Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
+            for work, update, of_rate, of_share in zip(works, updates, rate.unbind(), (1 - keep).unbind())
+        ]
+
+
+def _mask_(update: Tensor, grad: Tensor) -> Tensor:
+    """Zeroes what goes against the gradient; returns how many elements are left, 0-d."""
+    mask = update.sign() * grad.sign() > 0
+    update.mul_(mask)
+    return mask.sum()
+
+
+def _as(value: float | Tensor, number: float) -> float | Tensor:
+    """`number` where `value` is: a captured step refuses numbers of the host."""
+    return torch.full_like(value, number) if isinstance(value, Tensor) else number
+
+
+def _anchors(works: Sequence[Work]) -> list[Tensor]:
+    """What the weights are stored in: the mains, or what remainders complete."""
+    if isinstance(works, Works):
+        found = works.outs if works.mains is None else works.mains
+        return list(found or ())
+    return [anchor for work in works if (anchor := work.out if work.main is None else work.main) is not None]
+
+
+def _grads(works: Sequence[Work]) -> list[Tensor]:
+    return list(works.grads) if isinstance(works, Works) else [work.grad for work in works]
+
+
+def _zeros(works: Sequence[Work]) -> list[Tensor]:
+    """Zeros in the dtype that each work is computed in, laid out as it is; in one piece of memory for each dtype."""
+    anchors = _anchors(works)
+    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    places = []
+    for anchor in anchors:
+        key = (torch.float64 if anchor.dtype is torch.float64 else torch.float32, anchor.device)
+        places.append((key, room.get(key, 0)))
+        room[key] = places[-1][1] + -(-anchor.numel() // ALIGNED) * ALIGNED
+    memory = {key: torch.zeros(numel, dtype=key[0], device=key[1]) for key, numel in room.items()}
+    return [
+        memory[key][start:].as_strided(anchor.shape, anchor.stride(), start)
+        for anchor, (key, start) in zip(anchors, places)
+    ]
+
+
+def _replaced(works: Sequence[Work], grads: Sequence[Tensor], mains: Sequence[Tensor]) -> Sequence[Work]:
+    """`works` with these gradients and mains, and nothing else to write but their states."""
+    if isinstance(works, Works):
+        return Works(grads, mains=mains, states=works.states, matrices=works.matrices, firsts=works.firsts)
+    return [
+        replace(work, grad=grad, main=main, out=None, remainder=None) for work, grad, main in zip(works, grads, mains)
+    ]
+
+
+def _with_grads(works: Sequence[Work], grads: Sequence[Tensor]) -> Sequence[Work]:
+    if not isinstance(works, Works):
+        return [replace(work, grad=grad) for work, grad in zip(works, grads)]
+    return Works(
+        grads,
+        mains=works.mains,
+        states=works.states,
+        outs=works.outs,
+        remainders=works.remainders,
+        matrices=works.matrices,
+        firsts=works.firsts,
+    )

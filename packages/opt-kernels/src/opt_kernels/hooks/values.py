@@ -1,0 +1,160 @@
+"""The hooks: what may stand around the update of any rule, as values.
+
+With g the scaled gradient, u the rule's direction (the weights would move by -lr u), wd the group's weight decay and
+d = lr wd, a step is, in this order whatever the order in the tuple except within 3:
+
+    1. gradient    g <- g - mean(g)  (CentralizeGradient),  g <- g + wd p  (CoupledDecay)
+    2. rule        u and its states, from g
+    3. direction   u <- u masked (CautiousUpdate); then factors, in the order given (ClipUpdateRms, RelativeUpdate)
+    4. decay       p <- p - d p of the rule, or what CautiousDecay, LrDecoupledDecay put in its place
+    5. weights     p <- p - lr u, or Hyperball's projection
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class HookError(ValueError):
+    """Hooks that cannot be had together, or not on this rule, parameter or layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """What the hooks share. Class attributes say what each replaces and what it has to see."""
+
+    decays: ClassVar[bool] = False  # takes the place of the rule's own weight decay
+    is_elementwise: ClassVar[bool] = True  # part of a formula: no pass over memory of its own
+    needs_rows: ClassVar[bool] = False  # sees whole rows of a parameter
+    needs_matrices: ClassVar[bool] = False  # for parameters of two or more dims
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledDecay(Hook):
+    """L2 regularisation: g <- g + wd p before the rule, in place of the rule's own decay."""
+
+    decays: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class CautiousDecay(Hook):
+    """Cautious weight decay (Chen et al. 2025, arXiv 2510.12402): p <- p - lr wd 1(u p >= 0) p - lr u."""
+
+    decays: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class LrDecoupledDecay(Hook):
+    """Decay that follows the schedule but not the learning rate: p <- p - (lr / max_lr) wd p - lr u.
+
+    With eta = lr / max_lr it is line 12 of algorithm 2 of Loshchilov & Hutter 2019; torch.optim.AdamW multiplies by
+    lr instead. Raises HookError unless `max_lr`, the peak of the schedule, is a number above 0.
+    """
+
+    max_lr: float
+    decays: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_lr", self.max_lr)
+
+
+@dataclass(frozen=True, slots=True)
+class CautiousUpdate(Hook):
+    """Cautious optimizers (Liang et al. 2024, arXiv 2411.16085, algorithm 1 with xi = 1).
+
+    With m = 1(u g > 0) and n the parameter's elements, u <- (n / (|m|_0 + 1)) m u. g is the scaled gradient after
+    CentralizeGradient.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClipUpdateRms(Hook):
+    """Update clipping (Shazeer & Stern 2018, Adafactor, arXiv 1804.04235, section 6): u <- u / max(1, RMS(u) / d).
+
+    d is `threshold`; RMS(u) = |u| / sqrt(n) over the n elements of the whole parameter. Raises HookError unless
+    `threshold` is a number above 0.
+    """
+
+    threshold: float = 1.0
+    is_elementwise: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "threshold", self.threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeUpdate(Hook):
+    """The step is a fixed fraction lr of the weights' norm: u <- (|p| / |u|) u, with the Frobenius norm.
+
+    LAMB's layerwise adaptation (You et al. 2020, arXiv 1904.00962, algorithm 2) with phi(z) = z, of the direction
+    without weight decay. As in its implementations the factor is 1 where either norm is 0.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperball(Hook):
+    """Weights on a sphere, updates of constant norm (arXiv 2606.16899).
+
+    With N(x) = x / |x| and the Frobenius norm, p <- R N(p - lr R N(u)). R is `radius`, or the norm that p has: the
+    step keeps it, so that it is the norm of the initial weights and needs no state. Weight decay must be 0. Where u is
+    0, so is N(u). Raises HookError for a `radius` that is not above 0.
+    """
+
+    radius: float | None = None
+    decays: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = False
+    needs_matrices: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.radius is not None:
+            _check_positive(self, "radius", self.radius)
+
+
+@dataclass(frozen=True, slots=True)
+class CentralizeGradient(Hook):
+    """Gradient centralisation (Yong et al. 2020, arXiv 2004.01461): each row of g loses its mean.
+
+    The mean is over all dims but the first; gradients of fewer than two dims stay as they are.
+    """
+
+    is_elementwise: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = True
+
+
+Hooks = tuple[Hook, ...]
+
+
+def checked(hooks: Sequence[Hook]) -> Hooks:
+    """`hooks` as a tuple. Raises HookError for what is not a hook, one kind twice, and two kinds of decay."""
+    wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
+    if wrong:
+        hint = f"; give {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
+        raise HookError(f"hooks has {wrong[0]!r}, which is not a hook of opt_kernels.hooks{hint}")
+    kinds = [type(hook) for hook in hooks]
+    twice = [kind for kind in kinds if kinds.count(kind) > 1]
+    if twice:
+        raise HookError(f"hooks has {twice[0].__name__} {kinds.count(twice[0])} times; give each kind once")
+    decays = [hook for hook in hooks if hook.decays]
+    if len(decays) > 1:
+        raise HookError(
+            f"hooks has {' and '.join(map(repr, decays))}: each takes the place of the weight decay; give one of them"
+        )
+    scaled = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate)]
+    if scaled and any(isinstance(hook, Hyperball) for hook in hooks):
+        raise HookError(f"hooks has {scaled[0]!r} and Hyperball, which sets the update's norm itself; give one of them")
+    return tuple(hooks)
+
+
+def described(hooks: Hooks) -> tuple[str, ...]:
+    """What a checkpoint records of `hooks`."""
+    return tuple(map(repr, hooks))
+
+
+def _check_positive(hook: Hook, name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise HookError(f"{type(hook).__name__}: {name}={value!r} is not allowed; give a number above 0")

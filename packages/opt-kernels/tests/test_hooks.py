@@ -1,0 +1,376 @@
+"""Hooks on rules: what they compute, in which numbers, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hook_oracle import BETAS, DIRECTIONS, EPS, LR, MAX_LR, MOMENTUM, WD, Oracle
+from torch import Tensor
+
+from opt_kernels import hooks
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.hooks import (
+    CautiousDecay,
+    CentralizeGradient,
+    ClipUpdateRms,
+    CoupledDecay,
+    Hook,
+    HookError,
+    Hyperball,
+    LrDecoupledDecay,
+    RelativeUpdate,
+    hooked,
+)
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules.soap import SOAP
+from opt_kernels.works import Batch, Hyper, StateSpec, Work
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+HYPER = Hyper(lr=LR, weight_decay=WD, betas=BETAS, eps=EPS, momentum=MOMENTUM)
+RULES: Mapping[str, Any] = {
+    "adamw": Adam,
+    "adam-l2": lambda **options: Adam(decoupled=False, **options),
+    "lion": Lion,
+    "sgd": lambda **options: SGD(nesterov=True, **options),
+}
+WIDE = {  # float64 states
+    "adamw": dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.float64),
+    "adam-l2": dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.float64),
+    "lion": {"exp_avg_dtype": torch.float64},
+    "sgd": {"momentum_buffer_dtype": torch.float64},
+}
+assert RULES.keys() == DIRECTIONS.keys()
+HOOKS: Mapping[str, dict[str, dict[str, Any]]] = {  # as the oracle takes them
+    "l2": {"CoupledDecay": {}},
+    "cautious-decay": {"CautiousDecay": {}},
+    "lr-decoupled": {"LrDecoupledDecay": {"max_lr": MAX_LR}},
+    "cautious-update": {"CautiousUpdate": {}},
+    "clip": {"ClipUpdateRms": {"threshold": 0.3}},
+    "clip-cautious": {"ClipUpdateRms": {"threshold": 0.3}, "CautiousDecay": {}},
+    "relative": {"RelativeUpdate": {}},
+    "hyperball": {"Hyperball": {}},
+    "hyperball-radius": {"Hyperball": {"radius": 3.0}},
+    "centralized": {"CentralizeGradient": {}},
+    "centralized-l2-mask-clip": {
+        "ClipUpdateRms": {"threshold": 0.3},
+        "CoupledDecay": {},
+        "CautiousUpdate": {},
+        "CentralizeGradient": {},
+    },
+}
+MEASURED = [name for name in HOOKS if name not in ("l2", "cautious-decay", "lr-decoupled")]
+SHAPE = (24, 40)
+needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """In which dtypes a parameter is kept."""
+
+    main: torch.dtype | None = torch.float32
+    out: torch.dtype | None = None
+    grad: torch.dtype = torch.float32
+
+    def work(self, rule: Rule, start: Tensor) -> Work:
+        main = None if self.main is None else start.to(self.main, copy=True)
+        out = None if self.out is None else start.to(self.out, copy=True)
+        remainder = None
+        if main is None:
+            out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=torch.int16)
+            split_(out, remainder, start.float())
+        like = start.float() if main is None else main
+        grad = torch.zeros_like(start, dtype=self.grad)
+        return Work(grad=grad, main=main, out=out, remainder=remainder, state=rule.init_state(like))
+
+
+KEPT: Mapping[str, Kept] = {
+    "fp64": Kept(main=torch.float64, grad=torch.float64),
+    "fp32": Kept(),
+    "fp32-out16-g16": Kept(out=torch.bfloat16, grad=torch.bfloat16),
+    "remainder-g16": Kept(main=None, out=torch.bfloat16, grad=torch.bfloat16),
+    "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
+}
+
+
+def made(specs: Mapping[str, dict[str, Any]]) -> tuple[Hook, ...]:
+    return tuple(getattr(hooks, name)(**options) for name, options in specs.items())
+
+
+def value(work: Work) -> Tensor:
+    if work.main is not None:
+        return work.main.double()
+    assert work.out is not None
+    assert work.remainder is not None
+    return join(work.out, work.remainder).double()
+
+
+def start_of(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
+    """Weights that bfloat16 has exactly."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+
+
+def gradients(shape: tuple[int, ...] = SHAPE, steps: int = 4, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16().double() for _ in range(steps)]
+
+
+def run(rule: Rule, work: Work, grads: list[Tensor], *, scale: Any = 1.0, **options: Any) -> Work:
+    for step, grad in enumerate(grads, start=1):
+        work = replace(work, grad=grad.to(work.grad.dtype))
+        rule.update_([Batch(replace(HYPER, step=step, **options), [work])], grad_scale=scale)
+    return work
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hooked_rule_follows_the_papers_equations(name: str, rule: str, kept: str) -> None:
+    oracle = Oracle(rule=rule, hooks=HOOKS[name], p=start_of())
+    subject = hooked(RULES[rule](backend="torch", **(WIDE[rule] if kept == "fp64" else {})), made(HOOKS[name]))
+    work = KEPT[kept].work(subject, start_of())
+    run(subject, work, gradients(), scale=0.5)
+    for grad in gradients():
+        oracle.step(0.5 * grad)
+    assert not torch.equal(oracle.p, start_of())
+    # Four roundings of a main, and float32 arithmetic of steps of at most 4 lr.
+    rounding = {"fp64": 2.0**-44, "bf16": 2.0**-8}.get(kept, 2.0**-21)
+    atol = 4 * rounding * 0.1
+    if "CautiousUpdate" in HOOKS[name] and kept != "fp64":
+        atol += 4 * LR * 4 / start_of().numel()  # an element that is masked on one side changes the factor of all
+    close = torch.isclose(value(work), oracle.p, rtol=4 * rounding, atol=atol)
+    # Lion moves by a sign, masks by another: sums that are next to zero have either sign after rounding.
+    jumps = rule == "lion" or "cautious" in name or "mask" in name
+    allowed = 0.02 if kept == "bf16" else 0.002
+    assert (~close).double().mean() <= (allowed if jumps else 0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["l2", "cautious-decay", "lr-decoupled"])
+def test_elementwise_hooks_have_the_same_bits_on_every_backend(name: str, rule: str) -> None:
+    found = [
+        run(
+            hooked(RULES[rule](backend=backend), made(HOOKS[name])), Kept().work(RULES[rule](), start_of()), gradients()
+        )
+        for backend in ("reference", "cpp", "triton")
+    ]
+    for work in found[1:]:
+        assert torch.equal(value(work), value(found[0]))
+        assert all(torch.equal(work.state[name], state) for name, state in found[0].state.items())
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_hooks_agree_on_every_backend(name: str, backend: str) -> None:
+    if backend == "cpp" and not usable():
+        pytest.skip("no C++ compiler here")
+    one, other = (
+        run(hooked(Adam(backend=b), made(HOOKS[name])), Kept(out=torch.bfloat16).work(Adam(), start_of()), gradients())
+        for b in ("reference", backend)
+    )
+    close = torch.isclose(value(one), value(other), rtol=1e-6, atol=1e-6)
+    assert (~close).double().mean() <= (0.002 if "mask" in name or "cautious" in name else 0)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_cautious_decay_that_masks_nothing_has_the_bits_of_the_rule_alone(rule: str) -> None:
+    """Weights and gradients of one sign: every step is towards zero."""
+    start, grads = start_of().abs() + 1, [grad.abs() + 0.1 for grad in gradients()]
+    alone = run(RULES[rule](), Kept().work(RULES[rule](), start), grads)
+    with_hook = run(hooked(RULES[rule](), [CautiousDecay()]), Kept().work(RULES[rule](), start), grads)
+    assert torch.equal(value(alone), value(with_hook))
+
+
+@needs_compiler
+def test_coupled_decay_on_adamw_is_adam_with_l2() -> None:
+    l2 = run(Adam(decoupled=False), Kept().work(Adam(), start_of()), gradients())
+    with_hook = run(hooked(Adam(), [CoupledDecay()]), Kept().work(Adam(), start_of()), gradients())
+    assert torch.equal(value(l2), value(with_hook))
+
+
+def test_a_hyperball_keeps_the_norm_of_the_weights_over_many_steps() -> None:
+    subject = hooked(Adam(backend="torch"), [Hyperball()])
+    work = run(subject, Kept().work(subject, start_of()), gradients(steps=100))
+    assert value(work).norm().item() == pytest.approx(start_of().norm().item(), rel=1e-6)
+    assert not torch.allclose(value(work), start_of(), atol=0.1)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_skipped_step_changes_no_byte(name: str) -> None:
+    rule = Adam(exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8, backend="torch")
+    subject = hooked(rule, made(HOOKS[name]))
+    for kept in (Kept(out=torch.bfloat16), Kept(main=None, out=torch.bfloat16)):
+        work = run(subject, kept.work(subject, start_of()), gradients(steps=1))
+        tensors = [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
+        before = [tensor.clone() for tensor in tensors]
+        batch = Batch(replace(HYPER, step=2), [replace(work, grad=torch.full(SHAPE, torch.inf))])
+        subject.update_([batch], skip=torch.ones(()))
+        assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_narrow_states_of_a_hooked_rule_are_those_of_the_rule(name: str) -> None:
+    """The states see gradients, which only some of the hooks change."""
+    changes = {"CentralizeGradient", "CoupledDecay"} & HOOKS[name].keys()
+    rule = Adam(exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8, backend="torch")
+    subject = hooked(rule, made(HOOKS[name]))
+    assert subject.state_specs == rule.state_specs
+    one, other = (run(r, Kept().work(rule, start_of()), gradients()) for r in (rule, subject))
+    same = all(torch.equal(one.state[state], other.state[state]) for state in one.state)
+    assert same is not bool(changes)
+
+
+@pytest.mark.parametrize("name", ["cautious-decay", "clip", "hyperball", "relative"])
+def test_stochastic_rounding_is_right_on_average(name: str) -> None:
+    """A step of a tenth of a bfloat16's spacing is lost by rounding to nearest."""
+    subject = hooked(Adam(stochastic_rounding=True, backend="torch"), made(HOOKS[name]))
+    start = torch.full((64, 256), 1.0, dtype=torch.float64)
+    grads = [torch.ones(64, 256, dtype=torch.float64) * (-1.0) ** torch.arange(256)]
+    oracle = Oracle(rule="adamw", hooks=HOOKS[name], p=start)
+    work = Kept(main=torch.bfloat16).work(subject, start)
+    run(subject, work, grads)
+    oracle.step(grads[0])
+    for of_sign in (slice(0, None, 2), slice(1, None, 2)):
+        moved = (value(work) - start)[:, of_sign]
+        assert len(moved.unique()) > 1
+        # The mean of 8,192 elements that are off by at most 2^-7 each.
+        assert moved.mean().item() == pytest.approx((oracle.p - start)[:, of_sign].mean().item(), abs=2.0**-7 * 3 / 90)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_many_works_and_groups_move_as_each_by_itself(name: str) -> None:
+    subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
+    shapes = [(8, 16), (5, 3), (7, 64), (4, 4)]
+    starts, grads = (
+        [start_of(s, i) for i, s in enumerate(shapes)],
+        [gradients(s, 1, i)[0] for i, s in enumerate(shapes)],
+    )
+    together, alone = ([Kept().work(subject, start) for start in starts] for _ in range(2))
+    hypers = [replace(HYPER, step=1), replace(HYPER, step=1, lr=0.01, weight_decay=0.3)]
+    for works in (together, alone):
+        works[:] = [replace(work, grad=grad.float()) for work, grad in zip(works, grads)]
+    subject.update_([Batch(hypers[0], together[:2]), Batch(hypers[1], together[2:])])
+    for index, work in enumerate(alone):
+        subject.update_([Batch(hypers[index // 2], [work])])
+    for one, other in zip(together, alone):
+        assert torch.equal(value(one), value(other))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_device_numbers_are_followed(name: str) -> None:
+    """Learning rate, weight decay, step and scale as 0-d tensors, as a captured step has them."""
+    subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
+    one = run(subject, Kept().work(subject, start_of()), gradients(steps=1), scale=0.5)
+    tensors = {"lr": torch.tensor(LR, dtype=torch.float64), "weight_decay": torch.tensor(WD, dtype=torch.float64)}
+    other = run(subject, Kept().work(subject, start_of()), gradients(steps=1), scale=torch.tensor(0.5), **tensors)
+    assert torch.allclose(value(one), value(other), rtol=1e-6, atol=1e-7)
+
+
+def muon_direction(rule: Any, grads: list[Tensor]) -> list[Tensor]:
+    """The u of each step, from a run of the rule alone at lr 1 and no decay: its update does not depend on weights."""
+    work = Kept().work(rule, torch.zeros(SHAPE, dtype=torch.float64))
+    found, before = [], value(work)
+    for step, grad in enumerate(grads, start=1):
+        rule.update_([Batch(replace(HYPER, step=step, lr=1.0, weight_decay=0.0), [replace(work, grad=grad.float())])])
+        found.append(before - value(work))
+        before = value(work)
+    return found
+
+
+@pytest.mark.parametrize("rule", [Muon(), AdaptiveMuon()], ids=["muon", "adaptive_muon"])
+@pytest.mark.parametrize("name", ["cautious-decay", "lr-decoupled", "clip", "relative", "hyperball"])
+def test_matrix_rules_take_hooks(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = iter(muon_direction(rule, gradients()))
+    monkeypatch.setitem(DIRECTIONS, "adamw", (lambda state, g, t: next(updates), False))
+    oracle = Oracle(rule="adamw", hooks=HOOKS[name], p=start_of())
+    work = run(hooked(rule, made(HOOKS[name])), Kept().work(rule, start_of()), gradients())
+    for grad in gradients():
+        oracle.step(grad)
+    # Muon at lr 1 adds up rounding of steps of size 6.
+    assert torch.allclose(value(work), oracle.p, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matrix_rule_takes_gradient_hooks() -> None:
+    subject = hooked(Muon(), [CentralizeGradient(), CoupledDecay()])
+    centred = [grad - grad.mean(1, keepdim=True) for grad in gradients()]
+    one = run(subject, Kept().work(subject, start_of()), gradients(), scale=0.5)
+    other = run(Muon(decoupled=False), Kept().work(Muon(), start_of()), [0.5 * grad for grad in centred])
+    assert torch.allclose(value(one), value(other), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3,)])
+def test_small_and_empty_works(shape: tuple[int, ...]) -> None:
+    for name in ("clip", "relative", "cautious-update", "centralized"):
+        subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
+        work = run(subject, Kept().work(subject, start_of(shape)), gradients(shape))
+        assert value(work).isfinite().all()
+
+
+def test_zero_weights_and_zero_updates_stay_finite() -> None:
+    zeros, nothing = torch.zeros(SHAPE, dtype=torch.float64), [torch.zeros(SHAPE, dtype=torch.float64)]
+    for hook in (ClipUpdateRms(), RelativeUpdate(), Hyperball()):
+        subject = hooked(SGD(backend="torch"), [hook])
+        for start, grads in ((zeros, gradients()), (start_of(), nothing), (zeros, nothing)):
+            work = run(subject, Kept().work(subject, start), grads, weight_decay=0.0)
+            assert value(work).isfinite().all()
+            assert grads is not nothing or torch.allclose(value(work), start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strange:
+    """A rule whose step depends on the weights."""
+
+    name: str = "strange"
+    needs: Needs = Needs.ELEMENTS
+    state_specs: tuple[StateSpec, ...] = ()
+
+    @property
+    def codecs(self) -> dict[str, Any]:
+        return {}
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        for hyper, works in batches:
+            for work in works:
+                work.main.sub_(hyper.lr * work.grad * work.main.abs())
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "words"),
+    [
+        (Adam(), [CautiousDecay], "is not a hook of opt_kernels.hooks; give CautiousDecay()"),
+        (Adam(), ["cautious"], "'cautious', which is not a hook"),
+        (Adam(), [ClipUpdateRms(), ClipUpdateRms(2.0)], "ClipUpdateRms 2 times"),
+        (Adam(), [CautiousDecay(), CoupledDecay()], "each takes the place of the weight decay"),
+        (Adam(), [CautiousDecay(), Hyperball()], "each takes the place of the weight decay"),
+        (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
+        (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
+        (SOAP(), [ClipUpdateRms()], "whose weight decay is neither"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(rule: Rule, given: list[Any], words: str) -> None:
+    with pytest.raises(HookError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        hooked(rule, given)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, torch.inf, torch.nan, "1"])
+def test_numbers_of_hooks_are_checked(wrong: Any) -> None:
+    for make in (LrDecoupledDecay, ClipUpdateRms, Hyperball):
+        with pytest.raises(HookError, match="give a number above 0"):
+            make(wrong)
+
+
+def test_no_hooks_leave_the_rule_as_it_is() -> None:
+    rule = Adam()
+    assert hooked(rule, ()) is rule
