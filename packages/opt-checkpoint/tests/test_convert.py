@@ -27,7 +27,7 @@ from opt_checkpoint import (
     sharded_optimizer,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
 from opt_checkpoint.convert.torch_file import (
     LegacySlot,
     checkpoint_to_torch_file,
@@ -127,9 +127,7 @@ def mixed() -> dict[str, torch.Tensor]:
 def test_safetensors_hold_the_same_values_in_files_of_limited_size(tmp_path: Path, shard_bytes: int) -> None:
     tensors = mixed()
     save({k: sharded_like(f"m.{k}", t) for k, t in tensors.items()}, tmp_path / "x")
-    index = read_index(tmp_path / "x")
-    names = {k: k.removeprefix("m.") for k in index.tensors}
-    paths = export_safetensors(index, names, tmp_path / "out", shard_bytes=shard_bytes)
+    paths = checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out", prefix="m.", shard_bytes=shard_bytes)
     files = [p for p in paths if p.suffix == ".safetensors"]
     found = {k: t for p in files for k, t in read_safetensors(p).items()}
     assert found.keys() == tensors.keys()
@@ -140,11 +138,11 @@ def test_safetensors_hold_the_same_values_in_files_of_limited_size(tmp_path: Pat
         assert all(k in read_safetensors(tmp_path / "out" / file) for k, file in weight_map.items())
 
 
-def test_an_export_never_writes_over_a_file(tmp_path: Path) -> None:
+def test_an_export_never_writes_over_a_folder(tmp_path: Path) -> None:
     save({"a": sharded_like("a", torch.zeros(1))}, tmp_path / "x")
-    export_safetensors(read_index(tmp_path / "x"), {"a": "a"}, tmp_path / "out")
-    with pytest.raises(CheckpointingException, match="exists; choose another folder"):
-        export_safetensors(read_index(tmp_path / "x"), {"a": "a"}, tmp_path / "out")
+    checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out")
+    with pytest.raises(CheckpointingException, match="out exists"):
+        checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out")
 
 
 LEGACY_SLOTS = [LegacySlot(name="w", shape=(2, 3), start=4), LegacySlot(name="b", shape=(4,), start=0)]
@@ -256,7 +254,7 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     assert run(capsys, "convert", tmp_path / "x.pt", tmp_path / "y", "--from", "torch")[0] == 0
     assert run(capsys, "diff", tmp_path / "x", tmp_path / "y")[1] == "equal\n"
     code, text = run(
-        capsys, "convert", tmp_path / "x", tmp_path / "s", "--to", "safetensors", "--tensor", "*exp_avg.*", "--strip",
+        capsys, "convert", tmp_path / "x", tmp_path / "s", "--to", "safetensors", "--tensor", "*exp_avg.*", "--prefix",
         "optimizer.state.exp_avg.",
     )  # fmt: skip
     assert (code, text) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")

@@ -23,11 +23,11 @@ PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len(PROGRAMS) == 4
+    assert len(PROGRAMS) == 5
     for program in PROGRAMS:
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     commands = re.findall(r"^optckpt (.*)$", README, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 10
     codes = {command: main(shlex.split(command)) for command in commands}
     assert codes.pop("diff run/step-000000004 run/step-000000005") == 1
     assert set(codes.values()) == {0}

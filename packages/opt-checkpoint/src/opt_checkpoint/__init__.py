@@ -1,5 +1,9 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
+from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
+from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
+from opt_checkpoint.convert.safetensors_export import save_safetensors
+from opt_checkpoint.convert.safetensors_import import load_safetensors
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import read_common, read_index
 from opt_checkpoint.disk.stored_objects import NUMPY_GLOBALS, NotLoaded
@@ -68,6 +72,7 @@ __all__ = [
     "KEEP_VARS_HINT",
     "NUMPY_GLOBALS",
     "REFERENCE_ALIASES",
+    "SAME_NAMES",
     "AsyncSaver",
     "BlockScales",
     "CheckpointCorruptError",
@@ -84,6 +89,7 @@ __all__ = [
     "LikeParam",
     "LoadReport",
     "LocalNonpersistentObject",
+    "NameRule",
     "NotLoaded",
     "Opaque",
     "OptimizerLoadReport",
@@ -112,14 +118,19 @@ __all__ = [
     "is_main_replica",
     "load",
     "load_optimizer",
+    "load_safetensors",
     "make_sharded_optimizer_tensor",
     "make_sharded_state",
+    "megatron_gpt2_names",
+    "megatron_llama_names",
     "optim_state_to_sharding_state",
     "read_common",
     "read_index",
+    "read_name_rules",
     "reference_identity",
     "replace_prefix_for_sharding",
     "save",
+    "save_safetensors",
     "saved_from_reference",
     "sharded_like",
     "sharded_model",

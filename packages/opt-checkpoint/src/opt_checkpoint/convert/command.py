@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +10,8 @@ from types import MappingProxyType
 from opt_checkpoint.convert.foreign_files import read_names
 from opt_checkpoint.convert.megatron import megatron_to_checkpoint
 from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
-from opt_checkpoint.convert.safetensors_export import export_safetensors
+from opt_checkpoint.convert.name_rules import SAME_NAMES, read_name_rules
+from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors, safetensors_to_checkpoint
 from opt_checkpoint.convert.stock_dcp import checkpoint_to_dcp
 from opt_checkpoint.convert.torch_file import (
     checkpoint_to_torch_file,
@@ -19,7 +19,7 @@ from opt_checkpoint.convert.torch_file import (
     read_slots,
     torch_file_to_checkpoint,
 )
-from opt_checkpoint.disk.detect import read_index
+from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.errors import CheckpointingException
 
 
@@ -30,8 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--from", dest="from_", choices=_FROM, help="write a checkpoint from SOURCE, which is ...")
     form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")
-    parser.add_argument("--tensor", metavar="GLOB", default="*", help="safetensors: only keys that match")
-    parser.add_argument("--strip", default="", help="safetensors: prefix to take off the keys")
+    parser.add_argument("--tensor", metavar="GLOB", default="*", help="to safetensors: only keys that match")
+    parser.add_argument("--prefix", default="", help="safetensors: prefix of the checkpoint's keys, as model.")
+    parser.add_argument("--map", type=Path, help="safetensors: JSON list of {ours, theirs, ...}; see NameRule")
+    parser.add_argument("--dtype", help="to safetensors: convert floating-point tensors, as to bfloat16")
     parser.add_argument("--at", default="optimizer", help="torch, dcp: where in the state the optimizer is")
     parser.add_argument("--name", default="", help="dcp: where dcp.load looks for the optimizer, as optim")
     parser.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
@@ -76,15 +78,28 @@ def _to_dcp(options: argparse.Namespace) -> None:
 
 
 def _to_safetensors(options: argparse.Namespace) -> list[Path]:
-    index = read_index(options.source)
-    keys = [k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)]
-    if not keys:
-        raise CheckpointingException(f"{options.source} holds no tensor that matches {options.tensor!r}")
-    return export_safetensors(index, {k: k.removeprefix(options.strip) for k in keys}, options.target)
+    return checkpoint_to_safetensors(
+        options.source,
+        options.target,
+        names=SAME_NAMES if options.map is None else read_name_rules(options.map),
+        select=options.tensor,
+        prefix=options.prefix,
+        dtype=None if options.dtype is None else dtype_from_name(options.dtype),
+    )
+
+
+def _from_safetensors(options: argparse.Namespace) -> None:
+    names = SAME_NAMES if options.map is None else read_name_rules(options.map)
+    safetensors_to_checkpoint(options.source, options.target, names=names, prefix=options.prefix)
 
 
 _Convert = Callable[[argparse.Namespace], list[Path] | None]
 _FROM: Mapping[str, _Convert] = MappingProxyType(
-    {"torch": _from_torch, "megatron": _from_megatron, "legacy": _from_legacy}
+    {
+        "torch": _from_torch,
+        "safetensors": _from_safetensors,
+        "megatron": _from_megatron,
+        "legacy": _from_legacy,
+    }
 )
 _TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors, "dcp": _to_dcp})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,40 +14,28 @@ from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.errors import CheckpointKeyError
 from opt_checkpoint.run.save_load import load
 from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.sharded import Shape
 
 
-def mapped_tensors(file: Path, stored: Mapping[str, StoredTensor], *, start: int = 0) -> dict[str, Tensor]:
-    """One tensor per name, one behind the other in a file from byte `start` on; writing them writes the file.
-
-    Args:
-        file: made or grown as needed.
-        stored: shapes and dtypes, ordered by falling size of an element, so that each is aligned.
-        start: a multiple of 8.
-    """
-    total = start + sum(t.nbytes for t in stored.values())
+def mapped_file(file: Path, nbytes: int) -> Tensor:
+    """The bytes of a file, made or grown as needed, as a tensor; writing it writes the file."""
     with file.open("ab"):
-        os.truncate(file, max(total, 1))
-    memory = torch.from_file(str(file), shared=True, size=max(total, 1), dtype=torch.uint8)
-    tensors, position = {}, start
-    for name, tensor in stored.items():
-        raw = memory[position : position + tensor.nbytes]
-        empty = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        tensors[name] = raw.view(tensor.dtype).view(tensor.shape) if tensor.nbytes else empty
-        position += tensor.nbytes
-    return tensors
+        os.truncate(file, max(nbytes, 1))
+    return torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
+
+
+def array_in(memory: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    """A tensor on bytes of a mapped file from `start` on, a multiple of the size of an element."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    return memory[start : start + nbytes].view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
 def mapped_apart(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """One tensor per name, each with a file and so a storage of its own, which `torch.save` then writes alone."""
     return {
-        name: mapped_tensors(folder / str(number), {name: tensor})[name]
+        name: array_in(mapped_file(folder / str(number), tensor.nbytes), 0, tensor.dtype, tensor.shape)
         for number, (name, tensor) in enumerate(stored.items())
     }
-
-
-def by_alignment(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same tensors, largest elements first, then by name."""
-    return dict(sorted(stored.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def read_into(index: CheckpointIndex, targets: Mapping[str, Tensor]) -> None:

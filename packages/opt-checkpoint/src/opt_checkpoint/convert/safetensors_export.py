@@ -1,140 +1,341 @@
-"""Safetensors files written in one pass: header, then the values of each tensor, streamed to their place.
+"""A sharded model as safetensors files: every rank writes its part of every tensor straight to its place.
 
-Format: 8 bytes little-endian length of the header; a JSON header `{name: {dtype, shape, data_offsets}}` of at most
-100 MB, padded with spaces to a multiple of 8; the values, without gaps. Large exports are split into numbered files
-with an index beside them.
-
-Source: https://github.com/huggingface/safetensors (the format's description).
+Nothing is gathered: a rank's shards are boxes of the exported arrays, which it writes into files that all ranks share.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
-from opt_checkpoint.convert.file_backed import by_alignment, mapped_tensors, read_into, select
-from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.boxes.box import Box, boxes_of, split_rows
+from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
+from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
+from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, INDEX, Layout, PlacedArray, layout_of
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
+from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.data_file import DataFiles
+from opt_checkpoint.disk.files import Files, LocalFiles, shared_file, write_file
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.new_directory import NewDirectory
+from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
+from opt_checkpoint.disk.torch_zip_reader import contiguous
+from opt_checkpoint.disk.write_region import write_region
+from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.save_load import PathLike, carry_out_save, error_of
+from opt_checkpoint.state.flat_state import FlatState
+from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tree import path_text
 
-_NAMES = MappingProxyType(
-    {
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-        torch.uint16: "U16",
-        torch.uint32: "U32",
-        torch.uint64: "U64",
-        torch.bool: "BOOL",
-    }
-)
-_MAX_HEADER_BYTES = 100_000_000
-DEFAULT_SHARD_BYTES = 5_000_000_000
+_COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a device, at a time
 
 
-def export_safetensors(
-    index: CheckpointIndex,
-    names: Mapping[str, str],
-    folder: Path,
+def save_safetensors(
+    state: ShardedStateDict,
+    folder: PathLike,
     *,
+    names: Sequence[NameRule] = SAME_NAMES,
+    dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> list[Path]:
-    """Write stored tensors as safetensors, one process, streaming.
+    process_group: dist.ProcessGroup | None = None,
+    files: Files | None = None,
+) -> None:
+    """Export a sharded model as safetensors files; all ranks call this together.
+
+    Every element is written once, by a rank that holds it, to its place in a file that all ranks share. Names, shapes
+    and coverage are checked on all ranks before anything is written; the folder appears by one rename, or not at all.
 
     Args:
-        index: the checkpoint.
-        names: name in the export, by stored key.
-        folder: where to; made when needed.
+        state: tensors only, as `sharded_model(model)`, or sharded tensors whose keys are the names on our side.
+        folder: where to, on a file system that all ranks share; nothing may be there. The same on all ranks. One file
+            is called `model.safetensors`; several are numbered and have `model.safetensors.index.json` beside them.
+        names: which of our tensors are which of theirs; equal names by default. The same on all ranks.
+        dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
         shard_bytes: largest file, unless one tensor is larger.
-
-    Returns:
-        The files: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
-        `model.safetensors.index.json`.
+        process_group: the ranks that hold the model.
+        files: the file system; the local one by default.
 
     Raises:
-        CheckpointingException: two tensors get one name, a dtype has no place in the format, or a file is there
-            already.
+        CheckpointExistsError: something is at `folder`.
+        CheckpointKeyError: a tensor has no rule or several, or two would become one.
+        CheckpointMismatchError: shapes do not fit a rule, or a tied tensor has other values than its partner.
+        CheckpointingException: the state holds more than tensors, or shards with holes or overlaps; or ranks were given
+            different arguments.
+        CheckpointFailedError: a rank failed otherwise.
     """
-    if len(set(names.values())) != len(names):
-        raise CheckpointingException("two stored tensors would be exported under one name")
-    shards = _shards(select(index, list(names)), shard_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / _file_name(number, len(shards)) for number in range(len(shards))]
-    for path, shard in zip(paths, shards):
-        _write_shard(index, path, shard, names)
-    if len(paths) > 1:
-        paths.append(_write_index(folder, paths, shards, names))
-    return paths
+    ranks, target, what = ranks_of(process_group), Path(folder).absolute(), f"exporting to {folder}"
+    same_everywhere(ranks, what, folder=target, names=tuple(map(repr, names)), dtype=dtype, shard_bytes=shard_bytes)
+    export = _Export(tuple(names), dtype, shard_bytes)
+    writer = SafetensorsWriter(target, export, save_id=uuid.uuid4().hex, files=files or LocalFiles())
+    planner = _TensorPlanner(ShardedSavePlanner(state))
+
+    def finish() -> None:
+        everyone(ranks, error_of(lambda: writer.check_tied(planner.flat)), what)
+        agreed(ranks, writer.commit, what)
+
+    carry_out_save(ranks, planner, writer, what, then=finish)
 
 
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+class _Export(NamedTuple):
+    """What to write.
+
+    Args:
+        names: which of our tensors are which of theirs.
+        dtype: of floating-point tensors.
+        shard_bytes: largest file.
+    """
+
+    names: tuple[NameRule, ...]
+    dtype: torch.dtype | None
+    shard_bytes: int
 
 
-def _shards(stored: Mapping[str, StoredTensor], limit: int) -> list[dict[str, StoredTensor]]:
-    shards: list[dict[str, StoredTensor]] = [{}]
-    size = 0
-    for key, tensor in stored.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][key] = tensor
-        size += tensor.nbytes
-    return [by_alignment(shard) for shard in shards]
+class _TensorPlanner(SavePlanner):
+    """Plans the save of a state that holds tensors only; the coordinator's first plan has their description."""
 
+    def __init__(self, planner: ShardedSavePlanner) -> None:
+        self._planner = planner
 
-def _write_shard(
-    index: CheckpointIndex, path: Path, shard: Mapping[str, StoredTensor], names: Mapping[str, str]
-) -> None:
-    if path.exists():
-        raise CheckpointingException(f"{path} exists; choose another folder")
-    header = _header(shard, names)
-    partial = path.with_name(path.name + ".part")
-    partial.write_bytes(header)
-    tensors = mapped_tensors(partial, shard, start=len(header))
-    read_into(index, tensors)
-    del tensors
-    with partial.open("rb+") as file:
-        os.truncate(file.fileno(), len(header) + sum(t.nbytes for t in shard.values()))
-        os.fsync(file.fileno())
-    partial.rename(path)
+    @property
+    def flat(self) -> FlatState:
+        """The state taken apart."""
+        return self._planner.flat
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._planner.set_up_planner(state_dict, storage_meta, is_coordinator)
+        others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
+        if others:
+            raise CheckpointingException(
+                f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
+            )
 
-def _header(shard: Mapping[str, StoredTensor], names: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, tensor in shard.items():
-        if tensor.dtype not in _NAMES:
-            raise CheckpointingException(f"{key} has dtype {tensor.dtype}, which safetensors files cannot hold")
-        offsets = [position, position + tensor.nbytes]
-        entries[names[key]] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        position += tensor.nbytes
-    raw = json.dumps(entries, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > _MAX_HEADER_BYTES:
-        raise CheckpointingException(
-            f"the header would have {len(raw)} bytes, readers take 100 MB; export fewer tensors"
+    def create_local_plan(self) -> SavePlan:
+        return self._planner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = self._planner.create_global_plan(all_plans)
+        tensors = [[item for item in plan.items if item.type is not WriteItemType.BYTE_IO] for plan in plans]
+        return [SavePlan(items, planner_data=metadata if rank == 0 else None) for rank, items in enumerate(tensors)], (
+            metadata
         )
-    return len(raw).to_bytes(8, "little") + raw
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._planner.resolve_data(write_item)
 
 
-def _write_index(
-    folder: Path, paths: list[Path], shards: list[dict[str, StoredTensor]], names: Mapping[str, str]
-) -> Path:
-    weight_map = {names[key]: path.name for path, shard in zip(paths, shards) for key in shard}
-    total = sum(t.nbytes for shard in shards for t in shard.values())
-    path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
-    return path
+class _WriteTo(NamedTuple):
+    """What a rank needs to know: sent to it by the coordinator.
+
+    Args:
+        directory: the temporary directory.
+        pieces: of the tensors that it writes.
+        tied: of all tied tensors.
+        places: of the arrays that these are in.
+    """
+
+    directory: Path
+    pieces: dict[str, list[Piece]]
+    tied: dict[str, list[Piece]]
+    places: dict[str, PlacedArray]
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes one export; made anew for each.
+
+    Args:
+        path: where the folder shall be; nothing may be there.
+        export: what to write.
+        save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
+        files: the file system.
+    """
+
+    def __init__(self, path: Path, export: _Export, *, save_id: str, files: Files) -> None:
+        self._export, self._files = export, files
+        self._directory = NewDirectory(path, save_id, files)
+        self._layout: Layout | None = None
+        self._write_to: _WriteTo | None = None
+
+    @property
+    def temporary(self) -> Path:
+        """The directory written to until the commit."""
+        return self._directory.temporary
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: a writer serves one export."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether an export could be at `checkpoint_id`: any path of a mounted file system, no URL."""
+        return "://" not in str(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        """Nothing to set up before the plan is known."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide where every array is, and make its file with its header; on the coordinator.
+
+        Raises:
+            CheckpointingException: names or shapes do not fit the rules, or something is at the target.
+            OSError: the file system refuses.
+        """
+        stored: Metadata = plans[0].planner_data
+        ours = {
+            key: Described(tuple(tensor.size), tensor.properties.dtype)
+            for key, tensor in stored.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        mapped = to_theirs(self._export.names, ours)
+        layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
+        self._directory.make()
+        for file, header in layout.headers.items():
+            write_file(self._files, self.temporary / file, header.raw)
+        self._layout = layout
+        prepared = []
+        for plan in plans:
+            keys = dict.fromkeys(item.index.fqn for item in plan.items)
+            pieces = {key: mapped.pieces[key] for key in keys if key in mapped.pieces}
+            wanted = {p.theirs for own in (*pieces.values(), *mapped.tied.values()) for p in own}
+            places = {name: layout.places[name] for name in wanted}
+            prepared.append(SavePlan(plan.items, _WriteTo(self.temporary, pieces, mapped.tied, places)))
+        return prepared
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's boxes of all arrays and sync them.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        to: _WriteTo = plan.storage_data
+        self._write_to = to
+        by_file: dict[str, list[tuple[WriteItem, Piece]]] = defaultdict(list)
+        for item in plan.items:
+            for piece in to.pieces.get(item.index.fqn, ()):
+                if piece.box.overlap(_box_of(item)) is not None:
+                    by_file[to.places[piece.theirs].file].append((item, piece))
+        written = 0
+        for file, parts in by_file.items():
+            with shared_file(self._files, to.directory / file) as fd:
+                for item, piece in parts:
+                    values = planner.resolve_data(item)
+                    assert isinstance(values, Tensor)
+                    for part in _parts(values, _box_of(item), piece):
+                        array = to.places[piece.theirs].array
+                        stored = part.stored(array.dtype)
+                        written += write_region(self._files, fd, stored, part.region(), array.start)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(""), written, written)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, which comes last; on the coordinator.
+
+        Raises:
+            CheckpointingException: some bytes were not written.
+            OSError: the file system refuses.
+        """
+        assert self._layout is not None
+        written = sum(result.storage_data for own in results for result in own)
+        if written != self._layout.nbytes:
+            raise CheckpointingException(f"{written} bytes were written, {self._layout.nbytes} were planned")
+        content = self._layout.encode_index()
+        if content is not None:
+            write_file(self._files, self.temporary / INDEX, content)
+
+    def check_tied(self, flat: FlatState) -> None:
+        """Compare this rank's tied tensors with what was written for their partners.
+
+        Raises:
+            CheckpointMismatchError: the values differ.
+        """
+        assert self._write_to is not None
+        to = self._write_to
+        index = CheckpointIndex(path=to.directory, kind=Kind.SAFETENSORS, tensors={}, objects={}, files={})
+        with DataFiles(index) as files:
+            for shard in flat.tensors.values():
+                for piece in to.tied.get(shard.key, ()):
+                    for held in boxes_of(shard):
+                        place = to.places[piece.theirs]
+                        for part in _parts(view_of(shard, held, held.box), held.box, piece):
+                            _compare(part, place, files, shard.key)
+
+    def commit(self) -> None:
+        """Make the folder appear; on the coordinator, when all ranks are done."""
+        self._directory.commit()
+
+    def abandon(self) -> None:
+        """Remove the temporary directory of a failed export; on the coordinator, when all ranks are done."""
+        self._directory.abandon()
+
+
+def _box_of(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+class _Part(NamedTuple):
+    """A box of values that a rank holds, within one piece.
+
+    Args:
+        values: the values.
+        offsets: where they begin, counted from the piece's box.
+        piece: the piece.
+    """
+
+    values: Tensor
+    offsets: tuple[int, ...]
+    piece: Piece
+
+    def region(self) -> Region:
+        """Their place in the array."""
+        return self.piece.within.region(self.offsets, tuple(self.values.shape))
+
+    def stored(self, dtype: torch.dtype) -> Tensor:
+        """The values as they are stored: converted, on the CPU, and with the axes of the array."""
+        return contiguous(self.piece.within.as_stored(self.values.to(dtype)))
+
+
+def _parts(values: Tensor, box: Box, piece: Piece) -> Iterator[_Part]:
+    """The values of `box` that are in a piece, a few megabytes at a time."""
+    shared = piece.box.overlap(box)
+    if shared is None:
+        return
+    nbytes = shared.numel * values.element_size()
+    for part in split_rows(shared, -(-nbytes // _COPY_BYTES)):
+        view = values
+        for axis, (offset, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes)):
+            view = view.narrow(axis, offset - base, size)
+        yield _Part(view, tuple(o - b for o, b in zip(part.offsets, piece.box.offsets)), piece)
+
+
+def _compare(part: _Part, place: PlacedArray, files: DataFiles, key: str) -> None:
+    own = part.stored(place.array.dtype)
+    written = torch.empty_like(own)
+    region = part.region()
+    start = place.array.start + region.span.start * own.element_size()
+    read_region(written, region, own.dtype, FilePosition(files[place.file], start))
+    if bytes_view(own) != bytes_view(written):
+        raise CheckpointMismatchError(
+            f"{key} is tied to {part.piece.theirs} and has other values; give it a rule of its own"
+        )

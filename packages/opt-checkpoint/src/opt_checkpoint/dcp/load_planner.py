@@ -21,7 +21,7 @@ from opt_checkpoint.dcp.stored_names import asked_plain, merged, plain_paths, st
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty
 from opt_checkpoint.disk.detect import read_object
 from opt_checkpoint.disk.dtype_names import converts_exactly
-from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import is_dtensor
@@ -281,7 +281,8 @@ class ShardedLoadPlanner(LoadPlanner):
         asked = np.zeros(len(keys), dtype=np.uint8)
         for plan in global_plan:
             asked |= np.unpackbits(np.frombuffer(plan.planner_data.asked, dtype=np.uint8), count=len(keys))
-        unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any)
+        copies = self._index.details.get(COPIES, ())
+        unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
         judge_unexpected(self._strict, unexpected, str(self._index.path))
         warn_of_empty(map(path_text, self.flat.empty), unexpected, str(self._index.path))
         return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]

@@ -49,9 +49,9 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return fd
 
 
-def read_small_file(path: Path) -> bytes:
-    """All bytes of a regular file; raises as `open_regular`."""
-    with open(open_regular(path), "rb") as stream:
+def read_small_file(path: Path, *, follow: bool = False) -> bytes:
+    """All bytes of a regular file; takes `follow` and raises as `open_regular`."""
+    with open(open_regular(path, follow=follow), "rb") as stream:
         return stream.read()
 
 

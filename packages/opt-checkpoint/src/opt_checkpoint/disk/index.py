@@ -20,6 +20,7 @@ from opt_checkpoint.state.sharded import Shape
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
 COMMON_KEY = "common_state/shard_0_1"
+COPIES = "copies"  # in the details: tensors that need not be asked for, because others are stored as the same bytes
 MAX_DIMS = 64  # as in torch
 
 
@@ -87,9 +88,20 @@ class Within(NamedTuple):
         """A box of the chunk as a view with the axes of the array."""
         kept = [axis for axis in self.axes if axis is not None]
         dropped = [axis for axis in range(values.dim()) if axis not in kept]
-        view = values.permute(*dropped, *kept)[(0,) * len(dropped)]
+        view = values.permute([*dropped, *kept])[(0,) * len(dropped)]
         for position, axis in enumerate(self.axes):
             view = view.unsqueeze(position) if axis is None else view
+        return view
+
+    def of_array(self, array: Tensor, sizes: Shape) -> Tensor:
+        """A chunk of `sizes` as a view of the array."""
+        region = self.region((0,) * len(sizes), sizes)
+        view = region.of_tensor(array)
+        kept = [position for position, axis in enumerate(self.axes) if axis is not None]
+        dropped = [position for position, axis in enumerate(self.axes) if axis is None]
+        view = view.permute([*dropped, *sorted(kept, key=lambda p: self.axes[p] or 0)])[(0,) * len(dropped)]
+        for axis in range(len(sizes)):
+            view = view if axis in self.axes else view.unsqueeze(axis)
         return view
 
 

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
@@ -105,22 +107,57 @@ def save(
         details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
         files=system,
     )
+    carry_out_save(ranks, ShardedSavePlanner(state, common=Common(common)), writer, f"saving {target}")
+
+
+class _Abandonable(Protocol):
+    """A storage writer that fills a temporary directory."""
+
+    @property
+    def temporary(self) -> Path:
+        """The directory."""
+
+    def abandon(self) -> None:
+        """Remove it."""
+
+
+def carry_out_save(
+    ranks: Ranks,
+    planner: SavePlanner,
+    writer: _Abandonable,
+    what: str,
+    *,
+    then: Callable[[], object] = lambda: None,
+) -> None:
+    """Plan a save and write it; all ranks call this together. Where it fails, what was written is removed.
+
+    Args:
+        ranks: those that save.
+        planner: of this rank.
+        writer: a `StorageWriter`.
+        what: named in errors.
+        then: called on every rank after all of them have written.
+
+    Raises:
+        CheckpointingException: as `save`.
+    """
     try:
-        with _failures_as_ours(f"saving {target}"), _quiet_alone(ranks):
-            planner = ShardedSavePlanner(state, common=Common(common))
-            dcp_save({}, storage_writer=crossing(writer), planner=crossing(planner), process_group=ranks.group)
+        with _failures_as_ours(what), _quiet_alone(ranks):
+            storage = cast(StorageWriter, crossing(writer))
+            dcp_save({}, storage_writer=storage, planner=crossing(planner), process_group=ranks.group)
+        then()
     except BaseException:
         if ranks.rank == 0:
             _abandon(writer)
         raise
 
 
-def _abandon(writer: CheckpointWriter) -> None:
+def _abandon(writer: _Abandonable) -> None:
     """Clean up after a failed save; what cannot be removed now is a leftover for the next one."""
     try:
         writer.abandon()
     except OSError as error:
-        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will", stacklevel=3)
+        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will", stacklevel=4)
 
 
 def load(
@@ -182,12 +219,12 @@ def load(
         aliases=aliases,
         safe_globals=safe_globals,
     )
-    return carry_out(
+    return carry_out_load(
         ranks, planner, CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
     )
 
 
-def carry_out(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
     """Plan a load, prove it, and read; all ranks call this together, with one index.
 
     Raises:
@@ -196,7 +233,7 @@ def carry_out(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReade
     what = f"loading {reader.index.path}"
     with _failures_as_ours(what), _quiet_alone(ranks):
         dcp_load({}, storage_reader=crossing(reader), planner=crossing(planner), process_group=ranks.group)
-    everyone(ranks, _error_of(planner.assemble), what)
+    everyone(ranks, error_of(planner.assemble), what)
     return LoadReport(
         state=planner.assembled,
         missing=tuple(planner.missing),
@@ -217,7 +254,8 @@ def _opened(path: Path, verify: Verify, safe_globals: SafeGlobals) -> Opened:
     return opened
 
 
-def _error_of(compute: Callable[[], object]) -> Exception | None:
+def error_of(compute: Callable[[], object]) -> Exception | None:
+    """What a call raises; None where it returns."""
     try:
         compute()
     except Exception as error:

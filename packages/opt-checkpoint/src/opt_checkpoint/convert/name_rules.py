@@ -1,0 +1,201 @@
+"""Which of our tensors are which of theirs, as data: names with placeholders, and how fused tensors are cut.
+
+A rule is a row of a table. Both sides of it consist of the same parts, in the same order: a tensor that holds several
+of them holds them one after another along one axis, or interleaved in groups. A query-key-value weight of
+Megatron-Core, 8 groups of 4 queries, one key and one value, and its three tensors in a Llama of Hugging Face:
+
+    NameRule(
+        ours="decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        theirs=tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
+        shares=(4, 1, 1),
+        groups=8,
+    )
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from opt_checkpoint.convert.foreign_files import read_rows
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.run.save_load import PathLike
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
+_NUMBER, _TEXT = "(0|[1-9][0-9]*)", "(.+)"
+
+
+class NamePattern:
+    """A name with placeholders: `{layer}` is a whole number, `{rest:path}` any text that is not empty.
+
+    Args:
+        text: as `model.layers.{layer}.mlp.up_proj.weight`.
+
+    Raises:
+        CheckpointingException: braces do not pair, or a placeholder occurs twice.
+    """
+
+    __slots__ = ("_regex", "numbers", "text", "texts")
+
+    def __init__(self, text: str) -> None:
+        found = _PLACEHOLDER.findall(text)
+        names = [name for name, _ in found]
+        if len(set(names)) != len(names) or set("{}") & set(_PLACEHOLDER.sub("", text)):
+            raise CheckpointingException(
+                f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
+            )
+        self.text = text
+        self.numbers = tuple(name for name, is_text in found if not is_text)
+        self.texts = tuple(name for name, is_text in found if is_text)
+        literals = _PLACEHOLDER.split(text)[::3]
+        groups = [_TEXT if is_text else _NUMBER for _, is_text in found]
+        self._regex = re.compile("".join(re.escape(a) + b for a, b in zip(literals, [*groups, ""])), re.DOTALL)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """The placeholders' values where a name fits, else None."""
+        matched = self._regex.fullmatch(name)
+        names = [name for name, _ in _PLACEHOLDER.findall(self.text)]
+        return dict(zip(names, matched.groups())) if matched else None
+
+    def filled(self, values: Mapping[str, str]) -> str:
+        """The name that has these values."""
+        return _PLACEHOLDER.sub(lambda found: values[found[1]], self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRule:
+    """Some of our tensors and the same values in some of theirs.
+
+    A number that only one side has in its names is an axis of the other side's tensors, before all others: with
+    `decoder.layers.mlp.linear_fc2.weight` and `model.layers.{layer}.mlp.down_proj.weight`, ours has shape
+    `(layers, ...)`. Several such axes stand in the order in which the names have the numbers.
+
+    Args:
+        ours: name of our tensor; or several, one for each part. Parts with the same name are in one tensor.
+        theirs: likewise. Empty on one side: tensors with the other side's names are left out.
+        shares: relative lengths of the parts along `dim`; empty for equal parts.
+        groups: into how many groups the parts are interleaved in a tensor of ours that has several: each group holds
+            one piece of every part.
+        their_groups: the same of theirs.
+        dim: the axis along which parts follow each other, counted in ours without the axes that are numbers.
+        transposed: whether the last two axes of theirs are swapped.
+        rows: theirs has only the first `rows` along `dim`; ours has padding after them (of a vocabulary).
+        tied: another rule reads and writes the tensors that `theirs` names; ours must have the same values.
+
+    Raises:
+        CheckpointingException: the fields contradict each other.
+    """
+
+    ours: str | tuple[str, ...]
+    theirs: str | tuple[str, ...]
+    shares: tuple[int, ...] = ()
+    groups: int = 1
+    their_groups: int = 1
+    dim: int = 0
+    transposed: bool = False
+    rows: int | None = None
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = {len(names) for names in (self.ours, self.theirs) if isinstance(names, tuple) and names}
+        lengths |= {len(self.shares)} - {0}
+        if len(lengths) > 1 or not (self.ours or self.theirs):
+            raise CheckpointingException(f"{self} has several numbers of parts; ours, theirs and shares must agree")
+        self._check_numbers()
+        self._check_placeholders()
+
+    def __str__(self) -> str:
+        return f"the rule for {self.ours or 'nothing'} = {self.theirs or 'nothing'}"
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return max(len(names) for names in (self.ours, self.theirs, self.shares, ("",)) if isinstance(names, tuple))
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether tensors with these names are not converted."""
+        return not (self.ours and self.theirs)
+
+    def _check_numbers(self) -> None:
+        counts = {"groups": self.groups, "their_groups": self.their_groups, "rows": self.rows or 1}
+        counts.update({f"shares[{i}]": share for i, share in enumerate(self.shares)})
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise CheckpointingException(f"{self}: {name}={count!r} must be a whole number of at least 1")
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
+            raise CheckpointingException(f"{self}: dim={self.dim!r} must be a whole number, counted from 0")
+        if self.parts == 1 and (self.groups, self.their_groups) != (1, 1):
+            raise CheckpointingException(f"{self}: groups need several parts; there is one")
+        if self.parts > 1 and self.rows is not None:
+            raise CheckpointingException(f"{self}: rows can be given for a tensor of one part only")
+
+    def _check_placeholders(self) -> None:
+        sides = [[NamePattern(name) for name in names_of(side)] for side in (self.ours, self.theirs) if side]
+        for patterns in sides:
+            if len({(frozenset(p.numbers), frozenset(p.texts)) for p in patterns}) > 1:
+                raise CheckpointingException(f"{self}: names of one side must have the same placeholders")
+        if len({frozenset(patterns[0].texts) for patterns in sides}) > 1:
+            raise CheckpointingException(f"{self}: both sides must have the same text placeholders")
+
+
+class NamedSide(NamedTuple):
+    """One side of a rule.
+
+    Args:
+        parts: the name of each part.
+        groups: into how many groups parts in one tensor are interleaved.
+        stack: the numbers that are leading axes of this side's tensors.
+        swapped: whether the last two axes are swapped, compared with ours.
+    """
+
+    parts: tuple[NamePattern, ...]
+    groups: int
+    stack: tuple[str, ...]
+    swapped: bool
+
+    @property
+    def patterns(self) -> tuple[NamePattern, ...]:
+        """The distinct names."""
+        return tuple({pattern.text: pattern for pattern in self.parts}.values())
+
+    def parts_of(self, pattern: NamePattern) -> list[int]:
+        """The parts that are in the tensor of this name."""
+        return [number for number, part in enumerate(self.parts) if part.text == pattern.text]
+
+
+def sides_of(rule: NameRule) -> tuple[NamedSide, NamedSide]:
+    """Our side and their side of a rule that leaves nothing out."""
+    ours, theirs = _patterns(rule.ours, rule.parts), _patterns(rule.theirs, rule.parts)
+    our_stack = tuple(name for name in theirs[0].numbers if name not in ours[0].numbers)
+    their_stack = tuple(name for name in ours[0].numbers if name not in theirs[0].numbers)
+    return (
+        NamedSide(ours, rule.groups, our_stack, False),
+        NamedSide(theirs, rule.their_groups, their_stack, rule.transposed),
+    )
+
+
+def _patterns(names: str | Sequence[str], parts: int) -> tuple[NamePattern, ...]:
+    each = names_of(names)
+    return tuple(NamePattern(name) for name in (each * parts if len(each) == 1 else each))
+
+
+def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """One name or several, as several; none for an empty name."""
+    if isinstance(names, str):
+        return (names,) if names else ()
+    return tuple(names)
+
+
+SAME_NAMES = (NameRule(ours="{name:path}", theirs="{name:path}"),)
+
+
+def read_name_rules(file: PathLike) -> list[NameRule]:
+    """Rules from a JSON list of objects with `NameRule`'s fields.
+
+    Raises:
+        CheckpointingException: it is not such a list.
+    """
+    return read_rows(file, NameRule)

@@ -1,0 +1,184 @@
+"""The header of a safetensors file: encoded, and read from strangers' files with every claim checked.
+
+Format: 8 bytes little-endian length of the header; a JSON header `{name: {dtype, shape, data_offsets}}` of at most
+100 MB, padded with spaces to a multiple of 8; the values, without gaps.
+
+Source: https://github.com/huggingface/safetensors (the format's description).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from opt_checkpoint.disk.data_file import open_regular
+from opt_checkpoint.disk.index import MAX_DIMS
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.state.sharded import Shape
+
+_NAMES = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.complex64: "C64",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.uint16: "U16",
+        torch.uint32: "U32",
+        torch.uint64: "U64",
+        torch.bool: "BOOL",
+        **({torch.float8_e8m0fnu: "F8_E8M0"} if hasattr(torch, "float8_e8m0fnu") else {}),
+    }
+)
+_DTYPES = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
+_MAX_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"
+
+
+class Array(NamedTuple):
+    """One array of a safetensors file.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+        start: its first byte in the file.
+    """
+
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Header(NamedTuple):
+    """The beginning of a file.
+
+    Args:
+        raw: its bytes, whose length is a multiple of 8.
+        arrays: where the values of every array are; they lie in this order, without gaps.
+    """
+
+    raw: bytes
+    arrays: dict[str, Array]
+
+
+def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
+    """The header of a file that holds tensors in the order given.
+
+    Args:
+        tensors: dtype and shape by name; large elements first, so that all values are aligned.
+
+    Raises:
+        CheckpointingException: a dtype or a name has no place in the format, or there are too many tensors.
+    """
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in _NAMES:
+            raise CheckpointingException(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+        if name == _METADATA:
+            raise CheckpointingException(f"a tensor cannot be named {_METADATA} in a safetensors file")
+        stop = position + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        position = stop
+    raw = json.dumps(entries, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > _MAX_HEADER_BYTES:
+        raise CheckpointingException(
+            f"the header would have {len(raw)} bytes, readers take 100 MB; use a smaller shard_bytes"
+        )
+    starts = {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in entries.items() if name in tensors}  # type: ignore[index]
+    arrays = {name: Array(dtype, tuple(shape), starts[name]) for name, (dtype, shape) in tensors.items()}
+    return Header(len(raw).to_bytes(8, "little") + raw, arrays)
+
+
+def read_header(path: Path) -> dict[str, Array]:
+    """The arrays of a safetensors file; it may be a symbolic link, as in Hugging Face's cache.
+
+    Raises:
+        CheckpointCorruptError: it is not a safetensors file, or its header makes a claim that cannot be true.
+        OSError: it cannot be read.
+    """
+    with open(open_regular(path, follow=True), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointCorruptError(
+                f"{path} is not a safetensors file: its header would have {length} bytes, the file has {size}"
+            )
+        raw = file.read(length)
+    try:
+        entries = _parsed(raw)
+        entries.pop(_METADATA, None)
+        arrays = {name: _array(name, entry, 8 + length) for name, entry in entries.items()}
+        _check_gaps(arrays, 8 + length, size)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{path} is not a safetensors file: {error}") from None
+    return arrays
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise CheckpointCorruptError(f"{name!r:.200} is there twice")
+            found[name] = value
+        return found
+
+    try:
+        entries = json.loads(raw, object_pairs_hook=distinct)
+    except CheckpointCorruptError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"its header is not JSON: {error}"[:200]) from None
+    if not isinstance(entries, dict):
+        raise CheckpointCorruptError(f"its header is a {type(entries).__name__}, not an object")
+    return entries
+
+
+def _array(name: str, entry: Any, first: int) -> Array:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointCorruptError(f"{name} must have dtype, shape and data_offsets, and has {entry!r:.200}")
+    shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointCorruptError(f"{name} has dtype {dtype!r:.50}; known are {', '.join(sorted(_DTYPES))}")
+    if not (_are_sizes(shape) and len(shape) <= MAX_DIMS and _are_sizes(offsets) and len(offsets) == 2):
+        raise CheckpointCorruptError(f"{name} has shape {shape!r:.100} and offsets {offsets!r:.100}")
+    array = Array(_DTYPES[dtype], tuple(shape), first + offsets[0])
+    if offsets[1] - offsets[0] != array.nbytes:
+        raise CheckpointCorruptError(f"{name} of {dtype} and shape {shape} cannot have data_offsets {offsets}")
+    return array
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+
+
+def _check_gaps(arrays: Mapping[str, Array], first: int, size: int) -> None:
+    """Refuse arrays that overlap, leave bytes between them, or do not end where the file does."""
+    end = first
+    for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if array.start != end:
+            raise CheckpointCorruptError(f"{name} begins at byte {array.start}, where {end} was expected")
+        end += array.nbytes
+    if end != size:
+        raise CheckpointCorruptError(f"its arrays end at byte {end}, the file has {size}")

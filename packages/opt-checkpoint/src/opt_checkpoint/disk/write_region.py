@@ -1,0 +1,46 @@
+"""Writing a box of an array to its place in a file that other ranks write too."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor
+
+from opt_checkpoint.boxes.box import row_major_strides
+from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.files import Files, write_all_at
+from opt_checkpoint.disk.read_region import Region
+from opt_checkpoint.disk.torch_zip_reader import contiguous
+
+
+def write_region(files: Files, fd: int, values: Tensor, region: Region, start: int) -> int:
+    """Write a box of an array, one call for each of its runs of bytes.
+
+    Args:
+        files: the file system.
+        fd: the file.
+        values: of the region's shape.
+        region: the box.
+        start: where the array's first value is in the file.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if not values.numel():
+        return 0
+    raw, itemsize = bytes_view(contiguous(values)), values.element_size()
+    strides = row_major_strides(region.chunk)
+    axes = range(len(region.sizes))
+    # Everything inside `axis` is whole, so the box's part of one index outside it is one run.
+    axis = next((d for d in reversed(axes) if region.sizes[d] != region.chunk[d]), 0)
+    run_bytes = len(raw)
+    for n in region.sizes[:axis]:
+        run_bytes //= n
+    first = start + sum(o * s for o, s in zip(region.offsets, strides)) * itemsize
+    for number, index in enumerate(itertools.product(*(range(n) for n in region.sizes[:axis]))):
+        position = first + sum(i * s for i, s in zip(index, strides)) * itemsize
+        write_all_at(files, fd, raw[number * run_bytes :][:run_bytes], position)
+    return len(raw)
