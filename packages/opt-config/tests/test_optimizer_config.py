@@ -226,8 +226,8 @@ def test_all_problems_are_reported_at_once():
         "  lr='high': must be a number or None",
         "  fp16=None: must be True or False",
         "  clip_grad=-1.0: must be at least 0 and finite",
-        "  muon_coefficient_type='quintik': must be one of simple, quintic, polar_express, cans, deepseekv4, cubic5. "
-        "Did you mean quintic?",
+        "  muon_coefficient_type='quintik': must be one of simple, quintic, polar_express, cans, deepseekv4, cubic5, "
+        "aol. Did you mean quintic?",
     ]
     assert [problem.field for problem in caught.value.problems] == ["lr", "fp16", "clip_grad", "muon_coefficient_type"]
 

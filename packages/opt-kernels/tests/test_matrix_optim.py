@@ -195,7 +195,7 @@ def test_an_infinite_weight_stays_infinite_in_soap_without_decay() -> None:
 
 WRONG = [
     pytest.param(Muon, {"scale_mode": "spectrum"}, "'spectrum' is not a ScaleMode", id="scale_mode"),
-    pytest.param(Muon, {"coefficient_type": "aol"}, "sign reversed", id="aol"),
+    pytest.param(Muon, {"coefficient_type": "oal"}, "'oal' is not a CoefficientType", id="coefficient_type"),
     pytest.param(Muon, {"scalar_optimizer": "sgd"}, "scalar_optimizer='sgd' is unknown", id="scalar_optimizer"),
     pytest.param(AdaptiveMuon, {"moment2_method": "namo"}, "'namo' is not a SecondMoment", id="moment2_method"),
     pytest.param(SOAP, {"orthonormalization": "qr"}, "'qr' is not a Orthonormalization", id="orthonormalization"),

@@ -195,11 +195,12 @@ def test_equal_shapes_share_their_collectives() -> None:
 
 
 def test_a_gram_matrix_is_summed_once_a_segment() -> None:
-    # Ranks that still hold long pieces work on the Gram matrix alone: one sum for its five steps, one for the norm.
+    # Ranks that still hold long pieces work on the Gram matrix alone, two steps at a time: three sums for five steps,
+    # and one for the norm.
     rule = replace(MUON, tp_mode=TpMode.DISTRIBUTED)
-    assert collectives(rule, [tensor(16, 256)], Cut(size=2, dim=1)) == 2
+    assert collectives(rule, [tensor(16, 256)], Cut(size=2, dim=1)) == 4
     ten_steps = replace(rule, coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10)
-    assert collectives(ten_steps, [tensor(16, 256)], Cut(size=2, dim=1)) == 3
+    assert collectives(ten_steps, [tensor(16, 256)], Cut(size=2, dim=1)) == 6
 
 
 REFUSING: dict[str, Callable[[], Rule]] = {"plain": lambda: SOAP(use_kl_shampoo=False), "kl": SOAP}

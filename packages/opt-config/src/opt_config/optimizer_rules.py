@@ -70,7 +70,7 @@ CHOICES = MappingProxyType(
         "exp_avg_sq_dtype": _MOMENTS,
         "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
         "muon_fp32_matmul_prec": ("highest", "high", "medium"),
-        "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5"),
+        "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5", "aol"),
         "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
         "muon_scalar_optimizer": ("adam", "lion"),
         "soap_order": ("paper", "megatron"),

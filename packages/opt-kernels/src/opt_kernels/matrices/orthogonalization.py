@@ -56,6 +56,7 @@ class Orthogonalization:
     precision: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
+    rescale_rows: bool = False  # AOL's, before the first step
     backend: str | None = None
 
     def __call__(
@@ -104,7 +105,9 @@ class Orthogonalization:
     def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None, normalised: bool) -> Tensor:
         dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
         if parse_backend(self.backend) is Backend.REFERENCE:
-            return reference.newton_schulz(x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce)
+            return reference.newton_schulz(
+                x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce, rescale_rows=self.rescale_rows
+            )
         segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
         # Products of 16 or 64 bits do not depend on the setting.
         with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
@@ -116,6 +119,7 @@ class Orthogonalization:
                 product=self._product(x),
                 all_reduce=all_reduce,
                 normalised=normalised,
+                rescale_rows=self.rescale_rows,
             )
 
     def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -74,6 +74,7 @@ class Muon:
             precision=self.fp32_matmul_prec,
             use_syrk=self.use_syrk,
             tp_mode=self.tp_mode,
+            rescale_rows=self.coefficient_type is CoefficientType.AOL,
             backend=self.backend,
         )
 

@@ -27,7 +27,7 @@ class CoefficientType(Choice):
     CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps
     DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, two that settle
     CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
-    AOL = "aol"  # refused: see `schedule`
+    AOL = "aol"  # [0.987, 1.082] four steps, of [0.02, 0.8]: of rows rescaled by `reference.row_scales`
     CUSTOM = "custom"  # the caller's own, repeated in a cycle
 
 
@@ -80,6 +80,12 @@ _CUBIC5 = _steps(
     (2.4418906, -1.2764040, 0.0),
     (2.2230472, -0.9630650, 0.0),
 )
+_AOL = _steps(
+    (4.0098, -7.0585, 2.4635),
+    (3.4585, -5.5479, 2.5959),
+    (2.7573, -3.2939, 1.4254),
+    (2.7215, -3.0494, 1.3169),
+)
 
 
 def _set_of(kind: CoefficientType) -> _Set:
@@ -97,12 +103,8 @@ def _set_of(kind: CoefficientType) -> _Set:
         case CoefficientType.CUBIC5:
             return _Set(_Repeat.NEVER, _CUBIC5)
         case CoefficientType.AOL:
-            # In its first step a + b + c = -0.585: 1 is sent below zero. AOL's rescaling of the rows bounds the
-            # singular values by 1 but does not keep them off it: orthogonal rows, or rank one, make them 1.
-            raise ValueError(
-                "coefficient_type 'aol' is refused: its polynomial is negative for singular values above 0.884 of the "
-                "norm, so that a momentum near rank one would be applied with its sign reversed; use 'polar_express'"
-            )
+            # Repeated from its first step, it would send 1 to -0.6.
+            return _Set(_Repeat.LAST, _AOL)
         case CoefficientType.CUSTOM:
             raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
 
@@ -110,8 +112,8 @@ def _set_of(kind: CoefficientType) -> _Set:
 def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
     """The coefficients of each of `num_steps` steps.
 
-    Raises ValueError if `num_steps` is below 1, if the set has one fixed length and this is another, for `AOL`, and
-    if `custom` is given without `CUSTOM` or the other way round.
+    Raises ValueError if `num_steps` is below 1, if the set has one fixed length and this is another, and if `custom` is
+    given without `CUSTOM` or the other way round.
     """
     if num_steps < 1:
         raise ValueError(f"num_ns_steps is {num_steps}, but at least 1 step is needed; 5 is usual")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule
-from opt_kernels.matrices.newton_schulz.reference import EPS
+from opt_kernels.matrices.newton_schulz.reference import EPS, row_scales
 
 
 def newton_schulz(
@@ -20,6 +20,7 @@ def newton_schulz(
     product: Callable[..., Tensor] | None = None,  # None: the symmetric one that suits the device
     all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
     normalised: bool = False,  # x is over its norm already
+    rescale_rows: bool = False,
 ) -> Tensor:
     """What `reference.newton_schulz` says, up to rounding.
 
@@ -30,12 +31,15 @@ def newton_schulz(
     given = x
     x = x.to(dtype) if normalised else _normalised(x, dtype=dtype, eps=eps, all_reduce=all_reduce)
     spare = None  # an x of two segments ago: to allocate one takes as long as a tenth of the products
-    for segment in segments:
+    for number, segment in enumerate(segments):
         gram = product(x, x.mT)
         if all_reduce is not None:
             # Summed in fp32: the partial sums of a narrow Gram matrix would be rounded once a rank.
             gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
-        factor = _factor(gram, segment, product)
+        if rescale_rows and number == 0:
+            scales = row_scales(gram)
+            x, gram = (x * scales).to(dtype), (scales * gram * scales.mT).to(dtype)
+        factor = _factor(gram, segment, product, is_start=number == 0)
         spare, before = torch.empty_like(x) if spare is None else spare, x
         x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
         spare = None if before is given else before
@@ -64,31 +68,41 @@ def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callab
     return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
 
 
-def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor]) -> _Factor:
+def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
     """The product of a segment's steps, from the Gram matrix R before the first of them.
 
-    Each step is aI + Z with Z = bR + cR², and leaves R <- (aI + Z) R (aI + Z). All of these are polynomials of one
-    matrix: they commute, and so every product of two is symmetric.
+    Each step is qI + Y, and leaves R <- (qI + Y) R (qI + Y). All of these are polynomials of one matrix: they commute,
+    and so every product of two is symmetric.
     """
     factor = None
-    for i, (a, b, c) in enumerate(segment):
-        z = _odd_part(gram, Coefficients(a, b, c), product)
-        factor = _Factor(a, z) if factor is None else _times(factor, a, z, product)
+    for i, step in enumerate(segment):
+        of_step = _step(gram, step, product, around_one=i > 0 or not is_start)
+        factor = of_step if factor is None else _times(factor, of_step, product)
         if i + 1 < len(segment):
-            half_way = product(gram, z, added=gram, beta=a)
-            gram = product(z, half_way, added=half_way, beta=a)
+            half_way = product(gram, of_step.rest, added=gram, beta=of_step.identity)
+            gram = product(of_step.rest, half_way, added=half_way, beta=of_step.identity)
     assert factor is not None, "a segment has at least one step"
     return factor
 
 
-def _odd_part(gram: Tensor, step: Coefficients, product: Callable[..., Tensor]) -> Tensor:
-    """bR + cR²; without the product where c is zero."""
-    if step.c == 0.0:
-        return step.b * gram
-    return product(gram, gram, alpha=step.c, added=gram, beta=step.b)
+def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, around_one: bool) -> _Factor:
+    """aI + bR + cR² as qI + Y; without the product where c is zero.
+
+    Eigenvalues of R are far below 1 before the first step: q = a. After it they near 1, where the terms cancel: a is 3
+    and the sum 1. Written in E = R - I it is (a + b + c)I + (b + 2c)E + cE², whose terms vanish there; the errors of
+    three steps on one Gram matrix are a tenth of the others.
+    """
+    a, b, c = step
+    if not around_one:
+        return _Factor(a, b * gram if c == 0.0 else product(gram, gram, alpha=c, added=gram, beta=b))
+    shifted = gram.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    slope = b + 2.0 * c
+    rest = slope * shifted if c == 0.0 else product(shifted, shifted, alpha=c, added=shifted, beta=slope)
+    return _Factor(a + b + c, rest)
 
 
-def _times(factor: _Factor, a: float, z: Tensor, product: Callable[..., Tensor]) -> _Factor:
-    """(qI + Y)(aI + Z) = qa I + (aY + qZ + YZ)."""
-    rest = product(factor.rest, z, added=factor.rest, beta=a).add_(z, alpha=factor.identity)
-    return _Factor(factor.identity * a, rest)
+def _times(one: _Factor, other: _Factor, product: Callable[..., Tensor]) -> _Factor:
+    """(qI + Y)(rI + Z) = qr I + (rY + qZ + YZ)."""
+    rest = product(one.rest, other.rest, added=one.rest, beta=other.identity).add_(other.rest, alpha=one.identity)
+    return _Factor(one.identity * other.identity, rest)
