@@ -93,6 +93,10 @@ def adaptive(**changes: Any) -> Peer:
     return lambda params: optim.AdaptiveMuon(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
 
 
+def ademamix(**changes: Any) -> Peer:
+    return lambda params: optim.AdEMAMix(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
+
+
 def soap(**changes: Any) -> Peer:
     defaults = {"lr": LR, "weight_decay": WEIGHT_DECAY, "betas": (0.9, 0.999)}
     return lambda params: optim.SOAP(params, **{**defaults, **changes})
@@ -127,6 +131,7 @@ CHANGES: Mapping[str, Change] = {
     "adaptive_muon_moment2_method": Change("adaptive_muon", "normuon", adaptive(moment2_method="normuon")),
     "adaptive_muon_beta2": Change("adaptive_muon", 0.5, adaptive(betas=(0.9, 0.5))),
     "adaptive_muon_eps": Change("adaptive_muon", 0.1, adaptive(eps=0.1)),
+    "optimizer_options": Change("ademamix", {"alpha": 800.0}, ademamix(alpha=800.0)),
     "soap_shampoo_beta": Change("soap", 0.5, soap(shampoo_beta=0.5)),
     "soap_precondition_frequency": Change("soap", 3, soap(precondition_frequency=3)),
     "soap_use_kl_shampoo": Change("soap", False, soap(use_kl_shampoo=False)),
@@ -140,6 +145,7 @@ DEFAULT_PEERS: Mapping[str, Peer] = {
     "lion": lion(),
     "muon": muon(),
     "adaptive_muon": adaptive(),
+    "ademamix": ademamix(),
     "soap": soap(),
 }
 

@@ -17,7 +17,7 @@ from opt_kernels.codecs import StateCodec, codec_for
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
+from opt_kernels.formulas.sgd import SGD
 from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
@@ -145,7 +145,7 @@ def adam(
     name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", by_chance: bool = False, **of: Any
 ) -> Variant:
     """Adam with these moments."""
-    return update(f"adam/{name}", ADAM.with_constants(te=order == "te"), (m, v), by_chance=by_chance, **of)
+    return update(f"adam/{name}", ADAM.with_constants(order=order), (m, v), by_chance=by_chance, **of)
 
 
 def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
@@ -155,7 +155,7 @@ def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
 
 def sgd(name: str, b: torch.dtype | None, **of: Any) -> Variant:
     """SGD with this momentum, or with none."""
-    formula = PLAIN_SGD if b is None else SGD.with_constants(nesterov=True)
+    formula = SGD.with_constants(has_momentum=False) if b is None else SGD.with_constants(nesterov=True)
     return update(f"sgd/{name}", formula, () if b is None else (b,), **of)
 
 

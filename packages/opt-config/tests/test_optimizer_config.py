@@ -77,7 +77,12 @@ SPEC: dict[str, object] = {
     "muon_use_syrk": False,
     "grad_norm_skip_threshold": math.inf,
 }
-OURS: dict[str, object] = {"soap_order": "paper", "soap_max_precond_dim": 10000, "soap_one_sided": False}
+OURS: dict[str, object] = {
+    "soap_order": "paper",
+    "soap_max_precond_dim": 10000,
+    "soap_one_sided": False,
+    "optimizer_options": None,
+}
 
 # what was given -> the whole message
 REFUSED: dict[str, tuple[dict[str, object], str]] = {

@@ -13,23 +13,23 @@ from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.reference import update as reference
 from opt_kernels.backends.torch_native import update as torch_native
 from opt_kernels.codecs import codec_for
-from opt_kernels.formulas import Formula, FormulaError, State, fma, maximum, sign, sqrt, where
+from opt_kernels.formulas import Formula, FormulaError, Number, State, fma, maximum, sign, sqrt, where
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.sgd import PLAIN_SGD, SGD
+from opt_kernels.formulas.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
 NUMEL = 128 * 9 + 37
 FORMULAS = {
     "adamw": ADAM,
-    "adam-l2": ADAM.with_constants(decoupled=False),
-    "adamw-te": ADAM.with_constants(te=True),
-    "adam-te-l2": ADAM.with_constants(te=True, decoupled=False),
+    "adam-l2": ADAM.with_constants(decoupled_weight_decay=False),
+    "adamw-te": ADAM.with_constants(order="te"),
+    "adam-te-l2": ADAM.with_constants(order="te", decoupled_weight_decay=False),
     "lion": LION,
     "sgd-nesterov": SGD.with_constants(nesterov=True),
-    "sgd-dampening": SGD.with_constants(dampening=0.3),
-    "sgd-plain": PLAIN_SGD,
+    "sgd-dampening": SGD.with_defaults(dampening=0.3),
+    "sgd-plain": SGD.with_constants(has_momentum=False),
 }
 # Main, out and gradient, and what the states are kept in.
 FORMATS: Mapping[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {
@@ -156,6 +156,7 @@ def user_update(p: Any, g: Any, trace: Any, peak: Any, third: Any, *, rate: Any,
 USER = Formula(
     name="user",
     states=(State(name="trace"), State(name="peak", signed=False), State(name="third")),
+    numbers=(Number("gain", 0.9, low=0.0),),
     scalars=user_scalars,
     update=user_update,
 )
@@ -215,6 +216,8 @@ def test_what_cannot_be_translated_is_refused_when_the_formula_is_built(
         Formula(name="refused", states=states, scalars=no_scalars, update=update)
 
 
-def test_a_number_that_the_group_lacks_is_named() -> None:
-    with pytest.raises(FormulaError, match="reads gain, which the group does not have"):
-        USER.scalars_of(Hyper(lr=0.1))
+def test_a_number_that_is_not_declared_is_named() -> None:
+    with pytest.raises(
+        FormulaError, match=r"read gain, which is not declared.*numbers=\(Number\('gain', 1.0, low=0.0\),\)"
+    ):
+        replace(USER, numbers=())

@@ -20,7 +20,6 @@ from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.sgd import PLAIN_SGD
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.lion import Lion
@@ -60,12 +59,12 @@ class Sweep:
 
 SWEEPS = {
     "adamw-torch": Sweep(formula=ADAM),
-    "adam-torch": Sweep(formula=ADAM.with_constants(decoupled=False)),
-    "adamw-te": Sweep(formula=ADAM.with_constants(te=True)),
-    "adam-te": Sweep(formula=ADAM.with_constants(te=True, decoupled=False)),
+    "adam-torch": Sweep(formula=ADAM.with_constants(decoupled_weight_decay=False)),
+    "adamw-te": Sweep(formula=ADAM.with_constants(order="te")),
+    "adam-te": Sweep(formula=ADAM.with_constants(order="te", decoupled_weight_decay=False)),
     "sgd-nesterov": Sweep(formula=SGD_FORMULA.with_constants(nesterov=True)),
-    "sgd-dampened": Sweep(formula=SGD_FORMULA.with_constants(dampening=0.1)),
-    "sgd-plain": Sweep(formula=PLAIN_SGD),
+    "sgd-dampened": Sweep(formula=SGD_FORMULA.with_defaults(dampening=0.1)),
+    "sgd-plain": Sweep(formula=SGD_FORMULA.with_constants(has_momentum=False)),
     "lion": Sweep(formula=LION),
 }
 LION_CODECS = {"exp_avg": Plain()}

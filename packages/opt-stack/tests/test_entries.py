@@ -8,6 +8,7 @@ import torch
 from stack_models import assert_equal, make_model, train, weights
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, linear
 from opt_stack import Registry, RuleEntry, get_optimizer, get_optimizer_based_on_param_groups
@@ -17,10 +18,10 @@ BIAS = ParamKey(name="*.bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Powered(SGD):
-    """SGD whose gradients are multiplied by a number of the group, which only this rule knows."""
+class Powered(ElementwiseRule):
+    """A rule whose gradients are multiplied by a number of the group, which only this rule knows."""
 
-    hyper_names = ("alpha",)
+    hyper_names = ("alpha",)  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -28,7 +29,8 @@ class Powered(SGD):
 
     def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
         for batch in batches:
-            SGD.update_(self, [batch], grad_scale=grad_scale * batch.hyper.own["alpha"], skip=skip)
+            scale = grad_scale * batch.hyper.own["alpha"]
+            ElementwiseRule.update_(self, [batch], grad_scale=scale, skip=skip)
 
 
 def powered(**hyper: Any) -> Registry:
@@ -36,7 +38,7 @@ def powered(**hyper: Any) -> Registry:
         RuleEntry(
             name="powered",
             summary="SGD times alpha",
-            make=lambda config: Powered(momentum_buffer=False),
+            make=lambda config: Powered(formula=SGD(momentum_buffer=False).formula),
             hyper=lambda config: {"momentum": 0.0, **hyper},
         )
     )
@@ -62,7 +64,11 @@ def test_a_misspelt_override_is_refused_with_the_group_and_the_nearest_name() ->
             {"momentum": 0.5},
             "optimizer 'adam' does not read it; it reads lr, weight_decay, betas, eps",
         ),
-        ("sgd", {"betas": (0.5, 0.5)}, "optimizer 'sgd' does not read it; it reads lr, weight_decay, momentum"),
+        (
+            "sgd",
+            {"betas": (0.5, 0.5)},
+            "optimizer 'sgd' does not read it; it reads lr, weight_decay, dampening, momentum",
+        ),
         ("adam", {"amsgrad": True}, "amsgrad=True: not supported by optimizer 'adam'; False is allowed"),
     ],
 )

@@ -36,7 +36,8 @@ def with_holes() -> list[nn.Module]:
 CASES = {
     "unknown optimizer": (
         {"optimizer": "adma"},
-        "optimizer='adma' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'adam'?",
+        "optimizer='adma' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'adam' or 'adan'?",
     ),
     "no name of an optimizer": (
         {"optimizer": "adam w"},
@@ -118,7 +119,8 @@ CASES = {
     ),
     "override with an unknown optimizer": (
         {"overrides": {BIAS: {"optimizer": "lino"}}},
-        "optimizer='lino' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'lion'?",
+        "optimizer='lino' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'lion'?",
     ),
     "override of the lr itself": (
         {"overrides": {BIAS: {"lr": 1.0}}},
@@ -224,7 +226,8 @@ GROUPS = {
     ),
     "an unknown optimizer": (
         [{"params": [MODEL[0].weight], "optimizer": "sdg"}],
-        "optimizer='sdg' is unknown; known are adam, sgd, lion, muon, adaptive_muon, soap; did you mean 'sgd'?",
+        "optimizer='sdg' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'sgd'?",
     ),
     "nothing": (
         [],

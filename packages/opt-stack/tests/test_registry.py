@@ -10,16 +10,21 @@ import torch
 from stack_models import assert_equal, make_model, train, weights
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.rules.base import Needs
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
 from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 
-OURS = ["adam", "sgd", "lion", "muon", "adaptive_muon", "soap"]
+OURS = [*FORMULAS, "muon", "adaptive_muon", "soap"]
 
 
 def test_all_our_rules_are_listed_and_described() -> None:
     assert list_optimizers() == OURS
-    assert describe_optimizer("sgd") == "sgd: gradient descent with momentum. State: momentum_buffer. Needs elements."
+    assert describe_optimizer("signum") == (
+        "signum: Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. Without one it "
+        "is signSGD. State: momentum_buffer. Needs elements."
+    )
     for name in OURS:
         assert describe_optimizer(name).startswith(f"{name}: ")
 
@@ -33,18 +38,18 @@ def test_every_rule_of_ours_trains(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backwards(SGD):
-    """SGD that climbs: a rule that only this test can have made."""
+class Backwards(ElementwiseRule):
+    """A rule that climbs: one that only this test can have made."""
 
     def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
-        SGD.update_(self, batches, grad_scale=-grad_scale, skip=skip)
+        ElementwiseRule.update_(self, batches, grad_scale=-grad_scale, skip=skip)
 
 
 BACKWARDS = RuleEntry(
     name="backwards",
     summary="gradient ascent",
-    make=lambda config: Backwards(momentum_buffer=False),
-    hyper=lambda config: {"momentum": 0.0},
+    make=lambda config: Backwards(formula=SGD().formula),
+    hyper=lambda config: {"momentum": 0.0, "dampening": 0.0},
 )
 
 
@@ -110,7 +115,8 @@ def test_an_installed_package_brings_its_rule(install: Any) -> None:
         pytest.param(
             "RULE = 3",
             "their_rules:RULE",
-            "entry point theirs = 'their_rules:RULE' of opt_stack.rules names a int; it must be an opt_stack.RuleEntry",
+            "entry point theirs = 'their_rules:RULE' of opt_stack.rules names a int; it must be an "
+            "opt_kernels.formulas.Formula or an opt_stack.RuleEntry",
             id="no-rule",
         ),
         pytest.param(

@@ -131,6 +131,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
+        "optimizer_options": _rule(),
     }
 )
 

@@ -180,6 +180,8 @@ def _read(hint: Any, value: object) -> object:
         return DTYPES.get(value.removeprefix("torch."), value)
     if isinstance(value, str) and float in kinds and str not in kinds:
         return _number(value)
+    if isinstance(value, Mapping):
+        return {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
     return value
@@ -209,4 +211,6 @@ def _plain(value: object) -> object:
         return "inf"
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     return f"callable {value!r}" if callable(value) else value

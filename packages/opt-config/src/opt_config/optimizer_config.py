@@ -1,7 +1,7 @@
 """OptimizerConfig: the flat configuration its users know, checked when built, read through typed choices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +189,9 @@ class OptimizerConfig(Configuration):
     """Longest side of a matrix for which SOAP keeps a factor; None: every side."""
     soap_one_sided: bool = False
     """SOAP keeps a factor of the shorter side only."""
+    optimizer_options: Mapping[str, Any] | None = None
+    """Numbers and choices of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of ademamix,
+    {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}; None: its defaults."""
 
     def validate(self) -> None:
         """Check every field as it is now. Raises `ConfigError` with all that is wrong."""

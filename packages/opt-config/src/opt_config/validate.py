@@ -108,6 +108,8 @@ def accepts(hint: Any, value: object) -> bool:
         return isinstance(value, tuple) and all(accepts(item, each) for each in value)
     if get_origin(hint) is Callable:
         return callable(value)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     if hint is int:
@@ -123,6 +125,8 @@ def in_words(hint: Any) -> str:
         return f"a tuple, each item {in_words(get_args(hint)[0])}"
     if get_origin(hint) is Callable:
         return "a callable"
+    if get_origin(hint) is Mapping:
+        return "a table of options by name"
     words = {
         bool: "True or False",
         int: "an int",

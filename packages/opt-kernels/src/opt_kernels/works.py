@@ -45,7 +45,7 @@ class Hyper:
     lr: float | Tensor
     weight_decay: float | Tensor = 0.0
     step: int | Tensor = 1  # counts from 1
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
     own: Mapping[str, Any] = field(default_factory=dict)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.formulas import Formula, NumberError
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.sgd import SGD
 from opt_kernels.rules.soap import SOAP, Order
 
 
@@ -28,23 +28,73 @@ class RuleEntry:
     hyper: Callable[[OptimizerConfig], Mapping[str, Any]]  # group fields beside lr and weight_decay
 
 
-def _moment(dtype: torch.dtype) -> torch.dtype:
-    """The dtype a moment is stored in; the reference writes 8-bit floats as `torch.uint8`."""
-    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+OfFields = Callable[[OptimizerConfig], Mapping[str, Any]]
 
 
-def _adam(config: OptimizerConfig) -> Adam:
-    numbers = config.precision
-    return Adam(
-        decoupled=config.decoupled_weight_decay,
-        exp_avg_dtype=_moment(numbers.exp_avg),
-        exp_avg_sq_dtype=_moment(numbers.exp_avg_sq),
-    )
+def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> RuleEntry:
+    """How a configuration becomes the rule of a formula.
+
+    Its numbers start from `fields`, what fields of the configuration say, else from `optimizer_options`, else from the
+    formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from `optimizer_options`; states
+    called exp_avg..., from `exp_avg_dtype` and `exp_avg_sq_dtype` unless they are given there.
+    """
+
+    def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
+        options = _options(formula, config, fields(config))
+        numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
+        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **fields(config)}
+
+    def make(config: OptimizerConfig) -> ElementwiseRule:
+        numbers = hyper(config)
+        options = _options(formula, config, fields(config))
+        of_rule = {name: _dtype(value) for name, value in options.items() if name not in numbers}
+        try:
+            rule = elementwise(formula, **_structure(formula, config, numbers), **of_rule)
+            rule.check_numbers(options)  # fields are checked by the configuration
+        except NumberError as error:
+            raise ConfigError(f"optimizer={formula.name!r}: {error}") from None
+        return rule
+
+    summary = formula.description.splitlines()[0].rstrip(".")
+    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper)
 
 
-def _lion(config: OptimizerConfig) -> Lion:
-    _check_decoupled(config, "lion")
-    return Lion(exp_avg_dtype=_moment(config.precision.exp_avg))
+def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`optimizer_options`, where they are for this formula. Raises ConfigError for an option that has a field."""
+    options = config.optimizer_options or {} if config.optimizer == formula.name else {}
+    for name in ("lr", "weight_decay", "decoupled_weight_decay", "backend", "stochastic_rounding", *of_fields):
+        if name in options:
+            raise ConfigError(
+                f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} the configuration's "
+                "own fields say it, or it is not offered"
+            )
+    return options
+
+
+def _structure(formula: Formula, config: OptimizerConfig, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices and dtypes that fields of the configuration ask for."""
+    found: dict[str, Any] = {}
+    for choice in formula.choices:
+        if choice.name == "decoupled_weight_decay":
+            found[choice.name] = config.decoupled_weight_decay
+        elif choice.off_at_zero is not None:
+            found[choice.name] = numbers[choice.off_at_zero] != 0
+    if "decoupled_weight_decay" not in found and formula is not FORMULAS["sgd"]:
+        _check_decoupled(config, formula.name)
+    options = config.optimizer_options or {} if config.optimizer == formula.name else {}
+    for state in formula.declared:
+        moment = config.precision.exp_avg if state.signed else config.precision.exp_avg_sq
+        is_moment = state.name.startswith("exp_avg") if state.signed else "exp_avg_sq" in state.name
+        if is_moment and f"{state.name}_dtype" not in options:
+            # The reference writes 8-bit floats as `torch.uint8`.
+            found[f"{state.name}_dtype"] = torch.float8_e4m3fn if moment == torch.uint8 else moment
+    return found
+
+
+def _dtype(value: object) -> object:
+    """Options that name a dtype of torch, as files have them, as that dtype."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) else value
 
 
 def _soap(config: OptimizerConfig) -> SOAP:
@@ -84,24 +134,15 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuon:
     return AdaptiveMuon(muon=_muon(config), second_moment=SecondMoment(config.adaptive_muon_moment2_method))
 
 
-ADAM = RuleEntry(
-    name="adam",
-    summary="Adam, with decoupled weight decay (AdamW) unless decoupled_weight_decay=False",
-    make=_adam,
-    hyper=lambda config: {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
-)
-SGD_ = RuleEntry(
-    name="sgd",
-    summary="gradient descent with momentum",
-    make=lambda config: SGD(momentum_buffer=config.sgd_momentum > 0),
-    hyper=lambda config: {"momentum": config.sgd_momentum},
-)
-LION = RuleEntry(
-    name="lion",
-    summary="the sign of an interpolated momentum",
-    make=_lion,
-    hyper=lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
-)
+# What fields of the configuration say of a formula's numbers.
+_FIELDS: Mapping[str, OfFields] = {
+    "adam": lambda config: {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
+    "sgd": lambda config: {"momentum": config.sgd_momentum},
+    "lion": lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
+}
+_OF_FORMULAS = {
+    name: formula_entry(formula, fields=_FIELDS.get(name, lambda config: {})) for name, formula in FORMULAS.items()
+}
 MUON = RuleEntry(
     name="muon",
     summary="momentum, orthogonalised by Newton-Schulz; what is no matrix goes to muon_scalar_optimizer",
@@ -118,6 +159,7 @@ ADAPTIVE_MUON = RuleEntry(
         "eps": config.adaptive_muon_eps,
     },
 )
+ADAM = _OF_FORMULAS["adam"]
 SOAP_ = RuleEntry(
     name="soap",
     summary="Adam in the eigenbasis of Shampoo's preconditioner; what is no matrix goes to adam",
@@ -125,4 +167,4 @@ SOAP_ = RuleEntry(
     hyper=ADAM.hyper,
 )
 
-BUILT_IN = (ADAM, SGD_, LION, MUON, ADAPTIVE_MUON, SOAP_)
+BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_)

@@ -5,7 +5,9 @@ from types import MappingProxyType
 from typing import Any
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_kernels.formulas import NumberError
 from opt_kernels.rules.base import Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
 from opt_stack.built_in import RuleEntry
 
@@ -55,6 +57,15 @@ def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapp
             "value for it; return one that groups start from"
         )
     return hyper
+
+
+def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
+    """Raises ConfigError for a number of a group that its rule, a formula, does not allow. lr may be None."""
+    if isinstance(rule, ElementwiseRule):
+        try:
+            rule.check_numbers({name: value for name, value in group.items() if value is not None})
+        except NumberError as error:
+            raise ConfigError(f"group {group['name']!r}: {error}") from None
 
 
 def check_entries(

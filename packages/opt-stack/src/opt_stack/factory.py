@@ -27,7 +27,7 @@ from opt_paramgroups import (
 )
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index, holds_parts
-from opt_stack.entries import check_entries, checked_hyper
+from opt_stack.entries import check_entries, check_numbers, checked_hyper
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.peers import check_peers, check_same_config
@@ -265,6 +265,7 @@ def plan_of(
     for group in groups:
         for key, value in hyper[group["optimizer"]].items():
             group.setdefault(key, value)
+        check_numbers(group, made[group["optimizer"]])
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made)
     trained = {id for group in groups for id in group["param_ids"]}

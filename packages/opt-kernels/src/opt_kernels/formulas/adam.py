@@ -10,6 +10,8 @@ With g the scaled gradient, t the step (from 1), and m, v the moments:
     order "torch":  p <- p - (lr / (1 - b1^t)) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     order "te":     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
+With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far takes the place of v in the last line.
+
 The two orders agree except for rounding: the first has the operations of torch.optim.AdamW(fused=True) in their order,
 the second is Transformer Engine's, which decays within the update.
 """
@@ -17,7 +19,8 @@ the second is Transformer Engine's, which decays within the update.
 from typing import Any
 
 from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, power, sqrt
+from opt_kernels.formulas.functions import fma, maximum, power, sqrt
+from opt_kernels.formulas.numbers import Choice, Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
@@ -39,29 +42,45 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
 
 
 def update(
-    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *,
+    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any, *,
     lr: Any, weight_decay: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, correction1: Any, correction2: Any,
-    root2: Any, step_size: Any, eps: Any, decoupled: bool, te: bool,
+    root2: Any, step_size: Any, eps: Any, decoupled_weight_decay: bool, order: str, amsgrad: bool,
 ) -> Any:  # fmt: skip
-    if decoupled and not te:
+    if decoupled_weight_decay and order == "torch":
         p = p * decay
-    if not decoupled and weight_decay != 0:  # zero times an infinite parameter would be NaN
+    if not decoupled_weight_decay and weight_decay != 0:  # zero times an infinite parameter would be NaN
         g = fma(p, weight_decay, g)
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
-    if te:
-        root = sqrt(exp_avg_sq / correction2) + eps
+    second = exp_avg_sq
+    if amsgrad:
+        max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
+        second = max_exp_avg_sq
+    if order == "torch":
+        p = p - step_size * exp_avg / (sqrt(second) / root2 + eps)
+    else:
+        root = sqrt(second / correction2) + eps
         direction = (exp_avg / correction1) / root
-        if decoupled and weight_decay != 0:
+        if decoupled_weight_decay and weight_decay != 0:
             direction = direction + weight_decay * p
-        return p - lr * direction, exp_avg, exp_avg_sq
-    return p - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq
+        p = p - lr * direction
+    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
 ADAM = Formula(
     name="adam",
-    states=(State(name="exp_avg"), State(name="exp_avg_sq", signed=False)),
+    title="Adam",
+    states=(
+        State("exp_avg"),
+        State("exp_avg_sq", signed=False),
+        State("max_exp_avg_sq", signed=False, when="amsgrad"),
+    ),
+    numbers=(Number("lr", 1e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0)),
+    choices=(
+        Choice("amsgrad", False),
+        Choice("decoupled_weight_decay", True),
+        Choice("order", "torch", ("torch", "te")),
+    ),
     scalars=scalars,
     update=update,
-    constants=(("decoupled", True), ("te", False)),
 )

@@ -1,4 +1,4 @@
-"""What an elementwise rule is: named states, named scalars, and one function on one element.
+"""What an elementwise rule is: named states, numbers and scalars, and one function on one element.
 
     def scalars(*, lr, weight_decay, beta1, beta2):
         return {"lr": lr, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "weight2": 1 - beta2}
@@ -7,62 +7,141 @@
         direction = sign(fma(weight1, g - exp_avg, exp_avg))
         return p * decay - lr * direction, fma(weight2, g - exp_avg, exp_avg)
 
-    LION = Formula(name="lion", states=(State(name="exp_avg"),), scalars=scalars, update=update)
+    LION = Formula(
+        name="lion", states=(State("exp_avg"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
+    )
 
-`scalars` reads the numbers of a parameter group and the step, and gives each scalar as a float64 expression. `update`
-takes the main, the gradient and the states, and gives the new main and the new states. Both are translated from their
-source: assignments, arithmetic, the functions of `formulas.functions`, and branches on scalars and constants, never on
-elements (`where` chooses between elements). Every operation is rounded as it is written; `fma` is rounded once.
+`scalars` reads the numbers of a parameter group and the step (from 1), and gives each scalar as a float64 expression.
+`update` takes the main, the gradient and the states, and gives the new main and the new states. Both are translated
+from their source: assignments, arithmetic, the functions of `formulas.functions`, and branches on scalars and choices,
+never on elements (`where` chooses between elements). Every operation is rounded as it is written; `fma` is rounded
+once.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
+from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberValue, unknown
 from opt_kernels.formulas.syntax import FormulaError, parameters_of, scalar_expressions
-from opt_kernels.formulas.translate import check
+from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Hyper
 
+LR, WEIGHT_DECAY = Number("lr", 1e-3), Number("weight_decay", 0.0)
+OF_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")  # numbers that are fields of `Hyper`; others are its own
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class State:
     """One state of a formula, with an element for each of the parameter's, zero before the first step."""
 
     name: str
     signed: bool = True  # False: never negative, as second moments
+    when: str | None = None  # a choice under which alone it is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """An elementwise rule. Raises FormulaError, when built, for source that cannot be translated."""
+    """An elementwise rule: a value, from which drop-ins, configurations and the sweeps of every backend are made.
 
-    name: str
-    states: tuple[State, ...]
+    Raises FormulaError, when built, for source that cannot be translated, and for names that do not fit together.
+    """
+
+    name: str  # as configurations and checkpoints have it
+    title: str = ""  # of its drop-in class; empty: the name
+    states: tuple[State, ...]  # once built, those that the choices keep
     scalars: Callable[..., Mapping[str, float]]
     update: Callable[..., Any]
-    constants: tuple[tuple[str, bool | float], ...] = ()  # structure, by name: the same for every group and step
+    numbers: tuple[Number, ...] = ()  # lr and weight_decay are added where they are not declared
+    choices: tuple[Choice, ...] = ()
+    constants: tuple[tuple[str, Constant], ...] = ()  # the values of the choices; once built, of all
+    # The weights to evaluate with, and back, where they differ from those that are trained: functions of p and the
+    # states and numbers that their keywords name.
+    evaluation: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+    declared: tuple[State, ...] = ()  # all states, once built
 
     def __post_init__(self) -> None:
+        chosen = dict(self.constants)
+        values = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
+        declared = self.declared or self.states
+        self._set(
+            title=self.title or self.name,
+            constants=tuple(values.items()),
+            declared=declared,
+            states=tuple(state for state in declared if state.when is None or values.get(state.when) is True),
+            numbers=tuple(n for n in (LR, WEIGHT_DECAY) if n.name not in {m.name for m in self.numbers}) + self.numbers,
+        )
+        self._check_names(chosen)
+        check_scalars(self.scalars, dict(self.constants))
+        check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def _check_names(self, chosen: Mapping[str, Constant]) -> None:
         positional, named = parameters_of(self.update)
-        expected = ("p", "g", *(state.name for state in self.states))
+        expected = ("p", "g", *(state.name for state in self.declared))
         if positional != expected:
             raise FormulaError(
                 f"the update of formula {self.name!r} takes {', '.join(positional)}; its positional parameters must be "
                 f"{', '.join(expected)}: the main, the gradient, then the states in order"
             )
-        unknown = {*named} - {*self.scalar_names} - {*dict(self.constants)}
-        if unknown:
+        choices = {choice.name: choice for choice in self.choices}
+        for name, value in chosen.items():
+            if name not in choices:
+                raise unknown(name, value, list(choices), of=f"formula {self.name!r}")
+            choices[name].check(value)
+        kinds = {
+            "state": [state.name for state in self.declared],
+            "state's scale": [f"{state.name}_scale" for state in self.declared],
+            "name of the optimizers' own": ["p", "g", "step", "main", "remainder", "params"],
+            "number": [number.name for number in self.numbers],
+            "choice": list(choices),
+        }
+        taken: dict[str, str] = {}
+        for kind, names in kinds.items():
+            for name in names:
+                if name in taken:
+                    raise FormulaError(
+                        f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
+                    )
+                taken[name] = kind
+        self._check_reads(named)
+
+    def _check_reads(self, named: tuple[str, ...]) -> None:
+        unread = {*named} - {*self.scalar_names} - {*dict(self.constants)}
+        if unread:
             raise FormulaError(
-                f"the update of formula {self.name!r} reads {', '.join(sorted(unknown))}, which is neither a "
-                "scalar nor a constant; return it from `scalars`, or give it in `constants`"
+                f"the update of formula {self.name!r} reads {', '.join(sorted(unread))}, which is neither a scalar nor "
+                "a choice; return it from `scalars`, or give it in `choices`"
             )
-        check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+        missing = [name for name in self.number_names if name not in self._readable]
+        if missing:
+            raise FormulaError(
+                f"the scalars of formula {self.name!r} read {', '.join(missing)}, which is not declared; allowed are "
+                f"step and the numbers {', '.join(sorted(self._readable - {'step'}))}. Declare it with its default: "
+                f"numbers=(Number({missing[0]!r}, 1.0, low=0.0),)"
+            )
+
+    @property
+    def _readable(self) -> set[str]:
+        """What `scalars` may take: the step, numbers (beta1, beta2, ... for a tuple `betas`) and choices."""
+        names = {"step", *dict(self.constants)}
+        for number in self.numbers:
+            if isinstance(number.default, tuple):
+                names |= {f"{number.name.removesuffix('s')}{i + 1}" for i in range(len(number.default))}
+            else:
+                names.add(number.name)
+        return names
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """What the update returns: the main, then the states."""
+        """What the update returns that is kept: the main, then the states."""
         return ("p", *(state.name for state in self.states))
 
     @property
@@ -75,30 +154,69 @@ class Formula:
         """Names of the numbers of a group that the scalars read."""
         return parameters_of(self.scalars)[1]
 
-    def with_constants(self, **constants: bool | float) -> "Formula":
-        """The formula with these constants."""
-        return replace(self, constants=tuple(sorted({**dict(self.constants), **constants}.items())))
+    @property
+    def own_numbers(self) -> tuple[str, ...]:
+        """Names of the numbers that are not fields of `Hyper`."""
+        return tuple(number.name for number in self.numbers if number.name not in OF_HYPER)
+
+    @property
+    def defaults(self) -> dict[str, NumberValue]:
+        """The numbers that groups start from."""
+        return {number.name: number.default for number in self.numbers}
+
+    @property
+    def description(self) -> str:
+        """The docstring of the module that defines the update."""
+        return inspect.cleandoc(self.update.__globals__.get("__doc__") or self.name)
+
+    def check_numbers(self, values: Mapping[str, object]) -> None:
+        """Raises NumberError for a number in `values` that is not allowed; other entries are not looked at."""
+        for number in self.numbers:
+            if number.name in values:
+                number.check(values[number.name])
+
+    def with_constants(self, **constants: Constant) -> "Formula":
+        """The formula with these choices."""
+        return _with_constants(self, tuple(constants.items())) if constants else self
+
+    def with_defaults(self, **defaults: NumberValue) -> "Formula":
+        """The formula with other defaults of its numbers."""
+        known = [number.name for number in self.numbers]
+        for name, value in defaults.items():
+            if name not in known:
+                raise unknown(name, value, known, of=f"formula {self.name!r}")
+        numbers = tuple(replace(n, default=defaults[n.name]) if n.name in defaults else n for n in self.numbers)
+        return replace(self, numbers=numbers)
 
     def scalars_of(self, hyper: Hyper) -> dict[str, float]:
-        """The scalars at these numbers, computed on the host in float64. Waits for numbers that are device tensors.
-
-        Raises FormulaError for a number that `hyper` lacks.
-        """
-        numbers = {name: float(number_of(hyper, name, self)) for name in self.number_names}
+        """The scalars at these numbers, computed on the host in float64. Waits for numbers that are device tensors."""
+        numbers: dict[str, Any] = {}
+        for name in self.number_names:
+            value = number_of(hyper, name, self)
+            numbers[name] = value if isinstance(value, bool | str) else float(value)
         return {name: float(value) for name, value in self.scalars(**numbers).items()}
 
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
         """The new main and the new states, by torch's operations in the dtype of `p`; writes nothing."""
-        _, named = parameters_of(self.update)
+        positional, named = parameters_of(self.update)
         constants = dict(self.constants)
         # Tensors of one element: a Python number would enter in float64, and be rounded operation by operation.
         numbers = {name: constants[name] if name in constants else p.new_full((1,), scalars[name]) for name in named}
-        new = self.update(p, g, *(states[state.name] for state in self.states), **numbers)
-        return list(new) if isinstance(new, tuple) else [new]
+        new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
+        results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
+        return [results[name] for name in self.result_names]
 
 
-def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor:
-    """The number of this name: of `hyper`, one of its betas, of its own, or a constant of the formula."""
+@cache  # a formula is translated once to be checked
+def _with_constants(formula: Formula, constants: tuple[tuple[str, Constant], ...]) -> Formula:
+    return replace(formula, constants=tuple({**dict(formula.constants), **dict(constants)}.items()))
+
+
+def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str:
+    """The number of this name: of `hyper`, one of its betas, of its own, or a choice of the formula.
+
+    A number of the formula's own that `hyper` does not have is at its default.
+    """
     constants = dict(formula.constants)
     if name in constants:
         return constants[name]
@@ -107,9 +225,10 @@ def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor:
     if name in ("lr", "weight_decay", "step", "eps", "momentum"):
         value: float | Tensor = getattr(hyper, name)
         return value
-    if name.startswith("beta") and name[4:].isdigit() and 1 <= int(name[4:]) <= len(hyper.betas):
+    if name.startswith("beta") and name[4:].isdigit():
+        if int(name[4:]) > len(hyper.betas):
+            raise FormulaError(f"betas={hyper.betas!r} has {len(hyper.betas)} numbers; {formula.name!r} reads {name}")
         return float(hyper.betas[int(name[4:]) - 1])
-    raise FormulaError(
-        f"formula {formula.name!r} reads {name}, which the group does not have; allowed are lr, weight_decay, step, "
-        f"eps, momentum, beta1 to beta{len(hyper.betas)} and the group's own numbers ({', '.join(hyper.own) or 'none'})"
-    )
+    default = formula.defaults[name]
+    assert not isinstance(default, tuple)
+    return default

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Number = TypeVar("Number", float, Tensor)
+TERMS = 64  # of the series of `q_pochhammer`
 
 
 def fma(a: Any, b: Any, c: Tensor) -> Tensor:
@@ -31,13 +32,38 @@ def sqrt(x: Number) -> Number:
     return math.sqrt(x)
 
 
+def exp(x: Number) -> Number:
+    """Return e^x. On elements backends agree except for the last bits."""
+    return x.exp() if isinstance(x, Tensor) else math.exp(x)
+
+
+def log(x: Number) -> Number:
+    """Return the natural logarithm. On elements backends agree except for the last bits."""
+    return x.log() if isinstance(x, Tensor) else math.log(x)
+
+
 def power(base: float, exponent: float) -> float:
     """Return base^exponent; scalars only, with an exponent that is an integer and at least 0."""
     return math.pow(base, exponent)
 
 
-def sign(x: Tensor) -> Tensor:
+def q_pochhammer(a: float, q: float, count: float) -> float:
+    """Return (a; q)_count, the product of 1 - a q^k for k from 0 to count - 1; scalars only, |a| <= 1/2, 0 < q <= 1.
+
+    Its logarithm is -sum_j a^j / j * (1 - q^(j count)) / (1 - q^j), a series of which 64 terms are exact in float64.
+    """
+    total = 0.0
+    for j in range(1, TERMS + 1):
+        shrinking = 1 - math.exp(j * math.log(q))
+        geometric = (1 - math.exp(j * count * math.log(q))) / shrinking if shrinking else count
+        total += a**j / j * geometric
+    return math.exp(-total)
+
+
+def sign(x: Number) -> Number:
     """Return -1, 0 or 1, and NaN for NaN: a diverged weight must not look like one at rest."""
+    if not isinstance(x, Tensor):
+        return x if x == 0 or x != x else math.copysign(1.0, x)
     return torch.where(x == 0, x, torch.where(x.isnan(), x, x.sign()))
 
 
@@ -46,14 +72,22 @@ def absolute(x: Number) -> Number:
     return x.abs() if isinstance(x, Tensor) else abs(x)
 
 
-def maximum(a: Number, b: Number) -> Number:
+def maximum(a: Any, b: Any) -> Any:
     """Return the larger; NaN where either is NaN."""
-    return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
+    return torch.maximum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
 
 
-def minimum(a: Number, b: Number) -> Number:
+def minimum(a: Any, b: Any) -> Any:
     """Return the smaller; NaN where either is NaN."""
-    return torch.minimum(a, b) if isinstance(a, Tensor) else min(a, b)
+    return torch.minimum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    """Both as tensors of the dtype of the one that is a tensor."""
+    like = a if isinstance(a, Tensor) else b
+    return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(
+        b, dtype=like.dtype, device=like.device
+    )
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:

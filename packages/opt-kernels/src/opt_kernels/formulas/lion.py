@@ -11,6 +11,7 @@ from typing import Any
 
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, sign
+from opt_kernels.formulas.numbers import Number
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float) -> dict[str, float]:
@@ -22,4 +23,11 @@ def update(p: Any, g: Any, exp_avg: Any, *, lr: Any, decay: Any, weight1: Any, w
     return p * decay - lr * direction, fma(weight2, g - exp_avg, exp_avg)
 
 
-LION = Formula(name="lion", states=(State(name="exp_avg"),), scalars=scalars, update=update)
+LION = Formula(
+    name="lion",
+    title="Lion",
+    states=(State("exp_avg"),),
+    numbers=(Number("lr", 1e-4), Number("betas", (0.9, 0.99)), Number("weight_decay", 0.0)),
+    scalars=scalars,
+    update=update,
+)

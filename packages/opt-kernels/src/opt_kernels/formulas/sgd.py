@@ -7,13 +7,14 @@ With g the scaled gradient and b the momentum buffer:
     g <- g + momentum * b  where nesterov, else  b
     p <- p - lr * g
 
-Plain descent has no buffer, and leaves out the second and third lines.
+Where the momentum is zero there is no buffer, and the second and third lines are left out.
 """
 
 from typing import Any
 
 from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import fma, where
+from opt_kernels.formulas.numbers import Choice, Number
 
 
 def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dampening: float) -> dict[str, float]:
@@ -28,30 +29,27 @@ def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dam
 
 def update(
     p: Any, g: Any, momentum_buffer: Any, *,
-    lr: Any, weight_decay: Any, momentum: Any, weight: Any, is_first: Any, nesterov: bool,
+    lr: Any, weight_decay: Any, momentum: Any, weight: Any, is_first: Any, nesterov: bool, has_momentum: bool,
 ) -> Any:  # fmt: skip
     if weight_decay != 0:  # zero times an infinite parameter would be NaN
         g = fma(p, weight_decay, g)
-    momentum_buffer = where(is_first != 0, g, fma(momentum_buffer, momentum, g * weight))
-    g = fma(momentum_buffer, momentum, g) if nesterov else momentum_buffer
+    if has_momentum:
+        momentum_buffer = where(is_first != 0, g, fma(momentum_buffer, momentum, g * weight))
+        g = fma(momentum_buffer, momentum, g) if nesterov else momentum_buffer
     return p - lr * g, momentum_buffer
-
-
-def plain_scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
-    return {"lr": lr, "weight_decay": weight_decay}
-
-
-def plain_update(p: Any, g: Any, *, lr: Any, weight_decay: Any) -> Any:
-    if weight_decay != 0:
-        g = fma(p, weight_decay, g)
-    return p - lr * g
 
 
 SGD = Formula(
     name="sgd",
-    states=(State(name="momentum_buffer"),),
+    title="SGD",
+    states=(State("momentum_buffer", when="has_momentum"),),
+    numbers=(
+        Number("lr", 1e-3),
+        Number("momentum", 0.0),
+        Number("dampening", 0.0),
+        Number("weight_decay", 0.0),
+    ),
+    choices=(Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum")),
     scalars=scalars,
     update=update,
-    constants=(("dampening", 0.0), ("nesterov", False)),
 )
-PLAIN_SGD = Formula(name="sgd_plain", states=(), scalars=plain_scalars, update=plain_update)

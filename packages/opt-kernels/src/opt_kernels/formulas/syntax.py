@@ -8,8 +8,15 @@ from functools import cache
 from typing import Any
 
 from opt_kernels.formulas import functions
+from opt_kernels.formulas.numbers import Constant
 
-FUNCTIONS = ("fma", "sqrt", "power", "sign", "absolute", "maximum", "minimum", "where")
+FUNCTIONS = (
+    "fma", "sqrt", "exp", "log", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
+)  # fmt: skip
+OF_SCALARS = ("power", "q_pochhammer")  # not of elements
+
+
+_FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
 
 
 class FormulaError(ValueError):
@@ -24,6 +31,15 @@ def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
 
 
+def _parsed(function: Callable[..., Any], source: str) -> ast.stmt:
+    try:
+        return ast.parse(source).body[0]
+    except SyntaxError:  # a lambda among other arguments
+        raise FormulaError(
+            f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated"
+        ) from None
+
+
 @cache
 def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
     """The statements of a function, without its docstring. Raises FormulaError where there is no source."""
@@ -33,7 +49,7 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
         raise FormulaError(
             f"{function.__qualname__} has no source to translate: {error}; define it with `def` in a file"
         ) from None
-    found = ast.parse(source).body[0]
+    found = _parsed(function, source)
     if not isinstance(found, ast.FunctionDef):
         raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
     body = found.body
@@ -70,7 +86,7 @@ def scalar_expressions(
     return tuple(statements), tuple(zip(map(str, names), last.value.values))
 
 
-def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, bool | float]) -> list[ast.stmt]:
+def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, Constant]) -> list[ast.stmt]:
     """The statements that run with these constants: branches on constants alone are decided; ends at a return."""
     result: list[ast.stmt] = []
     for statement in body:
@@ -87,7 +103,7 @@ def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, 
     return result
 
 
-def decided(test: ast.expr, constants: Mapping[str, bool | float]) -> ast.expr | bool:
+def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | bool:
     """A condition as far as constants decide it: its truth, or what is left of it."""
     if is_constant(test, constants):
         return bool(evaluated(test, constants))
@@ -101,16 +117,15 @@ def decided(test: ast.expr, constants: Mapping[str, bool | float]) -> ast.expr |
     return left[0] if len(left) == 1 else ast.BoolOp(test.op, left)
 
 
-def is_constant(node: ast.expr, constants: Mapping[str, bool | float]) -> bool:
-    """Whether an expression has no names but those of constants, and no calls."""
-    inner = list(ast.walk(node))
-    return not any(isinstance(n, ast.Call) for n in inner) and all(
-        n.id in constants for n in inner if isinstance(n, ast.Name)
-    )
+def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:
+    """Whether an expression has no names but those of constants and of functions that are called."""
+    called = {id(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
+    names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and id(inner) not in called]
+    return all(name.id in constants for name in names)
 
 
-def evaluated(node: ast.expr, constants: Mapping[str, bool | float]) -> bool | float:
+def evaluated(node: ast.expr, constants: Mapping[str, Constant]) -> Constant:
     """The value of a constant expression."""
     code = compile(ast.Expression(node), "<formula>", "eval")
-    value: bool | float = eval(code, {"__builtins__": {}}, dict(constants))
+    value: Constant = eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(constants))
     return value

@@ -2,10 +2,21 @@
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from opt_kernels.formulas.syntax import FormulaError, body_of, decided, evaluated, folded, is_constant
+from opt_kernels.formulas.numbers import Constant
+from opt_kernels.formulas.syntax import (
+    OF_SCALARS,
+    FormulaError,
+    body_of,
+    decided,
+    evaluated,
+    folded,
+    is_constant,
+    parameters_of,
+    scalar_expressions,
+)
 
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="
@@ -16,7 +27,7 @@ OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.M
 class Dialect(ABC):
     """How a language writes what formulas are made of."""
 
-    def __init__(self, constants: Mapping[str, bool | float]) -> None:
+    def __init__(self, constants: Mapping[str, Constant]) -> None:
         self.constants = constants
 
     @abstractmethod
@@ -49,13 +60,26 @@ class Dialect(ABC):
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"({left} {operator} {right})"
 
+    def raised(self, base: ast.expr, exponent: ast.expr) -> str:
+        """base ** exponent; on elements a square or a cube."""
+        if isinstance(exponent, ast.Constant) and exponent.value in (2, 3):
+            x = self.expression(base)
+            square = self.operation("*", x, x)
+            return square if exponent.value == 2 else self.operation("*", square, x)
+        return self.call("power", [self.expression(base), self.expression(exponent)])
+
     def expression(self, node: ast.expr) -> str:
         """The expression in this language. Raises FormulaError for one that formulas do not have."""
         if is_constant(node, self.constants):
-            return self.literal(float(evaluated(node, self.constants)))
+            value = evaluated(node, self.constants)
+            if isinstance(value, str):
+                raise FormulaError(
+                    f"{ast.unparse(node)!r} is a string; formulas compare them, and compute with numbers"
+                )
+            return self.literal(float(value))
         match node:
             case ast.BinOp(left, ast.Pow(), right):
-                return self.call("power", [self.expression(left), self.expression(right)])
+                return self.raised(left, right)
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
                 return self.operation(OPERATORS[type(op)], self.expression(left), self.expression(right))
             case ast.UnaryOp(ast.USub(), operand):
@@ -122,38 +146,63 @@ def _check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
 
 
 def body_and_results(
-    update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, bool | float]
+    update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Constant]
 ) -> tuple[list[ast.stmt], list[ast.expr]]:
-    """The statements of an update, and its results: the new main, then the new states, which `names` says."""
+    """The statements of an update, and those of its results that are kept: the new main and states, by `names`."""
     *body, last = folded(body_of(update), constants)
     value = last.value if isinstance(last, ast.Return) else None
     results = list(value.elts) if isinstance(value, ast.Tuple) else [] if value is None else [value]
-    if len(results) != len(names):
-        raise FormulaError(f"{update.__qualname__} must end with `return {', '.join(names)}`, the new values")
-    return body, results
+    main, _, *states = parameters_of(update)[0]
+    if len(results) != 1 + len(states):
+        raise FormulaError(f"{update.__qualname__} must end with `return {', '.join((main, *states))}`, the new values")
+    return body, [result for name, result in zip((main, *states), results) if name in names]
 
 
 def check(
-    update: Callable[..., Any], names: Sequence[str], scalars: frozenset[str], constants: Mapping[str, bool | float]
+    update: Callable[..., Any], names: Sequence[str], scalars: frozenset[str], constants: Mapping[str, Constant]
 ) -> None:
-    """Raises FormulaError for an update that cannot be translated."""
+    """Raises FormulaError for an update that cannot be translated, or reads what it does not have."""
     body, results = body_and_results(update, names, constants)
-    dialect = Check(constants)
+    dialect = Check(constants, {*names, "g", *scalars, *constants, *assigned(body)}, update.__qualname__)
     dialect.statements(body, scalars)
     for result in results:
         dialect.expression(result)
 
 
+def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
+    """Raises FormulaError for scalars that cannot be translated, or read what they do not have."""
+    body, values = scalar_expressions(scalars)
+    numbers = frozenset(parameters_of(scalars)[1])
+    dialect = _CheckScalars(constants, {*numbers, *assigned(body)}, scalars.__qualname__)
+    dialect.statements(body, numbers | {*assigned(body)})
+    for _, value in values:
+        dialect.expression(value)
+
+
 class Check(Dialect):
     """A language of no words: what it can be written in, every other can."""
 
+    def __init__(self, constants: Mapping[str, Constant], known: Collection[str], function: str) -> None:
+        super().__init__(constants)
+        self.known = known
+        self.function = function
+
     def name(self, name: str) -> str:
+        if name not in self.known:
+            raise FormulaError(
+                f"{self.function} reads {name}, which is not there; allowed are {', '.join(sorted(self.known))}. "
+                "Read a state that is kept under a choice in an `if` on it; write constants of a module out"
+            )
         return ""
 
     def literal(self, value: float) -> str:
         return ""
 
     def call(self, function: str, arguments: list[str]) -> str:
+        if function in OF_SCALARS:
+            raise FormulaError(
+                f"{self.function} calls {function} on elements, which only scalars can; multiply instead"
+            )
         return ""
 
     def choice(self, condition: str, yes: str, no: str) -> str:
@@ -173,6 +222,13 @@ class Check(Dialect):
 
     def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
         return []
+
+
+class _CheckScalars(Check):
+    """Of scalars, which may call everything."""
+
+    def call(self, function: str, arguments: list[str]) -> str:
+        return ""
 
 
 def assigned(body: Sequence[ast.stmt]) -> list[str]:

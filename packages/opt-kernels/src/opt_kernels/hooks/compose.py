@@ -65,9 +65,12 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
     return Formula(
         name=f"{formula.name}_{name}",
         states=formula.states,
+        numbers=formula.numbers,
         scalars=_function(_scalars_source(formula, parts), f"scalars of {formula.name} {hook!r}", formula),
         update=_function(_update_source(formula, parts), f"update of {formula.name} {hook!r}", formula),
+        choices=formula.choices,
         constants=formula.constants,
+        evaluation=formula.evaluation,
     )
 
 
@@ -99,7 +102,7 @@ def _scalars_source(formula: Formula, parts: _Parts) -> str:
 
 
 def _update_source(formula: Formula, parts: _Parts) -> str:
-    positional, named = parameters_of(formula.update)
+    positional, named = ("p", "g", *formula.result_names[1:]), parameters_of(formula.update)[1]
     body, results = body_and_results(formula.update, formula.result_names, dict(formula.constants))
     added = ["hook_scalar"] if parts.kept is None else ["hook_scalar", "hook_zero"]
     lines = [*parts.before, *(["hook_p = p", "p = hook_zero"] if parts.kept is not None else [])]

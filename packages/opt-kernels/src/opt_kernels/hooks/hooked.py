@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.hooks.elements import HookedElements
+from opt_kernels.hooks.elements import HookedElements, with_hooks
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import CentralizeGradient, CoupledDecay, Hook, HookError, Hooks, checked
 from opt_kernels.rules.base import Needs, Rule
@@ -26,9 +26,7 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
     if not hooks:
         return rule
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
-        made = HookedElements(rule=rule, hooks=hooks)
-        _ = made.formula  # raises for a formula that has no such form
-        return made
+        return with_hooks(rule, hooks)
     if all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks):
         return HookedUpdate(rule=rule, hooks=hooks)
     return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks))
@@ -80,10 +78,17 @@ def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
     state = rule.init_state(main)
     own = dict.fromkeys(getattr(rule, "hyper_names", ()), 0.5)
     for step, grad in enumerate(grads, start=1):
-        hyper = Hyper(lr=0.125 * step, weight_decay=weight_decay, step=step, own=own)
+        hyper = Hyper(lr=0.125 * step, weight_decay=weight_decay, step=step, betas=_betas(rule), own=own)
         with torch.no_grad():
             rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
         yield main.clone()
+
+
+def _betas(rule: Rule) -> tuple[float, ...]:
+    """As many as the rule reads."""
+    inner = bare(rule)
+    declared = inner.formula.defaults.get("betas") if isinstance(inner, ElementwiseRule) else None
+    return declared if isinstance(declared, tuple) else (0.9, 0.999)
 
 
 def _on_cpu(rule: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
+from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
@@ -92,7 +93,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
         packed = super().state_dict()
-        for index, (group, param) in enumerate(_params(self.param_groups)):
+        for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
@@ -113,7 +114,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         found = [
             Saved(self.rule_of(group, param), self.mains, param, loaded["state"][index])
-            for index, (group, param) in zip(indices, _params(groups), strict=True)
+            for index, (group, param) in zip(indices, params_with_groups(groups), strict=True)
             if index in loaded["state"]
         ]
         try:
@@ -221,14 +222,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
         """The numbers that `rule` reads of `group` at this step."""
-        return _hyper(group, step)
+        own = {name: group[name] for name in getattr(rule, "hyper_names", ()) if name in group}
+        return Hyper(step=int(step), own=own, **{name: group[name] for name in OF_HYPER if name in group})
 
 
-def _hyper(group: ParamGroup, step: float) -> Hyper:
-    """The group's numbers at this step: those that it has."""
-    names = ("lr", "weight_decay", "betas", "eps", "momentum")
-    return Hyper(step=int(step), **{name: group[name] for name in names if name in group})
-
-
-def _params(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
+def params_with_groups(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
+    """All parameters in order, each with its group."""
     return [(group, param) for group in groups for param in group["params"]]

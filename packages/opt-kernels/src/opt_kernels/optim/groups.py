@@ -56,7 +56,7 @@ def check_flags(flags: Mapping[str, object]) -> None:
 
 def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ValueError for a key of a new group that neither this optimizer nor a scheduler or trainer reads."""
-    check_flags({name: value for name, value in group.items() if name in _NEUTRAL})
+    check_flags({name: value for name, value in group.items() if name in _NEUTRAL and name not in known})
     for name, value in group.items():
         if name in known or name in _OF_OTHERS or name in _NEUTRAL or name.startswith(_OF_OTHERS_PREFIXES):
             continue
@@ -84,7 +84,8 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
     """Raises ValueError where an option that all groups share is another one in `group`."""
     for name in fixed:
-        if name in group and _plain(group[name]) != _plain(defaults[name]):
+        is_neutral = name in _NEUTRAL and group.get(name) is None
+        if name in group and not is_neutral and _plain(group[name]) != _plain(defaults[name]):
             raise ValueError(
                 f"{name}={group[name]!r} in a group of an optimizer that was built with {defaults[name]!r}, which "
                 f"holds for all of its groups; build it with {name}={group[name]!r}"
@@ -111,7 +112,7 @@ def loaded_groups(
             "that was saved by an optimizer of the same groups"
         )
     for group in saved:
-        for name in ("amsgrad", "maximize"):
+        for name in {"amsgrad", "maximize"} - defaults.keys():
             if group.get(name):
                 raise StateDictError(
                     f"the state_dict was saved with {name}=True, which is not offered; train on without it"

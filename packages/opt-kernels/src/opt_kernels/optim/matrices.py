@@ -2,21 +2,20 @@
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.matrices.stacks import MatrixError, check
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
-from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import MatrixSpec, Work
 
 
@@ -31,7 +30,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     in place of `params`, the optimizer leaves these to the elementwise rule (`opt_kernels.optim.modules.groups_of`).
     Given `named_parameters()`, it warns of names that look like theirs.
 
-    `scalar_options` are fields of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
+    `scalar_options` are those of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
     `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
     """
 
@@ -92,17 +91,7 @@ def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | No
             if options:
                 raise ValueError(f"scalar_options={options!r} without scalar_optimizer; give 'adam' or 'lion'")
             return None
-        case "adam":
-            return _with_options(Adam(backend=backend), options)
-        case "lion":
-            return _with_options(Lion(backend=backend), options)
+        case "adam" | "lion":
+            return elementwise(FORMULAS[name], **{"backend": backend, **options})
         case _:
             raise ValueError(f"scalar_optimizer={name!r} is unknown; give 'adam', 'lion', or None for matrices only")
-
-
-def _with_options(rule: Adam | Lion, options: Mapping[str, Any]) -> Rule:
-    known = [field.name for field in fields(rule)]
-    for name in options:
-        if name not in known:
-            raise ValueError(f"scalar_options has {name!r}; allowed for {rule.name!r} are {', '.join(known)}")
-    return replace(rule, **options)

@@ -10,12 +10,10 @@ from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import is_dtensor, local, spans
 from opt_kernels.optim.mains import Mains, init_main
-from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.sgd import SGD
 from opt_kernels.rules.soap import SOAP
 
 
@@ -24,7 +22,11 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
 
     As in torch.optim. No Triton or C++ sweep computes in float64, so without an explicit backend torch's operations do.
     """
-    if param.dtype is not torch.float64 or not isinstance(rule, Adam | SGD | Lion | Muon):
+    if param.dtype is not torch.float64:
+        return rule
+    if isinstance(rule, ElementwiseRule):
+        return rule.in_float64()
+    if not isinstance(rule, Muon):
         return rule
     kept = [field.name for field in fields(rule) if field.name.endswith("_dtype")]
     wide: dict[str, Any] = {name: torch.float64 for name in kept if getattr(rule, name) is torch.float32}

@@ -1,81 +1,46 @@
-"""Drop-in SGD."""
+"""What drop-in SGD adds to its formula: momentum buffers where a group has a momentum, also one that is set later."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from opt_kernels.dtensor import local
-from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.optim.roster import Member, Sweep
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.sgd import SGD as SGDRule
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules.sgd import SGD as sgd_rule
 from opt_kernels.works import Batch
 
 MOMENTUM = "momentum_buffer"
 
 
-class SGD(RuleOptimizer):
-    """SGD with torch.optim.SGD's arguments and state_dict; parameters of groups with a momentum of 0 have no buffer.
+class MomentumOptimizer(FormulaOptimizer):
+    """SGD; parameters of groups with a momentum of 0 have no buffer. `dampening` is that of every group."""
 
-    `dampening` and `nesterov` are those of every group; lr, momentum and weight decay are each group's own. `mains`,
-    `max_norm`, `foreach`, `fused`: as in `AdamW`. Raises ValueError for an option that is not allowed.
-    """
+    fixed: ClassVar[tuple[str, ...]] = (*FormulaOptimizer.fixed, "dampening")
+    rule: ElementwiseRule
+    _have_momentum: tuple[bool, ...] = ()  # of each group, at the last step
 
-    fixed = ("dampening", "nesterov")
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        mains: str = "param",
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        max_norm: float | None = None,
-        backend: str | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        rule = SGDRule(
-            momentum_buffer=momentum != 0,
-            momentum_buffer_dtype=momentum_buffer_dtype,
-            nesterov=nesterov,
-            dampening=dampening,
-            backend=backend,
-        )
-        self._buffered = replace(rule, momentum_buffer=True)
-        self._plain = replace(rule, momentum_buffer=False, nesterov=False)
-        self._have_momentum: list[bool] = []  # of each group, at the last step
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        flags = {"maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, rule, defaults, mains=mains, max_norm=max_norm, flags=flags)
+    def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
+        rule = super().rule_with(values)
+        buffered = values["momentum"] != 0
+        checked = sgd_rule(momentum_buffer=buffered, nesterov=values["nesterov"], dampening=values["dampening"])
+        return replace(rule, formula=checked.formula)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """With a buffer where the group has a momentum, or had one when the parameter's state was made."""
         has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
-        return for_dtype(self._buffered if has_buffer else self._plain, param)
-
-    def __getstate__(self) -> dict[str, object]:
-        own = {"_buffered": self._buffered, "_plain": self._plain, "_have_momentum": []}
-        return super().__getstate__() | own
+        formula = self.rule.formula.with_constants(has_momentum=has_buffer)
+        return for_dtype(replace(self.rule, formula=formula), param)
 
     def _batches(self) -> dict[Sweep, list[Batch]]:
-        have_momentum = [bool(group["momentum"]) for group in self.param_groups]
+        have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
             self._roster, self._have_momentum = None, have_momentum
         return super()._batches()

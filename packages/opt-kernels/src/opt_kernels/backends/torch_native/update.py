@@ -8,7 +8,9 @@ from torch import Tensor
 from opt_kernels.backends.elements import skipped
 from opt_kernels.backends.torch_native.tiles import Tile, divided, tiles
 from opt_kernels.codecs import StateCodec
-from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.sgd import SGD
 from opt_kernels.works import Batch, Hyper
 
 # Elements that go through a formula together: its temporaries, some of them float64, must stay in the cache.
@@ -64,17 +66,21 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
 def _fused(formula: Formula, hyper: Hyper) -> Sweep | None:
     """torch's fused sweep of this formula: one pass, with the same bits where a processor has fused products."""
     constants = dict(formula.constants)
-    if formula.name == "adam" and not constants["te"]:
-        return _fused_adam(hyper, decoupled=bool(constants["decoupled"]))
-    if formula.name == "sgd":
-        dampening, nesterov = float(constants["dampening"]), bool(constants["nesterov"])
-        return _fused_sgd(hyper, momentum=hyper.momentum, dampening=dampening, nesterov=nesterov)
-    if formula.name == "sgd_plain":
-        return _fused_sgd(hyper, momentum=0.0, dampening=0.0, nesterov=False)
+    if formula.update is ADAM.update and constants["order"] == "torch":
+        decoupled, amsgrad = bool(constants["decoupled_weight_decay"]), bool(constants["amsgrad"])
+        return _fused_adam(hyper, decoupled=decoupled, amsgrad=amsgrad)
+    if formula.update is SGD.update:
+        dampening, has_momentum = number_of(hyper, "dampening", formula), bool(constants["has_momentum"])
+        return _fused_sgd(
+            hyper,
+            momentum=hyper.momentum if has_momentum else 0.0,
+            dampening=float(dampening),
+            nesterov=bool(constants["nesterov"]) and has_momentum,
+        )
     return None
 
 
-def _fused_adam(hyper: Hyper, *, decoupled: bool) -> Sweep:
+def _fused_adam(hyper: Hyper, *, decoupled: bool, amsgrad: bool) -> Sweep:
     fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def sweep(tile: Tile) -> None:
@@ -84,14 +90,14 @@ def _fused_adam(hyper: Hyper, *, decoupled: bool) -> Sweep:
             tile.grads,
             tile.states["exp_avg"],
             tile.states["exp_avg_sq"],
-            [],
+            tile.states.get("max_exp_avg_sq", []),
             [step] * len(tile.mains),
             lr=float(hyper.lr),
             beta1=hyper.betas[0],
             beta2=hyper.betas[1],
             weight_decay=float(hyper.weight_decay),
             eps=hyper.eps,
-            amsgrad=False,
+            amsgrad=amsgrad,
             maximize=False,
         )
 

@@ -20,7 +20,7 @@ HEADER = """
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, root, sign, smaller
 from opt_kernels.backends.triton.quantize import read_state, write_state
-from opt_kernels.backends.triton.scalars import power
+from opt_kernels.backends.triton.scalars import power, q_pochhammer
 from opt_kernels.backends.triton.storage import read_main, write_main
 
 """
@@ -63,7 +63,10 @@ class _Triton(Dialect):
         return [f"if {condition}:", *_indented(yes), *otherwise]
 
     def call(self, function: str, arguments: list[str]) -> str:
-        names = {"maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma"}
+        names = {
+            "maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma",
+            "exp": "tl.exp", "log": "tl.log",
+        }  # fmt: skip
         return f"{names[function]}({', '.join(arguments)})"
 
 
@@ -80,9 +83,14 @@ class _Element(_Triton):
 class _Scalar(_Triton):
     """Of float64 scalars."""
 
+    def literal(self, value: float) -> str:
+        return f"tl.full((), {value!r}, tl.float64)"  # a bare one would be float32 in calls
+
     def call(self, function: str, arguments: list[str]) -> str:
         if function == "power":
             return f"power({arguments[0]}, ({arguments[1]}).to(tl.int64))"
+        if function == "q_pochhammer":
+            return f"q_pochhammer({', '.join(arguments)})"
         return f"tl.sqrt({arguments[0]})" if function == "sqrt" else super().call(function, arguments)
 
 

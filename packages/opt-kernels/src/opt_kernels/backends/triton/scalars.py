@@ -93,6 +93,20 @@ def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
     return result
 
 
+@jit
+def q_pochhammer(a: tl.tensor, q: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """`opt_kernels.formulas.functions.q_pochhammer` in float64."""
+    log_q = tl.log(q)
+    total = a * 0.0
+    term = a * 0.0 + 1.0
+    for j in range(1, 65):
+        term = term * a
+        shrinking = 1.0 - tl.exp(j * log_q)
+        geometric = (1.0 - tl.exp(j * count * log_q)) / tl.where(shrinking == 0, 1.0, shrinking)
+        total += term / j * tl.where(shrinking == 0, count, geometric)
+    return tl.exp(-total)
+
+
 def scalar_block(
     hypers: Sequence[Hyper],
     *,
@@ -104,7 +118,7 @@ def scalar_block(
 
     Raises FrozenHyperError where a CUDA graph is being captured and a number that must change is a host number.
     """
-    own = [(*hyper.betas, hyper.eps, hyper.momentum) for hyper in hypers]
+    own = [(*hyper.betas[:2], hyper.eps, hyper.momentum) for hyper in hypers]
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
     # `fill_scalars` reads the gradient scale last.
     rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))

@@ -1,0 +1,65 @@
+"""Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), with the bias corrections and betas of the authors' code.
+
+With g the scaled gradient, d its change since the last step (0 at the first), and t the step (from 1):
+
+    m <- b1 * m + (1 - b1) * g
+    u <- b2 * u + (1 - b2) * d
+    n <- b3 * n + (1 - b3) * (g + b2 * d)^2
+    p <- (p - lr * (m / (1 - b1^t) + b2 * u / (1 - b2^t)) / (sqrt(n / (1 - b3^t)) + eps)) / (1 + lr * wd)
+
+`betas` are the factors by which averages decay: the paper's are 1 - b. With `no_prox` the weight decays as in AdamW,
+before the update and by 1 - lr * wd. exp_avg, exp_avg_diff and exp_avg_sq are m, u and n.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt, where
+from opt_kernels.formulas.numbers import Choice, Number
+
+
+def scalars(
+    *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, step: float
+) -> dict[str, float]:
+    return {
+        "is_first": where(step == 1, 1.0, 0.0),
+        "decay": 1 - lr * weight_decay,
+        "growth": 1 + lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "beta3": beta3,
+        "weight3": 1 - beta3,
+        "step_size": lr / (1 - power(beta1, step)),
+        "diff_size": lr * beta2 / (1 - power(beta2, step)),
+        "root3": sqrt(1 - power(beta3, step)),
+        "eps": eps,
+    }
+
+
+def update(
+    p: Any, g: Any, exp_avg: Any, exp_avg_diff: Any, exp_avg_sq: Any, previous_grad: Any, *,
+    is_first: Any, decay: Any, growth: Any, weight1: Any, beta2: Any, weight2: Any, beta3: Any, weight3: Any,
+    step_size: Any, diff_size: Any, root3: Any, eps: Any, no_prox: bool,
+) -> Any:  # fmt: skip
+    change = g - where(is_first != 0, g, previous_grad)
+    ahead = fma(beta2, change, g)
+    exp_avg = fma(weight1, g - exp_avg, exp_avg)
+    exp_avg_diff = fma(weight2, change - exp_avg_diff, exp_avg_diff)
+    exp_avg_sq = fma(weight3 * ahead, ahead, exp_avg_sq * beta3)
+    p = p * decay if no_prox else p
+    p = p - fma(diff_size, exp_avg_diff, step_size * exp_avg) / (sqrt(exp_avg_sq) / root3 + eps)
+    return p if no_prox else p / growth, exp_avg, exp_avg_diff, exp_avg_sq, g
+
+
+ADAN = Formula(
+    name="adan",
+    title="Adan",
+    states=(State("exp_avg"), State("exp_avg_diff"), State("exp_avg_sq", signed=False), State("previous_grad")),
+    numbers=(
+        Number("lr", 1e-3), Number("betas", (0.98, 0.92, 0.99)), Number("eps", 1e-8), Number("weight_decay", 0.0),
+    ),
+    choices=(Choice("no_prox", False),),
+    scalars=scalars,
+    update=update,
+)  # fmt: skip

@@ -1,0 +1,66 @@
+"""AdEMAMix (Pagliardini et al. 2024, arXiv 2409.03137, algorithm 1): AdamW with a second, slow momentum.
+
+With g the scaled gradient, t the step (from 1), m1 the fast and m2 the slow momentum, and v the second moment:
+
+    m1 <- b1 * m1 + (1 - b1) * g        m2 <- b3(t) * m2 + (1 - b3(t)) * g        v <- b2 * v + (1 - b2) * g^2
+    p <- p - lr * ((m1 / (1 - b1^t) + alpha(t) * m2) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
+
+    alpha(t) = min(t / alpha_steps, 1) * alpha
+    b3(t) = exp(ln(b1) ln(b3) / ((1 - s) ln(b3) + s ln(b1))),  s = min(t / beta3_steps, 1)
+
+The paper warms both up over all steps of the training, so as not to diverge early on; 0 steps leave them constant.
+`betas` are (b1, b2, b3), exp_avg, exp_avg_slow and exp_avg_sq are m1, m2 and v.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import exp, fma, log, maximum, minimum, power, sqrt
+from opt_kernels.formulas.numbers import Number
+
+
+def scalars(
+    *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, alpha: float,
+    alpha_steps: float, beta3_steps: float, step: float,
+) -> dict[str, float]:  # fmt: skip
+    share = minimum(step / maximum(beta3_steps, 1.0), 1.0)
+    fast = log(maximum(beta1, 1e-30))
+    slow = log(maximum(beta3, 1e-30))
+    beta3_now = exp(fast * slow / ((1 - share) * slow + share * fast))
+    return {
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "weight3": 1 - beta3_now,
+        "correction1": 1 - power(beta1, step),
+        "root2": sqrt(1 - power(beta2, step)),
+        "alpha": minimum(step / maximum(alpha_steps, 1.0), 1.0) * alpha,
+        "lr": lr,
+        "eps": eps,
+    }
+
+
+def update(
+    p: Any, g: Any, exp_avg: Any, exp_avg_slow: Any, exp_avg_sq: Any, *,
+    decay: Any, weight1: Any, beta2: Any, weight2: Any, weight3: Any, correction1: Any, root2: Any, alpha: Any, lr: Any,
+    eps: Any,
+) -> Any:  # fmt: skip
+    exp_avg = fma(weight1, g - exp_avg, exp_avg)
+    exp_avg_slow = fma(weight3, g - exp_avg_slow, exp_avg_slow)
+    exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
+    direction = fma(alpha, exp_avg_slow, exp_avg / correction1) / (sqrt(exp_avg_sq) / root2 + eps)
+    return p * decay - lr * direction, exp_avg, exp_avg_slow, exp_avg_sq
+
+
+ADEMAMIX = Formula(
+    name="ademamix",
+    title="AdEMAMix",
+    states=(State("exp_avg"), State("exp_avg_slow"), State("exp_avg_sq", signed=False)),
+    numbers=(
+        Number("lr", 1e-3), Number("betas", (0.9, 0.999, 0.9999)), Number("eps", 1e-8), Number("weight_decay", 0.0),
+        Number("alpha", 5.0, low=0.0), Number("alpha_steps", 0, low=0), Number("beta3_steps", 0, low=0),
+    ),
+    scalars=scalars,
+    update=update,
+)  # fmt: skip

@@ -1,0 +1,48 @@
+"""LaProp (Ziyin, Wang & Ueda 2020, arXiv 2002.04839, algorithm 1): momentum of normalised gradients.
+
+With g the scaled gradient and t the step (from 1):
+
+    n <- b2 * n + (1 - b2) * g^2
+    m <- b1 * m + (1 - b1) * g / (sqrt(n / (1 - b2^t)) + eps)
+    p <- p - lr * (m / (1 - b1^t) + wd * p)
+
+The paper's mu and nu are b1 and b2; exp_avg and exp_avg_sq are m and n.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt
+from opt_kernels.formulas.numbers import Number
+
+
+def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
+    return {
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "step_size": lr / (1 - power(beta1, step)),
+        "root2": sqrt(1 - power(beta2, step)),
+        "eps": eps,
+    }
+
+
+def update(
+    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *,
+    decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any, eps: Any,
+) -> Any:  # fmt: skip
+    exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
+    normalised = g / (sqrt(exp_avg_sq) / root2 + eps)
+    exp_avg = fma(weight1, normalised - exp_avg, exp_avg)
+    return p * decay - step_size * exp_avg, exp_avg, exp_avg_sq
+
+
+LAPROP = Formula(
+    name="laprop",
+    title="LaProp",
+    states=(State("exp_avg"), State("exp_avg_sq", signed=False)),
+    numbers=(Number("lr", 4e-4), Number("betas", (0.9, 0.999)), Number("eps", 1e-15), Number("weight_decay", 0.0)),
+    scalars=scalars,
+    update=update,
+)

@@ -1,0 +1,57 @@
+"""MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithm 2 with the previous step's gradient): reduced variance.
+
+With g the scaled gradient, g' that of the last step (g at the first), and t the step (from 1):
+
+    c = g + gamma * b1 / (1 - b1) * (g - g')
+    m <- b1 * m + (1 - b1) * c        v <- b2 * v + (1 - b2) * c^2
+    p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
+
+The paper also scales c to a norm of at most 1 for each parameter. That is not elementwise, and is not done here: clip
+the gradients' total norm. exp_avg and exp_avg_sq are m and v.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, power, sqrt, where
+from opt_kernels.formulas.numbers import Number
+
+
+def scalars(
+    *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, gamma: float, step: float
+) -> dict[str, float]:
+    return {
+        "is_first": where(step == 1, 1.0, 0.0),
+        "correction": gamma * beta1 / (1 - beta1),
+        "decay": 1 - lr * weight_decay,
+        "weight1": 1 - beta1,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "step_size": lr / (1 - power(beta1, step)),
+        "root2": sqrt(1 - power(beta2, step)),
+        "eps": eps,
+    }
+
+
+def update(
+    p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, previous_grad: Any, *,
+    is_first: Any, correction: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any,
+    eps: Any,
+) -> Any:  # fmt: skip
+    c = fma(correction, g - where(is_first != 0, g, previous_grad), g)
+    exp_avg = fma(weight1, c - exp_avg, exp_avg)
+    exp_avg_sq = fma(weight2 * c, c, exp_avg_sq * beta2)
+    return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
+
+
+MARS = Formula(
+    name="mars",
+    title="MARSAdamW",
+    states=(State("exp_avg"), State("exp_avg_sq", signed=False), State("previous_grad")),
+    numbers=(
+        Number("lr", 3e-3), Number("betas", (0.95, 0.99)), Number("eps", 1e-8), Number("weight_decay", 0.0),
+        Number("gamma", 0.025, low=0.0),
+    ),
+    scalars=scalars,
+    update=update,
+)  # fmt: skip

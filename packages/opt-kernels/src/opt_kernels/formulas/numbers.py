@@ -1,0 +1,96 @@
+"""What a formula is configured by: the numbers of parameter groups that it reads, and choices of structure."""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from torch import Tensor
+
+NumberValue = float | tuple[float, ...]
+Constant = bool | float | str
+
+
+class NumberError(ValueError):
+    """A number or choice of a rule that is unknown or not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a parameter group. `betas` is a tuple, which scalars read as beta1, beta2, ...
+
+    `lr`, `weight_decay`, `eps` and `momentum` are at least 0, and each of `betas` is in [0, 1), unless declared
+    otherwise.
+    """
+
+    name: str
+    default: NumberValue
+    low: float | None = None  # the smallest number allowed
+    high: float | None = None  # the largest one
+    below: float | None = None  # every number allowed is smaller than this
+
+    def __post_init__(self) -> None:
+        if isinstance(self.default, tuple) and self.name != "betas":
+            raise NumberError(
+                f"{self.name}={self.default!r}: only `betas` may be several numbers; declare each by itself"
+            )
+        if self.low is None and self.high is None and self.below is None:
+            if self.name in ("lr", "weight_decay", "eps", "momentum", "betas"):
+                object.__setattr__(self, "low", 0.0)
+            if self.name == "betas":
+                object.__setattr__(self, "below", 1.0)
+        self.check(self.default)
+
+    def check(self, value: object) -> None:
+        """Raises NumberError for a value that is not allowed."""
+        values = tuple(value) if isinstance(value, tuple | list) else (value,)
+        count = len(self.default) if isinstance(self.default, tuple) else 1
+        is_sequence = isinstance(value, tuple | list)
+        if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
+            verb = "are" if is_sequence else "is"
+            raise NumberError(f"{self.name}={value!r} {verb} not allowed; give {self._allowed()}")
+
+    def _allows(self, value: object) -> bool:
+        if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
+            return False
+        x = float(value)
+        return (
+            not math.isnan(x)
+            and (self.low is None or x >= self.low)
+            and (self.high is None or x <= self.high)
+            and (self.below is None or x < self.below)
+        )
+
+    def _allowed(self) -> str:
+        bounds = {"at least": self.low, "at most": self.high, "below": self.below}
+        parts = [f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None]
+        of = f" of {' and '.join(parts)}" if parts else ""
+        if isinstance(self.default, tuple):
+            return f"{len(self.default)} number{'s' if len(self.default) > 1 else ''}{of}"
+        return f"a number{of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Structure of a formula, the same for all groups and steps: a constant of its source.
+
+    A choice with `off_at_zero` is made by a number: False where it is zero, and True elsewhere.
+    """
+
+    name: str
+    default: Constant
+    allowed: tuple[Constant, ...] = (False, True)
+    off_at_zero: str | None = None
+
+    def check(self, value: object) -> None:
+        """Raises NumberError for a value that is not allowed."""
+        if not any(value is one or (not isinstance(one, bool) and value == one) for one in self.allowed):
+            raise NumberError(
+                f"{self.name}={value!r} is not allowed; give {' or '.join(repr(one) for one in self.allowed)}"
+            )
+
+
+def unknown(name: str, value: object, allowed: list[str], *, of: str) -> NumberError:
+    """The error for an option that does not exist."""
+    near = get_close_matches(name, allowed, n=1)
+    meant = f". Did you mean {near[0]!r}?" if near else ""
+    return NumberError(f"{name}={value!r}: {of} has no such option; allowed are {', '.join(allowed)}{meant}")

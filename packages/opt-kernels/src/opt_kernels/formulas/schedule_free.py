@@ -1,0 +1,73 @@
+"""Schedule-Free AdamW (Defazio et al. 2024, arXiv 2405.15682, algorithm 1), without a schedule of the learning rate.
+
+With y the parameter while it is trained, g its scaled gradient, t the step (from 1), and k = warmup_steps:
+
+    s = lr * min(1, t / k)        c = w(t) / (w(1) + ... + w(t)),  w(i) = min(1, i / k)^2
+    v <- b2 * v + (1 - b2) * g^2        u = g / (sqrt(v / (1 - b2^t)) + eps) + wd * y
+    y <- y + c * (z - y) - s * (1 - b1 * (1 - c)) * u
+    z <- z - s * u                      z is y before the first step
+
+The weights to evaluate with are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). exp_avg_sq is v.
+The weights w(i) are the paper's for a constant lr: warm up with warmup_steps, and do not schedule lr.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, maximum, minimum, power, sqrt, where
+from opt_kernels.formulas.numbers import Number
+
+
+def scalars(
+    *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, warmup_steps: float, step: float
+) -> dict[str, float]:
+    k = maximum(warmup_steps, 1.0)
+    early = minimum(step, k)
+    warmth = early / k
+    share = warmth * warmth / (early * (early + 1) * (2 * early + 1) / (6 * k * k) + maximum(step - k, 0.0))
+    return {
+        "is_first": where(step == 1, 1.0, 0.0),
+        "weight_decay": weight_decay,
+        "beta2": beta2,
+        "weight2": 1 - beta2,
+        "root2": sqrt(1 - power(beta2, step)),
+        "share": share,
+        "step_y": lr * warmth * (1 - beta1 * (1 - share)),
+        "step_z": lr * warmth,
+        "eps": eps,
+    }
+
+
+def update(
+    p: Any, g: Any, z: Any, exp_avg_sq: Any, *,
+    is_first: Any, weight_decay: Any, beta2: Any, weight2: Any, root2: Any, share: Any, step_y: Any, step_z: Any,
+    eps: Any,
+) -> Any:  # fmt: skip
+    z = where(is_first != 0, p, z)
+    exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
+    u = g / (sqrt(exp_avg_sq) / root2 + eps)
+    if weight_decay != 0:
+        u = fma(weight_decay, p, u)
+    return fma(share, z - p, p) - step_y * u, z - step_z * u, exp_avg_sq
+
+
+def averaged(p: Any, z: Any, *, beta1: float) -> Any:
+    return p + (1 - 1 / beta1) * (z - p)
+
+
+def trained(p: Any, z: Any, *, beta1: float) -> Any:
+    return p + (1 - beta1) * (z - p)
+
+
+SCHEDULE_FREE = Formula(
+    name="schedule_free",
+    title="AdamWScheduleFree",
+    states=(State("z"), State("exp_avg_sq", signed=False)),
+    numbers=(
+        Number("lr", 2.5e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0),
+        Number("warmup_steps", 0, low=0),
+    ),
+    scalars=scalars,
+    update=update,
+    evaluation=(averaged, trained),
+)  # fmt: skip

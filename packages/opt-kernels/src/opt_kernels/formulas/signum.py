@@ -1,0 +1,34 @@
+"""Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. Without one it is signSGD.
+
+With g the scaled gradient and m the momentum:
+
+    m <- b * m + (1 - b) * g        sign(0) = 0, sign(NaN) = NaN
+    p <- p - lr * (sign(m) + wd * p)
+
+b is the number `momentum`, m the state momentum_buffer.
+"""
+
+from typing import Any
+
+from opt_kernels.formulas.formula import Formula, State
+from opt_kernels.formulas.functions import fma, sign
+from opt_kernels.formulas.numbers import Number
+
+
+def scalars(*, lr: float, weight_decay: float, momentum: float) -> dict[str, float]:
+    return {"lr": lr, "decay": 1 - lr * weight_decay, "weight": 1 - momentum}
+
+
+def update(p: Any, g: Any, momentum_buffer: Any, *, lr: Any, decay: Any, weight: Any) -> Any:
+    momentum_buffer = fma(weight, g - momentum_buffer, momentum_buffer)
+    return p * decay - lr * sign(momentum_buffer), momentum_buffer
+
+
+SIGNUM = Formula(
+    name="signum",
+    title="Signum",
+    states=(State("momentum_buffer"),),
+    numbers=(Number("lr", 1e-4), Number("momentum", 0.9, low=0.0, below=1.0), Number("weight_decay", 0.0)),
+    scalars=scalars,
+    update=update,
+)

@@ -1,0 +1,303 @@
+# Written by `python -m opt_kernels.optim.stubs`; a test keeps it current.
+import torch
+from torch import Tensor
+
+from opt_kernels.optim.averaged import AveragedOptimizer
+from opt_kernels.optim.base import Params
+from opt_kernels.optim.formula_optimizer import FormulaOptimizer
+from opt_kernels.optim.sgd import MomentumOptimizer
+
+__all__ = [
+    "SGD",
+    "AdEMAMix",
+    "Adam",
+    "AdamW",
+    "AdamWScheduleFree",
+    "Adan",
+    "LaProp",
+    "Lion",
+    "MARSAdamW",
+    "NAdam",
+    "RAdam",
+    "Signum",
+]
+
+class AdamW(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        order: str = "torch",
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        max_exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class Adam(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        decoupled_weight_decay: bool = False,
+        order: str = "torch",
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        max_exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class SGD(MomentumOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class Lion(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.0001,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class Adan(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        no_prox: bool = False,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_diff_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        previous_grad_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class AdEMAMix(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        alpha: float = 5.0,
+        alpha_steps: float = 0,
+        beta3_steps: float = 0,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_slow_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class LaProp(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.0004,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-15,
+        weight_decay: float = 0.0,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class MARSAdamW(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.003,
+        betas: tuple[float, float] = (0.95, 0.99),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        gamma: float = 0.025,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        previous_grad_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class NAdam(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.002,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        momentum_decay: float = 0.004,
+        decoupled_weight_decay: bool = False,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class RAdam(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        *,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class AdamWScheduleFree(AveragedOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0.0,
+        warmup_steps: float = 0,
+        *,
+        z_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...
+
+class Signum(FormulaOptimizer):
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.0001,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        mains: str = "param",
+        stochastic_rounding: bool = False,
+        max_norm: float | None = None,
+        backend: str | None = None,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None: ...

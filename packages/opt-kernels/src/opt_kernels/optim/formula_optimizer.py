@@ -1,0 +1,52 @@
+"""`FormulaOptimizer`: what the drop-in optimizers over formulas share."""
+
+from collections.abc import Mapping
+from inspect import Signature
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+
+FLAGS = ("foreach", "capturable", "differentiable", "fused")  # torch's, which say how a step is computed
+
+
+class FormulaOptimizer(RuleOptimizer):
+    """An optimizer over a formula. `drop_in` makes the classes; their arguments are those of their `__signature__`."""
+
+    fixed: ClassVar[tuple[str, ...]] = ("maximize",)
+    formula: ClassVar[Formula]
+    __signature__: ClassVar[Signature]
+
+    def __init__(self, params: Params, lr: float | Tensor | None = None, *args: Any, **options: Any) -> None:
+        given = (params,) if lr is None else (params, lr)
+        bound = type(self).__signature__.bind(*given, *args, **options)
+        bound.apply_defaults()
+        values: dict[str, Any] = dict(bound.arguments)
+        numbers = {number.name: values[number.name] for number in self.formula.numbers}
+        self.formula.check_numbers(numbers)
+        rule = self.rule_with(values)
+        kept = {name: values.get(name, value) for name, value in rule.formula.constants if name in self.fixed}
+        super().__init__(
+            values["params"],
+            rule,
+            {**numbers, **kept, "maximize": rule.maximize},
+            mains=values["mains"],
+            max_norm=values["max_norm"],
+            flags={name: values[name] for name in FLAGS if name in values},
+        )
+
+    def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
+        """The rule at these arguments."""
+        numbers = {number.name for number in self.formula.numbers}
+        others = {"params", "mains", "max_norm", *FLAGS, *numbers}
+        # torch takes None for a choice that is left at its default.
+        options = {name: value for name, value in values.items() if name not in others and value is not None}
+        return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
+
+    def _check_group(self, group: ParamGroup) -> None:
+        super()._check_group(group)
+        self.formula.check_numbers(group)

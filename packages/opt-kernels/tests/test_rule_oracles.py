@@ -1,0 +1,253 @@
+"""Elementwise rules against their papers, written out in float64, and against torch.optim where it has them."""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels import optim
+from opt_kernels.formulas.functions import q_pochhammer
+from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.works import Batch, Hyper, Work
+
+NUMEL, STEPS = 64, 12
+Paper = Callable[..., Tensor]
+
+
+def start() -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def grads(steps: int = STEPS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(NUMEL, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+# --- the papers: their letters, one line a step ----------------------------------------------------------------------
+
+
+def ademamix(theta: Tensor, gs: list[Tensor], *, eta: float, lam: float, alpha: float, warmup: int) -> Tensor:
+    """arXiv 2409.03137, algorithm 1 and section 3.1; both schedules over `warmup` steps."""
+    b1, b2, b3, eps = 0.9, 0.99, 0.999, 1e-8
+    m1 = m2 = nu = torch.zeros_like(theta)
+    for t, g in enumerate(gs, start=1):
+        a = min(t * alpha / warmup, alpha) if warmup else alpha
+        b = b3
+        if warmup and t < warmup:
+            b = min(
+                math.exp(math.log(b1) * math.log(b3) / ((1 - t / warmup) * math.log(b3) + t / warmup * math.log(b1))),
+                b3,
+            )
+        m1, m2, nu = b1 * m1 + (1 - b1) * g, b * m2 + (1 - b) * g, b2 * nu + (1 - b2) * g * g
+        m1_hat, nu_hat = m1 / (1 - b1**t), nu / (1 - b2**t)
+        theta = theta - eta * ((m1_hat + a * m2) / (nu_hat.sqrt() + eps) + lam * theta)
+    return theta
+
+
+def adan(theta: Tensor, gs: list[Tensor], *, eta: float, lam: float, prox: bool) -> Tensor:
+    """arXiv 2208.06677, algorithm 1 (betas are the paper's: weights of the new), bias corrections of the code."""
+    b1, b2, b3, eps = 0.02, 0.08, 0.01, 1e-8
+    m = v = n = torch.zeros_like(theta)
+    before = gs[0]
+    for k, g in enumerate(gs, start=1):
+        m, v = (1 - b1) * m + b1 * g, (1 - b2) * v + b2 * (g - before)
+        n = (1 - b3) * n + b3 * (g + (1 - b2) * (g - before)) ** 2
+        m_hat, v_hat, n_hat = m / (1 - (1 - b1) ** k), v / (1 - (1 - b2) ** k), n / (1 - (1 - b3) ** k)
+        update = eta / (n_hat.sqrt() + eps) * (m_hat + (1 - b2) * v_hat)
+        theta = (theta - update) / (1 + lam * eta) if prox else (1 - lam * eta) * theta - update
+        before = g
+    return theta
+
+
+def laprop(theta: Tensor, gs: list[Tensor], *, eta: float, lam: float) -> Tensor:
+    """arXiv 2002.04839, algorithm 1."""
+    mu, nu, eps = 0.9, 0.99, 1e-8
+    n = m = torch.zeros_like(theta)
+    for t, g in enumerate(gs, start=1):
+        n = nu * n + (1 - nu) * g * g
+        m = mu * m + (1 - mu) * g / ((n / (1 - nu**t)).sqrt() + eps)
+        theta = theta - eta * m / (1 - mu**t) - eta * lam * theta
+    return theta
+
+
+def signum(x: Tensor, gs: list[Tensor], *, delta: float, lam: float) -> Tensor:
+    """arXiv 1802.04434, algorithm 2 with weight decay."""
+    m = torch.zeros_like(x)
+    for g in gs:
+        m = 0.9 * m + 0.1 * g
+        x = x - delta * (m.sign() + lam * x)
+    return x
+
+
+def mars(x: Tensor, gs: list[Tensor], *, eta: float, lam: float, gamma: float) -> Tensor:
+    """arXiv 2411.10438, algorithm 2 without its clipping, with the last step's own gradient."""
+    b1, b2, eps = 0.95, 0.99, 1e-8
+    m = v = torch.zeros_like(x)
+    before = gs[0]
+    for t, g in enumerate(gs, start=1):
+        c = g + gamma * b1 / (1 - b1) * (g - before)
+        m, v = b1 * m + (1 - b1) * c, b2 * v + (1 - b2) * c * c
+        x = x - eta * (m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps) + lam * x)
+        before = g
+    return x
+
+
+def schedule_free(y: Tensor, gs: list[Tensor], *, gamma: float, lam: float, warmup: int) -> Tensor:
+    """arXiv 2405.15682, algorithm 1, in its own terms x, y, z; gives x and y side by side."""
+    b1, b2, eps = 0.9, 0.99, 1e-8
+    x = z = y
+    v, total = torch.zeros_like(y), 0.0
+    for t, g in enumerate(gs, start=1):
+        gamma_t = gamma * min(1.0, t / warmup) if warmup else gamma
+        y = (1 - b1) * z + b1 * x
+        v = b2 * v + (1 - b2) * g * g
+        z = z - gamma_t * (g / ((v / (1 - b2**t)).sqrt() + eps) + lam * y)
+        total += gamma_t**2
+        c = gamma_t**2 / total
+        x = (1 - c) * x + c * z
+    return torch.cat([x, (1 - b1) * z + b1 * x])
+
+
+PAPERS: Mapping[str, tuple[str, dict[str, Any], Paper]] = {
+    "ademamix": (
+        "ademamix", {"betas": (0.9, 0.99, 0.999), "alpha": 8.0},
+        lambda x, gs: ademamix(x, gs, eta=0.01, lam=0.1, alpha=8.0, warmup=0),
+    ),
+    "ademamix with schedules": (
+        "ademamix", {"betas": (0.9, 0.99, 0.999), "alpha": 8.0, "alpha_steps": 7, "beta3_steps": 7},
+        lambda x, gs: ademamix(x, gs, eta=0.01, lam=0.1, alpha=8.0, warmup=7),
+    ),
+    "adan": (
+        "adan", {"betas": (0.98, 0.92, 0.99)}, lambda x, gs: adan(x, gs, eta=0.01, lam=0.1, prox=True)
+    ),
+    "adan without prox": (
+        "adan", {"betas": (0.98, 0.92, 0.99), "no_prox": True}, lambda x, gs: adan(x, gs, eta=0.01, lam=0.1, prox=False)
+    ),
+    "laprop": (
+        "laprop", {"betas": (0.9, 0.99), "eps": 1e-8}, lambda x, gs: laprop(x, gs, eta=0.01, lam=0.1)
+    ),
+    "signum": ("signum", {}, lambda x, gs: signum(x, gs, delta=0.01, lam=0.1)),
+    "mars": ("mars", {"gamma": 0.3}, lambda x, gs: mars(x, gs, eta=0.01, lam=0.1, gamma=0.3)),
+    "schedule_free": (
+        "schedule_free", {"betas": (0.9, 0.99)},
+        lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=0)[NUMEL:],
+    ),
+    "schedule_free with warmup": (
+        "schedule_free", {"betas": (0.9, 0.99), "warmup_steps": 5},
+        lambda x, gs: schedule_free(x, gs, gamma=0.01, lam=0.1, warmup=5)[NUMEL:],
+    ),
+}  # fmt: skip
+
+
+def run(name: str, *, steps: int = STEPS, **options: Any) -> Tensor:
+    """The weights of the rule after so many steps, in float64."""
+    formula = FORMULAS[name]
+    choices = {choice.name for choice in formula.choices}
+    rule = elementwise(formula, backend="reference", **{k: v for k, v in options.items() if k in choices}).in_float64()
+    numbers = (
+        formula.defaults | {"lr": 0.01, "weight_decay": 0.1} | {k: v for k, v in options.items() if k not in choices}
+    )
+    hyper = Hyper(
+        own={name: numbers[name] for name in rule.hyper_names},
+        **{name: numbers[name] for name in ("lr", "weight_decay", "betas", "eps", "momentum") if name in numbers},
+    )
+    main = start()
+    state = rule.init_state(main)
+    for step, grad in enumerate(grads(steps), start=1):
+        rule.update_([Batch(replace(hyper, step=step), [Work(grad=grad, main=main, state=state)])])
+    return main
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_rule_takes_its_papers_steps(name: str) -> None:
+    rule, options, paper = PAPERS[name]
+    # Both in float64: a few roundings a step.
+    torch.testing.assert_close(run(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
+
+
+def test_the_averaged_weights_are_the_papers() -> None:
+    param = torch.nn.Parameter(start())
+    optimizer = optim.AdamWScheduleFree([param], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1, warmup_steps=5)
+    for grad in grads():
+        param.grad = grad
+        optimizer.step()
+    optimizer.eval()
+    expected = schedule_free(start(), grads(), gamma=0.01, lam=0.1, warmup=5)
+    torch.testing.assert_close(param.detach(), expected[:NUMEL], rtol=1e-11, atol=1e-12)
+
+
+def test_every_rule_has_an_oracle() -> None:
+    ours = {rule for rule, _, _ in PAPERS.values()} | set(TORCH_RULES)
+    assert ours | {"lion"} == set(FORMULAS)  # Lion's is in test_elementwise_rules
+
+
+# --- torch.optim -----------------------------------------------------------------------------------------------------
+
+TORCH_RULES = ("adam", "sgd", "nadam", "radam")
+TORCH: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "NAdam": ("NAdam", {}, {"lr": 0.01, "weight_decay": 0.1}),
+    "NAdam decoupled": ("NAdam", {}, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "NAdam, other momentum_decay": ("NAdam", {}, {"lr": 0.01, "momentum_decay": 0.3}),
+    "NAdam, constant momentum": ("NAdam", {}, {"lr": 0.01, "momentum_decay": 0.0}),
+    "RAdam": ("RAdam", {}, {"lr": 0.01, "weight_decay": 0.1}),
+    "RAdam decoupled": ("RAdam", {}, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam, short memory": ("RAdam", {}, {"lr": 0.01, "betas": (0.8, 0.6)}),  # never rectified: r = 4
+    "AdamW amsgrad": ("AdamW", {}, {"lr": 0.01, "amsgrad": True}),
+    "AdamW maximize": ("AdamW", {}, {"lr": 0.01, "maximize": True}),
+    "Adam amsgrad, maximize": ("Adam", {}, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
+    "SGD maximize": ("SGD", {}, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", TORCH)
+def test_a_drop_in_takes_torchs_steps(name: str, dtype: torch.dtype) -> None:
+    cls, _, options = TORCH[name]
+    results = []
+    for module in (optim, torch.optim):
+        param = torch.nn.Parameter(start().to(dtype))
+        optimizer = getattr(module, cls)([param], **options)
+        for grad in grads(40):
+            param.grad = grad.to(dtype)
+            optimizer.step()
+        results.append(param.detach())
+    # torch keeps NAdam's product in float32, 2^-24 of it a step.
+    exact = 1e-6 if "NAdam" in name else 1e-12
+    tolerance = {"rtol": exact, "atol": exact} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 2e-6}
+    torch.testing.assert_close(*results, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("a", "q", "count"), [(0.48, 0.96, 1), (0.48, 0.96, 500), (0.4999, 0.99984, 3000), (0.3, 1.0, 9)]
+)
+def test_the_product_of_nadam_is_the_product(a: float, q: float, count: int) -> None:
+    expected = math.prod(1 - a * q**k for k in range(count))
+    assert q_pochhammer(a, q, count) == pytest.approx(expected, rel=1e-11)
+
+
+# --- states that torch.optim exchanges -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"maximize": True}], ids=["amsgrad", "maximize"])
+def test_states_with_options_go_to_torch_and_back(options: dict[str, Any]) -> None:
+    ours, theirs = (torch.nn.Parameter(start().float()) for _ in range(2))
+    a, b = optim.AdamW([ours], lr=0.01, **options), torch.optim.AdamW([theirs], lr=0.01, **options)
+    for grad in grads(3):
+        ours.grad = theirs.grad = grad.float()
+        a.step()
+        b.step()
+    a.load_state_dict(copy.deepcopy(b.state_dict()))
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for grad in grads(3):
+        ours.grad = theirs.grad = grad.float()
+        a.step()
+        b.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    with pytest.raises(optim.StateDictError, match=f"build it with {next(iter(options))}=True"):
+        optim.AdamW([ours]).load_state_dict(b.state_dict())
