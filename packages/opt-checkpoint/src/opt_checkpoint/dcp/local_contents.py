@@ -1,17 +1,20 @@
-"""What a rank holds and could write, in integers and names, as the coordinator sees it."""
+"""What a rank holds and could write, as columns of integers and names, which the coordinator receives."""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, boxes_of
+from opt_checkpoint.boxes.box import FlatBox, boxes_of
 from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointingException
@@ -22,26 +25,57 @@ from opt_checkpoint.state.tree import Path, path_text
 
 _SUMMED_BYTES = 1 << 20  # that a sum widens to 64 bits at a time
 _ODD = 0x9E3779B1
+MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
 
 
-class LocalTensor(NamedTuple):
-    """One sharded tensor of a rank: the boxes it could write.
+class HeldShard(NamedTuple):
+    """A sharded tensor of this rank and the boxes that it holds, none empty."""
+
+    shard: ShardedTensor
+    boxes: tuple[FlatBox, ...]
+
+
+class LocalTensors(NamedTuple):
+    """The sharded tensors of a rank as columns.
 
     Args:
-        key: the global tensor.
-        dtype: its dtype by name.
-        shape: its global shape.
-        boxes: the parts held here, none empty.
-        main: whether this is the main replica of them.
-        digest: of the values, where other ranks may hold the same boxes as main replicas; None elsewhere.
+        keys: of each tensor.
+        dtype_names: the dtypes that occur.
+        dtypes: of each tensor, a number in `dtype_names`, uint8.
+        flags: of each tensor, a sum of `MAIN`, `MAY_REPEAT` and `PLAIN`, uint8.
+        ndim: of each tensor, uint8.
+        boxes: how many boxes each tensor has, int32.
+        shapes: the global shapes one after another, int64.
+        offsets: those of all boxes one after another, int64.
+        sizes: as `offsets`.
     """
 
-    key: str
-    dtype: str
-    shape: Shape
-    boxes: tuple[Box, ...]
-    main: bool
-    digest: int | None = None
+    keys: list[str]
+    dtype_names: tuple[str, ...]
+    dtypes: Array
+    flags: Array
+    ndim: Array
+    boxes: Array
+    shapes: Array
+    offsets: Array
+    sizes: Array
+
+    @classmethod
+    def of(cls, held: Sequence[HeldShard], flags: Sequence[int]) -> LocalTensors:
+        """The columns of the tensors that a rank holds."""
+        names = sorted({dtype_name(h.shard.dtype) for h in held})
+        numbers = {name: number for number, name in enumerate(names)}
+        return cls(
+            keys=[h.shard.key for h in held],
+            dtype_names=tuple(names),
+            dtypes=np.array([numbers[dtype_name(h.shard.dtype)] for h in held], np.uint8),
+            flags=np.array(flags, np.uint8),
+            ndim=np.array([len(h.shard.global_shape) for h in held], np.uint8),
+            boxes=np.array([len(h.boxes) for h in held], np.int32),
+            shapes=np.array([n for h in held for n in h.shard.global_shape], np.int64),
+            offsets=np.array([n for h in held for b in h.boxes for n in b.box.offsets], np.int64),
+            sizes=np.array([n for h in held for b in h.boxes for n in b.box.sizes], np.int64),
+        )
 
 
 class LocalObject(NamedTuple):
@@ -60,42 +94,78 @@ class LocalObject(NamedTuple):
     main: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalContents:
-    """All that one rank could write, and the fingerprints of what must be equal on all ranks that hold it.
+class LocalLayout(NamedTuple):
+    """What a rank holds, whatever the values: all that a plan depends on.
 
     Args:
         tensors: the sharded tensors.
         objects: the sharded objects.
-        common: fingerprints of plain values and of plain tensors, by path.
         plain: paths of the plain tensors, by key; the first rank that holds one is its main replica.
     """
 
-    tensors: tuple[LocalTensor, ...]
+    tensors: LocalTensors
     objects: tuple[LocalObject, ...]
+    plain: dict[str, Path]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of all of it: equal for equal layouts."""
+        columns = [column for column in self.tensors if isinstance(column, np.ndarray)]
+        about = (self.tensors.keys, self.tensors.dtype_names, self.objects, list(self.plain.items()))
+        lengths = [len(column) for column in columns]
+        digest = hashlib.sha256(repr((about, lengths)).encode("utf-8", "surrogatepass"))
+        for column in columns:
+            digest.update(column.tobytes())
+        return digest.digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalContents:
+    """What a rank sends to the coordinator.
+
+    Args:
+        layout: what it holds; None where the coordinator remembers it.
+        digests: of the values of each tensor with the flag `MAY_REPEAT`, int64.
+        common: fingerprints of plain values and of plain tensors, by path; empty where they are known to be equal.
+    """
+
+    layout: LocalLayout | None
+    digests: Array
     common: dict[str, int] = field(default_factory=dict)
-    plain: dict[str, Path] = field(default_factory=dict)
 
 
-def local_contents(flat: FlatState) -> LocalContents:
+def held_shards(flat: FlatState) -> list[HeldShard]:
+    """The sharded tensors of a state in a fixed order, with their boxes."""
+    return [HeldShard(shard, tuple(boxes_of(shard))) for shard in flat.tensors.values()]
+
+
+def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
     """What a rank tells the coordinator about its state.
+
+    Args:
+        flat: the state.
+        held: `held_shards(flat)`.
 
     Raises:
         CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
             two different tensors have one key.
     """
     _check_distinct(flat)
+    for shard in flat.tensors.values():
+        _check_storable(shard)
     plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
     values = {**flat.common, **plain}
     seen: dict[ShardIdentity, ShardedTensor] = {}
+    flags = [_flags(shard, seen) | (PLAIN if path in plain else 0) for path, shard in flat.tensors.items()]
+    objects = [
+        LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
+    ]
+    paths = {flat.tensors[path].key: path for path in plain}
+    digests = [_digest(h.shard) for h, flag in zip(held, flags, strict=True) if flag & MAY_REPEAT]
     return LocalContents(
-        tensors=tuple(_local_tensor(t, is_copy=_is_copy(t, seen)) for t in flat.tensors.values()),
-        objects=tuple(
-            LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id))
-            for o in flat.objects.values()
-        ),
+        layout=LocalLayout(LocalTensors.of(held, flags), tuple(objects), paths),
+        digests=np.array(digests, np.int64),
         common={path_text(path): fingerprint(value) for path, value in values.items()},
-        plain={flat.tensors[path].key: path for path in plain},
     )
 
 
@@ -117,43 +187,6 @@ def _check_distinct(flat: FlatState) -> None:
         )
 
 
-def with_one_main_each(per_rank: Sequence[LocalContents]) -> list[LocalContents]:
-    """The contents of all ranks, where of blocks that may repeat and have equal values the first is the main replica.
-
-    Blocks with other values stay main replicas, which validation refuses.
-    """
-    first: dict[tuple[str, tuple[Box, ...]], int] = {}
-
-    def settled(tensor: LocalTensor) -> LocalTensor:
-        if not tensor.main or tensor.digest is None or not tensor.boxes:
-            return tensor
-        at = tensor.key, tensor.boxes
-        is_repeated = at in first and first[at] == tensor.digest
-        first.setdefault(at, tensor.digest)
-        return tensor._replace(main=not is_repeated)
-
-    return [replace(own, tensors=tuple(map(settled, own.tensors))) for own in per_rank]
-
-
-def with_plain_on_one(per_rank: Sequence[LocalContents], *, only_first: bool) -> list[LocalContents]:
-    """The contents with one main replica of every plain tensor: on the first rank that holds it.
-
-    Args:
-        per_rank: what each rank could write, by rank.
-        only_first: whether the other ranks' copies may not be written, because they may differ.
-    """
-    taken: set[str] = set()
-    changed = []
-    for own in per_rank:
-        again = own.plain.keys() & taken
-        tensors = [t if t.key not in again else t._replace(main=False) for t in own.tensors]
-        if only_first:
-            tensors = [t if t.key not in again else t._replace(boxes=()) for t in tensors]
-        changed.append(replace(own, tensors=tuple(tensors)))
-        taken |= own.plain.keys()
-    return changed
-
-
 def _is_copy(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> bool:
     """Whether this rank holds the same block twice with equal values, as a parameter that two model chunks share."""
     if shard.data is None or not is_main_replica(shard.replica_id):
@@ -171,9 +204,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _digest(tensor: Tensor) -> int:
+def _digest(shard: ShardedTensor) -> int:
     """A number equal for equal values; on a device a weighted sum, so that values need not come to the host."""
-    return fingerprint(tensor) if tensor.device.type == "cpu" else weighted_sum(tensor)
+    if shard.data is None:
+        return 0
+    return fingerprint(shard.data) if shard.data.device.type == "cpu" else weighted_sum(shard.data)
 
 
 def weighted_sum(tensor: Tensor) -> int:
@@ -185,17 +220,18 @@ def weighted_sum(tensor: Tensor) -> int:
     return int(total)
 
 
-def _local_tensor(shard: ShardedTensor, *, is_copy: bool) -> LocalTensor:
+def _check_storable(shard: ShardedTensor) -> None:
     if shard.data is None:
         raise CheckpointingException(f"{shard.key} has no data to save")
     if shard.data.is_meta:
         raise CheckpointingException(f"{shard.key} is on the meta device, without values; materialise it before saving")
     if not is_storable(shard.dtype):
         raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
-    boxes = tuple(held.box for held in boxes_of(shard))
-    main = is_main_replica(shard.replica_id) and not is_copy
-    digest = _digest(shard.data) if main and shard.may_repeat else None
-    return LocalTensor(shard.key, dtype_name(shard.dtype), shard.global_shape, boxes, main, digest)
+
+
+def _flags(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> int:
+    main = is_main_replica(shard.replica_id) and not _is_copy(shard, seen)
+    return (MAIN | (MAY_REPEAT if shard.may_repeat else 0)) if main else 0
 
 
 def fingerprint(value: Any) -> int:

@@ -7,35 +7,30 @@ they are whole, before any memory is touched.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from opt_checkpoint.boxes.box import Box, FlatBox, boxes_of
-from opt_checkpoint.dcp.balance import Part, assign_parts
-from opt_checkpoint.dcp.local_contents import LocalContents, local_contents, with_one_main_each, with_plain_on_one
-from opt_checkpoint.dcp.validation import common_differences, validate_sharding_integrity
-from opt_checkpoint.disk.dtype_names import dtype_from_name
+from opt_checkpoint.boxes.box import Box, FlatBox
+from opt_checkpoint.dcp.global_plan import GlobalPlan
+from opt_checkpoint.dcp.local_contents import LocalContents, held_shards, local_contents
+from opt_checkpoint.dcp.plan_cache import Agreement, Offer, PlanCache
+from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.disk.torch_zip_reader import dump_object
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
-from opt_checkpoint.state.sharded import Shape, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import Path, nest, path_text, scopes
 
 logger = logging.getLogger(__name__)
@@ -55,6 +50,37 @@ class _HeldBox(NamedTuple):
     held: FlatBox
 
 
+class _Part(NamedTuple):
+    """A box that this rank is to write, within one that it holds."""
+
+    source: _HeldBox
+    box: Box
+
+
+class Planned(NamedTuple):
+    """A plan with the objects that rank 0 writes for all.
+
+    Args:
+        plan: the plan.
+        objects: unique keys of the objects that each rank writes.
+        stock_only: keys of the plain values that rank 0 also writes on their own, for stock readers.
+    """
+
+    plan: GlobalPlan
+    objects: list[list[str]]
+    stock_only: frozenset[str]
+
+
+class PlannedMetadata(Metadata):
+    """What the storage writer needs to know; `dcp.save` also sends it to every rank, where nobody looks at it."""
+
+    def __init__(self, planned: Planned) -> None:
+        super().__init__({}, planned)
+
+    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
+        return Metadata, ({},)
+
+
 def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
     """The values of `part`, a box within a held box, as a view of the shard's data.
 
@@ -68,8 +94,9 @@ def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
         whole = data.detach()[(None,) * shard.prepend_axis_num]
     else:
         whole = data.detach()[held.start : held.stop].view(held.box.sizes)
-    for axis, (low, base, size) in enumerate(zip(part.offsets, held.box.offsets, part.sizes)):
-        whole = whole.narrow(axis, low - base, size)
+    if part != held.box:
+        for axis, (low, base, size) in enumerate(zip(part.offsets, held.box.offsets, part.sizes)):
+            whole = whole.narrow(axis, low - base, size)
     return whole
 
 
@@ -84,66 +111,108 @@ def _data(shard: ShardedTensor) -> Tensor:
 class ShardedSavePlanner(SavePlanner):
     """Plans the save of one nested state of sharded types.
 
-    The state comes through the constructor, and the `state_dict` that `dcp.save` passes on is not looked at: flattening
-    belongs to the first planning step, whose errors reach every rank.
+    The state comes through the constructor, and the `state_dict` that `dcp.save` passes on is not looked at. Plans are
+    columns of integers; objects of DCP are made for what this rank writes only.
 
     Args:
         state: nested dicts of sharded types and plain values.
         common: what to do where ranks disagree on a plain value.
+        cache: the plan of an earlier save.
     """
 
-    def __init__(self, state: ShardedStateDict, *, common: Common = Common.EQUAL) -> None:
+    def __init__(
+        self, state: ShardedStateDict, *, common: Common = Common.EQUAL, cache: PlanCache | None = None
+    ) -> None:
         self._state = state
         self._policy = common
+        self._cache = cache or PlanCache()
+        self._agreement = Agreement(plan=b"", is_remembered=False, equal_common=False)
+        self._rank = -1
         self._flat: FlatState | None = None
-        self._sources: dict[str, list[_HeldBox]] = {}
+        self._boxes: list[_HeldBox] = []
+        self._contents: LocalContents | None = None
+        self._plan: GlobalPlan | None = None
+        self._first_ranks_objects: list[str] = []
+        self._stock_values: dict[str, Any] = {}
+
+    def offer(self, rank: int) -> Offer:
+        """Take the state apart, and say what ranks must agree on before they plan.
+
+        Args:
+            rank: this process's number among those that save.
+
+        Raises:
+            CheckpointingException: the state cannot be taken apart or stored.
+        """
+        contents = self._prepared()
+        if contents.layout is None:
+            raise RuntimeError("a rank knows its own layout")
+        common = hashlib.sha256(repr(sorted(contents.common.items())).encode("utf-8", "surrogatepass")).digest()
+        self._rank = rank
+        return Offer(contents.layout.fingerprint, common, self._cache.name_for(rank))
+
+    def accept(self, offers: Sequence[Offer]) -> None:
+        """Go by the offers of all ranks; without this, the whole plan is made anew."""
+        self._agreement = Agreement.of(offers, self._policy.value)
+
+    def _prepared(self) -> LocalContents:
+        if self._contents is None:
+            self._flat = flatten_state(self._state)
+            held = held_shards(self._flat)
+            self._boxes = [_HeldBox(h.shard, box) for h in held for box in h.boxes]
+            self._contents = local_contents(self._flat, held)
+        return self._contents
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Take the state apart; raises CheckpointingException where that fails."""
-        self._flat = flatten_state(self._state)
-        self._stock_values = stock_values(self._flat)
-        for shard in self._flat.tensors.values():
-            sources = self._sources.setdefault(shard.key, [])
-            sources.extend(_HeldBox(shard, held) for held in boxes_of(shard))
+        self._prepared()
 
     @property
     def flat(self) -> FlatState:
-        """The state taken apart."""
+        """The state by kind and path."""
         if self._flat is None:
-            raise RuntimeError("set_up_planner has not been called")
+            raise RuntimeError("set_up_planner was not called")
         return self._flat
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write, as `planner_data`; what it does write is decided by the coordinator."""
-        return SavePlan([], planner_data=local_contents(self.flat))
+        """All that this rank could write, for the coordinator; of a remembered plan only what depends on values."""
+        contents = self._prepared()
+        if self._agreement.is_remembered:
+            contents = replace(contents, layout=None)
+        if self._agreement.equal_common:
+            contents = replace(contents, common={})
+        return SavePlan([], planner_data=contents)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Validate what all ranks hold and deal them out.
+        """Validate what all ranks hold and deal them out; or use the plan that all ranks remember.
 
         Raises:
             CheckpointingException: they do not fit together.
         """
         contents: list[LocalContents] = [plan.planner_data for plan in all_plans]
-        self._judge_common(contents)
-        contents = with_plain_on_one(contents, only_first=self._policy is Common.FIRST_RANK)
-        per_rank = with_one_main_each(contents)
-        validate_sharding_integrity(per_rank)
-        parts = assign_parts(per_rank)
-        described = {o.key: (o.dtype, o.shape) for own in per_rank for o in own.tensors}
-        objects = _object_writers(per_rank)
-        plans = [
-            SavePlan([*(_tensor_item(p, *described[p.key]) for p in own), *map(_object_item, objects[rank])])
-            for rank, own in enumerate(parts)
-        ]
-        values = [key for key in self._stock_values if key not in described]
-        plans[0] = SavePlan([*plans[0].items, *map(_object_item, values)])
-        paths = {key: path for own in per_rank for key, path in own.plain.items()}
-        return plans, _metadata(described, parts, objects, paths)
+        digests = np.concatenate([own.digests for own in contents])
+        remembered = self._cache.plan if self._agreement.is_remembered else None
+        layouts = remembered.layouts if remembered else [own.layout for own in contents if own.layout is not None]
+        self._judge_common(contents, [own.plain for own in layouts])
+        if remembered is None:
+            plan = GlobalPlan.of(layouts, digests, only_first=self._policy is Common.FIRST_RANK)
+        else:
+            plan = remembered
+            plan.check_values(digests)
+        assigned = [None] * len(contents) if remembered else plan.assigned()
+        self._plan, self._stock_values = plan, stock_values(self.flat)
+        stock_only = self._stock_values.keys() - plan.held.keys
+        self._first_ranks_objects = [COMMON_KEY, *(key for key in self._stock_values if key in stock_only)]
+        objects = [[*plan.objects[0], *self._first_ranks_objects], *plan.objects[1:]]
+        planned = Planned(plan, objects, frozenset(stock_only))
+        return [SavePlan([], planner_data=own) for own in assigned], PlannedMetadata(planned)
 
-    def _judge_common(self, per_rank: list[LocalContents]) -> None:
-        differing = common_differences(per_rank)
+    def _judge_common(self, contents: Sequence[LocalContents], plain: Sequence[Mapping[str, Path]]) -> None:
+        if self._agreement.equal_common:
+            return
+        differing = common_differences([own.common for own in contents], plain)
         if not differing:
             return
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
@@ -155,20 +224,37 @@ class ShardedSavePlanner(SavePlanner):
         logger.warning("%s; rank 0's are stored", text)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it came; nothing is left to decide."""
-        return new_plan
+        """The plan with an item for each part and object, and the sum that names the parts; this rank remembers it."""
+        assigned = new_plan.planner_data or self._cache.assigned
+        if assigned is None:
+            raise RuntimeError("a rank that remembers no plan agreed to use one")
+        if self._agreement.plan:
+            self._cache.keep(self._agreement.plan, self._rank, assigned, self._plan)
+        self._parts = [
+            self._part(*values)
+            for values in zip(assigned.box.tolist(), assigned.offsets.tolist(), assigned.sizes.tolist(), strict=True)
+        ]
+        tensors = [_tensor_item(part.source.shard.key, number) for number, part in enumerate(self._parts)]
+        objects = map(_object_item, [*assigned.objects, *self._first_ranks_objects])
+        return SavePlan([*objects, *tensors], new_plan.storage_data, assigned.crc)
+
+    def _part(self, box: int, offsets: list[int], sizes: list[int]) -> _Part:
+        source = self._boxes[box]
+        axes = len(source.held.box.sizes)
+        part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+        if part != source.held.box and source.held.box.overlap(part) != part:
+            raise CheckpointingException(f"{source.shard.key}: the plan wants {part} of the box {source.held.box}")
+        return _Part(source, part)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """A view of this rank's memory for a tensor; the bytes of an object."""
-        key = write_item.index.fqn
-        if write_item.type is WriteItemType.BYTE_IO:
+        key, number = write_item.index.fqn, write_item.index.index
+        if write_item.type is WriteItemType.BYTE_IO or number is None:
             if key in self._stock_values:
                 return _bare_archive(self._stock_values[key])
             return io.BytesIO(dump_object(self._object(key), key))
-        chunk = _chunk(write_item)
-        part = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        source = next(s for s in self._sources[key] if s.held.box.overlap(part) == part)
-        return view_of(source.shard, source.held, part)
+        (shard, held), part = self._parts[number]
+        return view_of(shard, held, part)
 
     def _object(self, key: str) -> Any:
         if key == COMMON_KEY:
@@ -204,49 +290,10 @@ def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
         yield path_text(path), value
 
 
-def _chunk(write_item: WriteItem) -> ChunkStorageMetadata:
-    if write_item.tensor_data is None:
-        raise RuntimeError(f"{write_item.index} is no tensor")
-    return write_item.tensor_data.chunk
-
-
-def _object_writers(per_rank: list[LocalContents]) -> list[list[str]]:
-    """Unique keys of the objects that each rank writes: their main replicas; rank 0 the common state too."""
-    keys = [[o.unique_key for o in own.objects if o.main] for own in per_rank]
-    keys[0].append(COMMON_KEY)
-    return keys
-
-
-def _tensor_item(part: Part, dtype: str, shape: Shape) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(part.key, part.box.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes)),
-            properties=TensorProperties(dtype_from_name(dtype)),
-            size=torch.Size(shape),
-        ),
-    )
+def _tensor_item(key: str, number: int) -> WriteItem:
+    """A part of a tensor, by its number among those of this rank."""
+    return WriteItem(index=MetadataIndex(key, index=number), type=WriteItemType.SHARD)
 
 
 def _object_item(unique_key: str) -> WriteItem:
     return WriteItem(index=MetadataIndex(unique_key), type=WriteItemType.BYTE_IO)
-
-
-def _metadata(
-    described: dict[str, tuple[str, Shape]],
-    parts: list[list[Part]],
-    objects: list[list[str]],
-    paths: dict[str, Path],
-) -> Metadata:
-    """What is stored; `planner_data` has the paths of plain tensors, as stock planners record them."""
-    state: dict[str, Any] = {
-        key: TensorStorageMetadata(TensorProperties(dtype_from_name(dtype)), torch.Size(shape), [])
-        for key, (dtype, shape) in described.items()
-    }
-    for own in parts:
-        for part in own:
-            chunk = ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
-            state[part.key].chunks.append(chunk)
-    state.update((key, BytesStorageMetadata()) for own in objects for key in own)
-    return Metadata(state, paths)

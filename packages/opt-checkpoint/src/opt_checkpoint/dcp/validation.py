@@ -4,99 +4,120 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.boxes.reshard import first_overlap
-from opt_checkpoint.dcp.local_contents import LocalContents, LocalTensor
+from opt_checkpoint.boxes.overlaps import overlapping_pairs
+from opt_checkpoint.dcp.held_tensors import HeldTensors
+from opt_checkpoint.dcp.local_contents import LocalObject
+from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.state.tree import path_text
+from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8
+_EXACT = 1 << 62  # above, products of sizes are computed by Python
 
 
-class Holding(NamedTuple):
-    """A box that a rank holds."""
+class _Problem(NamedTuple):
+    """What is wrong with a tensor, and the number of its key."""
 
-    rank: int
-    box: Box
+    key: int
+    text: str
 
 
-def validate_sharding_integrity(per_rank: Sequence[LocalContents]) -> None:
+def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[LocalObject]]) -> None:
     """Check that the main replicas of all ranks tile every tensor, and that every object is there once.
 
     Args:
-        per_rank: what each rank could write, by rank.
+        held: the tensors that the ranks could write.
+        objects: the objects of each rank, by rank.
 
     Raises:
         CheckpointingException: tensors of one key differ in dtype or global shape, overlap or leave a hole, objects
             are missing or double. All problems are reported at once, with keys and ranks.
     """
-    problems = [*_tensor_problems(per_rank), *_object_problems(per_rank)]
-    if problems:
-        more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointingException("the ranks' states do not fit together:\n" + "\n".join(problems[:_SHOWN]) + more)
+    problems: dict[int, str] = {}
+    for check in (_description_problems, _overlap_problems, _hole_problems):
+        for problem in check(held):
+            problems.setdefault(problem.key, problem.text)
+    texts = [*(text for _, text in sorted(problems.items())), *_object_problems(objects)]
+    if texts:
+        more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+        raise CheckpointingException("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
-def _tensor_problems(per_rank: Sequence[LocalContents]) -> list[str]:
-    by_key: dict[str, list[tuple[int, LocalTensor]]] = defaultdict(list)
-    for rank, own in enumerate(per_rank):
-        for item in own.tensors:
-            by_key[item.key].append((rank, item))
-    problems = []
-    for key, held in by_key.items():
-        problem = _description_problem(key, held) or _coverage_problem(key, held)
-        if problem:
-            problems.append(problem)
-    return problems
+def _first_of_key(held: HeldTensors) -> Array:
+    """For each key the first held tensor that has it."""
+    first = np.zeros(len(held.keys), np.int64)
+    first[held.key[::-1]] = np.arange(len(held.key))[::-1]
+    return first
 
 
-def _description_problem(key: str, held: Sequence[tuple[int, LocalTensor]]) -> str | None:
+def _description_problems(held: HeldTensors) -> Iterator[_Problem]:
     """All ranks must mean the same tensor."""
-    first_rank, first = held[0]
-    for rank, item in held:
-        if (item.dtype, item.shape) != (first.dtype, first.shape):
-            return (
-                f"{key}: rank {first_rank} has {first.dtype} {list(first.shape)}, "
-                f"rank {rank} has {item.dtype} {list(item.shape)}"
-            )
-    return None
+    first = _first_of_key(held)[held.key]
+    same = (held.dtype == held.dtype[first]) & (held.ndim == held.ndim[first])
+    same &= (held.shape == held.shape[first]).all(axis=1)
+    for number in np.flatnonzero(~same).tolist():
+        a, b = (
+            f"rank {held.rank[n]} has {held.dtype_name(n)} {list(held.shape_of(n))}" for n in (first[number], number)
+        )
+        yield _Problem(int(held.key[number]), f"{held.keys[held.key[number]]}: {a}, {b}")
 
 
-def _coverage_problem(key: str, held: Sequence[tuple[int, LocalTensor]]) -> str | None:
+def _overlap_problems(held: HeldTensors) -> Iterator[_Problem]:
+    mains = np.flatnonzero(held.main[held.owner] & held.usable)
+    owner = held.owner[mains]
+    for pairs in overlapping_pairs(held.key[owner], held.offsets[mains], held.sizes[mains]):
+        for first, second in zip(mains[pairs.first].tolist(), mains[pairs.second].tolist()):
+            yield _overlap_problem(held, min(first, second), max(first, second))
+
+
+def _overlap_problem(held: HeldTensors, first: int, second: int) -> _Problem:
+    a, b = held.box(first), held.box(second)
+    ranks = [int(held.rank[held.owner[number]]) for number in (first, second)]
+    key = int(held.key[held.owner[first]])
+    copies = "" if ranks[0] == ranks[1] or a != b else "; of equal copies, only one may have replica_id 0"
+    return _Problem(
+        key,
+        f"{held.keys[key]}: Invalid access pattern: rank {ranks[0]} holds {_span(a)} and rank {ranks[1]} {_span(b)}, "
+        f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
+        f"different keys, as add_prefix_for_sharding gives them{copies}",
+    )
+
+
+def _hole_problems(held: HeldTensors) -> Iterator[_Problem]:
     """Disjoint boxes whose volumes add up to the tensor's cover it."""
-    parts = [Holding(rank, box) for rank, item in held if item.main for box in item.boxes]
-    shape = held[0][1].shape
-    covered, total = sum(part.box.numel for part in parts), math.prod(shape)
-    pair = first_overlap([part.box for part in parts])
-    if pair is not None:
-        a, b = (parts[i] for i in pair)
-        copies = "" if a.rank == b.rank or a.box != b.box else "; of equal copies, only one may have replica_id 0"
-        return (
-            f"{key}: Invalid access pattern: rank {a.rank} holds {_span(a.box)} and rank {b.rank} {_span(b.box)}, "
-            f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
-            f"different keys, as add_prefix_for_sharding gives them{copies}"
-        )
-    if covered != total:
-        ranks = sorted({part.rank for part in parts})
-        return (
-            f"{key}: Invalid access pattern: main replicas hold {covered} of the {total} elements of {list(shape)} "
-            f"(ranks {ranks}); a shard is missing"
-        )
-    return None
+    mains = np.flatnonzero(held.main[held.owner] & held.usable)
+    shape = held.shape[_first_of_key(held)]
+    covered = np.zeros(len(held.keys), np.int64)
+    np.add.at(covered, held.key[held.owner[mains]], np.prod(held.sizes[mains], axis=1))
+    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
+    wrong = huge | (covered != np.prod(shape, axis=1))
+    for key in np.flatnonzero(wrong).tolist():
+        total, ranks = math.prod(shape[key].tolist()), held.rank[held.owner[mains]][held.key[held.owner[mains]] == key]
+        if covered[key] != total:
+            first = int(_first_of_key(held)[key])
+            yield _Problem(
+                key,
+                f"{held.keys[key]}: Invalid access pattern: main replicas hold {covered[key]} of the {total} elements "
+                f"of {list(held.shape_of(first))} (ranks {sorted(set(ranks.tolist()))}); a shard is missing",
+            )
 
 
 def _span(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
 
 
-def _object_problems(per_rank: Sequence[LocalContents]) -> list[str]:
+def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
     ranks: dict[str, list[int]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     found: dict[str, set[str]] = defaultdict(set)
     for rank, own in enumerate(per_rank):
-        for item in own.objects:
+        for item in own:
             shapes[item.key] = item.shape
             mains = found[item.key]  # a key that only replicas hold stays empty, and is missed below
             if item.main:
@@ -109,19 +130,23 @@ def _object_problems(per_rank: Sequence[LocalContents]) -> list[str]:
     return problems
 
 
-def common_differences(per_rank: Sequence[LocalContents]) -> list[str]:
+def common_differences(per_rank: Sequence[Mapping[str, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
     """Values that some rank holds otherwise than the first: `path (ranks ...)`.
 
     A rank need not have every value; what it has must be equal. Plain values must be on rank 0, which writes them;
     plain tensors are written by the ranks that have them.
+
+    Args:
+        per_rank: fingerprints of plain values and plain tensors by path, for each rank.
+        plain: paths of the plain tensors by key, for each rank.
     """
-    first: dict[str, int] = dict(per_rank[0].common)
-    for own in per_rank:
-        for path in own.plain.values():
-            first.setdefault(path_text(path), own.common[path_text(path)])
+    first: dict[str, int] = dict(per_rank[0])
+    for own, paths in zip(per_rank, plain, strict=True):
+        for path in paths.values():
+            first.setdefault(path_text(path), own[path_text(path)])
     differing: dict[str, list[int]] = defaultdict(list)
     for rank, own in enumerate(per_rank):
-        for name, value in own.common.items():
+        for name, value in own.items():
             if first.get(name) != value:
                 differing[name].append(rank)
     return [f"{name} (ranks {ranks})" for name, ranks in sorted(differing.items())]

@@ -8,7 +8,6 @@ rename there is no checkpoint, after it there is a whole one.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.dcp.save_planner import Planned
+from opt_checkpoint.dcp.written import WrittenFile, paths_of, stored_by
 from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32
 from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter, ItemSums
@@ -29,11 +29,10 @@ from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_meg
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.files import Files, LocalFiles, new_file, write_file
 from opt_checkpoint.disk.hasher import Hasher
-from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredChunk, StoredFile, StoredTensor
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
 from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.read_region import is_plain_memory
-from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointingException
@@ -49,39 +48,14 @@ class WriteTo(NamedTuple):
     save_id: str
 
 
-class Written(NamedTuple):
-    """One item on disk.
-
-    Args:
-        values: bare values of a tensor, or the archive of an object.
-        archive: the archive around them, for stock readers.
-    """
-
-    values: ByteRange
-    archive: ByteRange
-
-
 class _Placed(NamedTuple):
     """One item in the file; its sums may still be on their way."""
 
-    item: WriteItem
+    key: str
     archive_start: int
     archive_end: int
     values_start: int
-    values_nbytes: int
     sums: ItemSums
-
-    def written(self, file: str) -> Written:
-        """Where the item is, with its sums."""
-        sums = self.sums.settled()
-        bare = self.item.type is WriteItemType.BYTE_IO
-        nbytes = self.archive_end - self.archive_start
-        values = ByteRange(file=file, start=self.values_start, nbytes=self.values_nbytes, archive=bare)
-        if bare or len(sums.pieces) <= 1:
-            values = replace(values, crc=sums.whole)
-        else:
-            values = replace(values, pieces=tuple(sums.pieces))
-        return Written(values, ByteRange(file=file, start=self.archive_start, nbytes=nbytes, archive=True))
 
 
 class CheckpointWriter(StorageWriter):
@@ -106,7 +80,6 @@ class CheckpointWriter(StorageWriter):
         self._save_id = save_id
         self._details = details
         self._files: Files = files or LocalFiles()
-        self._planned = 0
         self._directory = NewDirectory(path, save_id, self._files)
         self.index: CheckpointIndex | None = None
 
@@ -148,7 +121,6 @@ class CheckpointWriter(StorageWriter):
             OSError: the directory cannot be made.
         """
         self._directory.make()
-        self._planned = sum(len(plan.items) for plan in plans)
         return [
             SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
             for rank, plan in enumerate(plans)
@@ -158,7 +130,7 @@ class CheckpointWriter(StorageWriter):
         """Write this rank's file and sync it.
 
         Returns:
-            One result per item, and a last one with the file's name, size and checksum.
+            One result, a `WrittenFile`.
 
         Raises:
             OSError: the file system refuses.
@@ -170,14 +142,11 @@ class CheckpointWriter(StorageWriter):
         ):
             output = DataFileWriter(files=self._files, fd=fd, hasher=hasher)
             output.put(file_header(target.save_id))
-            items = sorted(plan.items, key=lambda i: i.type is not WriteItemType.BYTE_IO)
-            placed = [_put_item(output, item, planner) for item in items]
+            placed = [_put_item(output, item, planner) for item in plan.items]
             whole = output.finish()
-        written = [(p.item.index, p.written(target.file)) for p in placed]
-        results = [WriteResult(index, w.archive.nbytes, w) for index, w in written]
-        results.append(WriteResult(MetadataIndex(""), whole.size, (target.file, whole)))
+        written = _written_file(target.file, whole, plan.planner_data, placed)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(MetadataIndex(""), whole.size, written)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -187,15 +156,20 @@ class CheckpointWriter(StorageWriter):
             CheckpointingException: some planned item was not written.
             OSError: the file system refuses.
         """
-        written = [result for own in results for result in own]
-        items = {r.index: r.storage_data for r in written if isinstance(r.storage_data, Written)}
-        files = dict(r.storage_data for r in written if not isinstance(r.storage_data, Written))
-        if len(items) != self._planned:
-            raise CheckpointingException(f"{len(items)} items were written, {self._planned} were planned")
-        details = MappingProxyType({"paths": metadata.planner_data, **self._details})
-        index = _index_of(self.path, self._save_id, metadata, items, files, details)
+        planned: Planned = metadata.planner_data
+        written: list[WrittenFile] = [result.storage_data for own in results for result in own]
+        stored, paths = stored_by(planned, written), paths_of(planned)
+        index = CheckpointIndex(
+            path=self.path,
+            kind=Kind.OURS,
+            tensors=stored.tensors,
+            objects={key: place for key, place in stored.objects.items() if key not in planned.stock_only},
+            files={own.name: own.whole for own in written},
+            save_id=self._save_id,
+            details={"torch": torch.__version__, "paths": paths, **self._details},
+        )
         for name, content in (
-            (METADATA, _dcp_metadata(index, items)),
+            (METADATA, encode_dcp_metadata(stored.tensors, stored.objects, list(index.files), stored.archives, paths)),
             (MEGATRON_MARK, encode_megatron_mark()),
         ):
             write_file(self._files, self.temporary / name, content)
@@ -214,17 +188,38 @@ class CheckpointWriter(StorageWriter):
 
 
 def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> _Placed:
-    data, start = planner.resolve_data(item), output.position
+    data, start, key = planner.resolve_data(item), output.position, item.index.fqn
     if not isinstance(data, Tensor):
         raw = data.getvalue()
-        return _Placed(item, start, start + len(raw), start, len(raw), _put_small(output, memoryview(raw)))
+        return _Placed(key, start, start + len(raw), -1, _put_small(output, memoryview(raw)))
     nbytes = data.numel() * data.element_size()
     framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
     output.put(framing.header)
     values_start = output.position
     sums = _put_values(output, data, nbytes)
     output.put_trailer(framing, sums)
-    return _Placed(item, start, output.position, values_start, nbytes, sums)
+    return _Placed(key, start, output.position, values_start, sums)
+
+
+def _written_file(name: str, whole: StoredFile, parts_crc: int, placed: list[_Placed]) -> WrittenFile:
+    """The columns of a file: tensors in order, objects by key."""
+    tensors = [p for p in placed if p.values_start >= 0]
+    start = np.array([p.archive_start for p in tensors], "<i8")
+    return WrittenFile(
+        name=name,
+        whole=whole,
+        parts_crc=parts_crc,
+        start=np.array([p.values_start for p in tensors], "<i8"),
+        archive_start=start,
+        archive_nbytes=np.array([p.archive_end for p in tensors], "<i8") - start,
+        sums=np.array([s for p in tensors for s in p.sums.settled().pieces], "<u4"),
+        objects={p.key: _object_place(name, p) for p in placed if p.values_start < 0},
+    )
+
+
+def _object_place(file: str, placed: _Placed) -> ByteRange:
+    nbytes, crc = placed.archive_end - placed.archive_start, placed.sums.settled().whole
+    return ByteRange(file=file, start=placed.archive_start, nbytes=nbytes, crc=crc, archive=True)
 
 
 def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
@@ -258,46 +253,3 @@ def _bounded_parts(data: Tensor) -> list[Tensor]:
     row_bytes = data.numel() // rows * data.element_size()
     step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
     return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
-
-
-def _dcp_metadata(index: CheckpointIndex, items: dict[MetadataIndex, Written]) -> bytes:
-    """What stock readers find the archives by."""
-    tensors = StoredTensors.of(index.tensors, index.files)
-    archives = [
-        items[MetadataIndex(key, chunk.box.offsets)].archive
-        for key, tensor in tensors.items()
-        for chunk in tensor.chunks
-    ]
-    starts, nbytes = (np.array([getattr(a, name) for a in archives], "<i8") for name in ("start", "nbytes"))
-    objects = {item.fqn: written.archive for item, written in items.items() if item.offset is None}
-    paths = {key: tuple(path) for key, path in (index.details.get("paths") or {}).items()}
-    return encode_dcp_metadata(tensors, objects, list(index.files), (starts, nbytes), paths)
-
-
-def _index_of(
-    path: Path,
-    save_id: str,
-    metadata: Metadata,
-    items: dict[MetadataIndex, Written],
-    files: dict[str, StoredFile],
-    details: MappingProxyType[str, Any],
-) -> CheckpointIndex:
-    tensors, objects = {}, {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if not isinstance(stored, TensorStorageMetadata):
-            objects[key] = items[MetadataIndex(key)].values
-            continue
-        chunks = tuple(
-            StoredChunk(box=Box(tuple(c.offsets), tuple(c.sizes)), place=items[MetadataIndex(key, c.offsets)].values)
-            for c in stored.chunks
-        )
-        tensors[key] = StoredTensor(shape=tuple(stored.size), dtype=stored.properties.dtype, chunks=chunks)
-    return CheckpointIndex(
-        path=path,
-        kind=Kind.OURS,
-        tensors=tensors,
-        objects=objects,
-        files=files,
-        save_id=save_id,
-        details={"torch": torch.__version__, **details},
-    )

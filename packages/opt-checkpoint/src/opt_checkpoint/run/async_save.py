@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.run.ranks import everyone, leave, ranks_of, same_everywhere
@@ -81,6 +82,7 @@ class AsyncSaver:
         self._ranks = ranks_of(self._group)
         self._staging = Staging()
         self._files = files
+        self._plans = PlanCache()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -126,7 +128,15 @@ class AsyncSaver:
         def write() -> None:
             failure: BaseException | None = None
             try:
-                save(snapshot, target, process_group=self._group, common=common, details=details, files=self._files)
+                save(
+                    snapshot,
+                    target,
+                    process_group=self._group,
+                    common=common,
+                    details=details,
+                    files=self._files,
+                    plans=self._plans,
+                )
                 if after is not None:
                     after()
             except BaseException as raised:  # kept for the next call: a thread has nobody to raise to

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files, LocalFiles, discard
 from opt_checkpoint.disk.manifest import has_manifest, read_manifest
 from opt_checkpoint.disk.verify import check_sizes
@@ -133,6 +134,7 @@ class CheckpointManager:
         self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
         self._files: Files = files or LocalFiles()
         self._in_background = in_background
+        self._plans = PlanCache()
         self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
 
@@ -161,7 +163,15 @@ class CheckpointManager:
         if self._closed:
             raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
         if not self._in_background:
-            save(state, path, process_group=self._group, common=common, details=details, files=self._files)
+            save(
+                state,
+                path,
+                process_group=self._group,
+                common=common,
+                details=details,
+                files=self._files,
+                plans=self._plans,
+            )
             if self._ranks.rank == 0:
                 self._retire()
             return path

@@ -154,6 +154,29 @@ def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
         raise as_ours(what, failures) from error
 
 
+def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
+    """What each rank computes, by rank, on every rank; or the errors of all ranks, on every rank.
+
+    Args:
+        ranks: all of them call this together.
+        compute: called on this rank; its value must pickle.
+        what: named in the error.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    outcome, own = _Outcome(None, None), None
+    try:
+        outcome = _Outcome(compute(), None)
+    except Exception as error:
+        outcome, own = _Outcome(None, Failure.of(error)), error
+    outcomes = ranks.gather_everywhere(outcome)
+    failures = {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}
+    if failures:
+        raise as_ours(what, failures) from own
+    return [o.value for o in outcomes]
+
+
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
     """Raise on every rank where ranks were given different arguments; all call this together, before anything else.
 

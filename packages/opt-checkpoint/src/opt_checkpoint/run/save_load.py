@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
 from opt_checkpoint.dcp.stored_names import NESTED_KEYS
@@ -32,7 +33,7 @@ from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.run.failures import Failure, as_ours, crossing
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_everywhere
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -75,6 +76,7 @@ def save(
     common: Literal["equal", "first_rank"] = "equal",
     details: Mapping[str, Any] = NO_DETAILS,
     files: Files | None = None,
+    plans: PlanCache | None = None,
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
 
@@ -91,6 +93,8 @@ def save(
         common: what to do where a plain value differs between ranks: refuse, or store rank 0's.
         details: recorded in the manifest for people, as JSON.
         files: the file system; the local one by default.
+        plans: remembers the plan of this save for the next one by the same ranks. It is used again only where keys,
+            dtypes, shapes and placements are the same on all ranks.
 
     Raises:
         CheckpointExistsError: something is at `path`.
@@ -107,7 +111,10 @@ def save(
         details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
         files=system,
     )
-    carry_out_save(ranks, ShardedSavePlanner(state, common=Common(common)), writer, f"saving {target}")
+    what = f"saving {target}"
+    planner = ShardedSavePlanner(state, common=Common(common), cache=plans)
+    planner.accept(from_everyone(ranks, lambda: planner.offer(ranks.rank), what))
+    carry_out_save(ranks, planner, writer, what)
 
 
 class _Abandonable(Protocol):
