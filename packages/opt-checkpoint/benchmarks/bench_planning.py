@@ -1,101 +1,248 @@
-"""Planning for thousands of ranks, simulated in one process: time, size of the plans, balance; and how they grow.
+"""Planning for thousands of ranks, simulated in one process: all that rank 0 does for a save, and a rank for a load.
 
-    python packages/opt-checkpoint/benchmarks/bench_planning.py [--params 20000] [--ranks 512 1024 2048 4096] [--json
-    FILE]
+    python packages/opt-checkpoint/benchmarks/bench_planning.py [--params 20000] [--states 3] [--ranks 512 4096]
+    [--tensor-parallel 8] [--folder DIR] [--json FILE]
 
-Every rank holds a flat shard of one large bucket of matrices and vectors (ZeRO-1), with one moment each.
+Every rank holds a flat shard (ZeRO-1) of its tensor-parallel part of a bucket of matrices and vectors, for each state.
+Not counted is what the network takes. Counted for a save: unpickling what all ranks send, agreeing on the plan, the plan
+and its checks, pickling what goes back, the index, `.metadata` and the manifest, written and synced. A load is a process
+of its own, which reads data files without contents.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
+import uuid
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from measure import resident_bytes
+from measure import peak_resident_bytes, resident_bytes, write_results
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
-from opt_checkpoint.boxes.box import cut_flat_range
-from opt_checkpoint.dcp.balance import assign_parts
-from opt_checkpoint.dcp.local_contents import LocalContents, LocalTensor
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
-from opt_checkpoint.dcp.validation import validate_sharding_integrity
+from opt_checkpoint import ShardedTensor, load
+from opt_checkpoint.boxes.box import FlatBox, cut_flat_range
+from opt_checkpoint.dcp.global_plan import AssignedParts
+from opt_checkpoint.dcp.local_contents import MAIN, HeldShard, LocalContents, LocalLayout, LocalTensors
+from opt_checkpoint.dcp.plan_cache import Offer, PlanCache
+from opt_checkpoint.dcp.save_planner import COMMON_KEY, ShardedSavePlanner
+from opt_checkpoint.dcp.writer import CheckpointWriter
+from opt_checkpoint.dcp.written import WrittenFile
+from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
+from opt_checkpoint.disk.data_file import file_header
+from opt_checkpoint.disk.index import ByteRange, StoredFile
+from opt_checkpoint.disk.torch_zip_reader import dump_object
+
+_SHAPES = [(512, 128), (128,), (128, 512), (512,), (120, 125)]
+_FRAME_BYTES = (448, 256)  # before and after the values of a chunk
 
 
-def shapes(count: int) -> list[tuple[int, ...]]:
-    """Matrices and vectors in turn, as a transformer has them."""
-    sizes = [(4096, 1024), (1024,), (1024, 4096), (4096,), (1000, 1000)]
-    return [sizes[i % len(sizes)] for i in range(count)]
-
-
-def contents_of_ranks(params: list[tuple[int, ...]], ranks: int) -> list[LocalContents]:
-    """What each rank holds, made from integers: no memory for the values is needed."""
-    numels = [torch.Size(shape).numel() for shape in params]
+def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, rank: int) -> Iterator[ShardedTensor]:
+    """The shards of one rank, described without memory for their values."""
+    copies, part, place = ranks // tensor_parallel, rank % tensor_parallel, rank // tensor_parallel
+    blocks = [(s[0] // tensor_parallel, *s[1:]) for s in _SHAPES]
+    numels = [torch.Size(blocks[i % len(blocks)]).numel() for i in range(params)]
     ends = list(accumulate(numels))
-    per_rank = []
-    for rank in range(ranks):
-        low, high = (ends[-1] * (rank + k) // ranks for k in (0, 1))
-        own = []
-        number = bisect_right(ends, low)
-        while number < len(params) and ends[number] - numels[number] < high:
-            start = ends[number] - numels[number]
-            boxes = tuple(cut_flat_range(params[number], max(low, start) - start, min(high, ends[number]) - start))
-            own.append(LocalTensor(f"optimizer.state.exp_avg.p{number}", "float32", params[number], boxes, True))
-            number += 1
-        per_rank.append(LocalContents(tensors=tuple(own), objects=()))
-    return per_rank
+    low, high = (ends[-1] * (place + k) // copies for k in (0, 1))
+    for number in range(bisect_right(ends, low), params):
+        start = ends[number] - numels[number]
+        if start >= high:
+            return
+        block, whole = blocks[number % len(blocks)], _SHAPES[number % len(blocks)]
+        offset = (part * block[0], *(0 for _ in block[1:]))
+        flat = slice(max(low, start) - start, min(high, ends[number]) - start)
+        for state in range(states):
+            key = f"optimizer.state.{('exp_avg', 'exp_avg_sq', 'param')[state % 3]}.decoder.layers.p{number}.weight"
+            yield ShardedTensor(key, None, torch.float32, block, whole, offset, None, flattened_range=flat)
 
 
-def plan(params: int, ranks: int) -> dict[str, float]:
-    """Plan one save; seconds, items, bytes of the plans, megabytes of memory, and balance."""
-    gc.collect()
-    before = resident_bytes()
-    per_rank = contents_of_ranks(shapes(params), ranks)
-    items = sum(len(o.boxes) for own in per_rank for o in own.tensors)
-    sent = sum(len(pickle.dumps(SavePlan([], planner_data=own))) for own in per_rank)
-    started = time.perf_counter()
-    validate_sharding_integrity(per_rank)
-    validated = time.perf_counter()
-    parts = assign_parts(per_rank)
-    assigned = time.perf_counter()
-    planner = ShardedSavePlanner({})
-    planner.set_up_planner({}, None, True)
-    plans, _ = planner.create_global_plan([SavePlan([], planner_data=own) for own in per_rank])
-    planned = time.perf_counter()
-    load = [sum(part.box.numel for part in own) for own in parts]
-    return {
-        "ranks": ranks,
-        "items": items,
-        "items / parameter": items / params,
-        "validate s": validated - started,
-        "assign s": assigned - validated,
-        "whole global plan s": planned - assigned,
-        "microseconds / item": (planned - assigned) / items * 1e6,
-        "bytes sent to the coordinator / item": sent / items,
-        "bytes sent back / item": sum(len(pickle.dumps(p)) for p in plans) / items,
-        "memory MB": (resident_bytes() - before) / (1 << 20),
-        "max / mean elements per rank": max(load) / (sum(load) / ranks),
+def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
+    """What a rank sends."""
+    held = []
+    for shard in shards:
+        flat = shard.flattened_range
+        boxes = (b.moved(shard.global_offset) for b in cut_flat_range(shard.local_shape, flat.start, flat.stop))
+        held.append(HeldShard(shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
+    layout = LocalLayout(LocalTensors.of(held, [MAIN] * len(held)), (), {})
+    return LocalContents(layout=layout, digests=np.zeros(0, np.int64))
+
+
+@lru_cache(maxsize=1 << 16)
+def crc_of_zeros(nbytes: int) -> int:
+    return crc32(bytes(nbytes))
+
+
+def written_by(rank: int, assigned: AssignedParts, objects: dict[str, ByteRange]) -> WrittenFile:
+    """What a rank reports, had it written zeros."""
+    nbytes = np.prod(assigned.sizes, axis=1) * 4
+    lengths = nbytes + sum(_FRAME_BYTES)
+    start = 4096 + np.cumsum(lengths) - lengths
+    sums = [crc_of_zeros(min(PIECE_BYTES, n - at)) for n in nbytes.tolist() for at in range(0, n, PIECE_BYTES)]
+    whole = StoredFile(size=4096 + int(lengths.sum()), crc=0)
+    columns = (start + _FRAME_BYTES[0], start, lengths, np.array(sums, np.uint32))
+    return WrittenFile(f"__{rank}_0.distcp", whole, assigned.crc, *columns, objects)
+
+
+class Clock:
+    """Seconds by step; `lap` ends one."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, step: str | None = None) -> None:
+        now = time.perf_counter()
+        if step is not None:
+            self.steps[step] = self.steps.get(step, 0.0) + now - self._last
+        self._last = time.perf_counter()
+
+
+def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
+    """All that rank 0 does for one save; writes what each rank then remembers to `ranks_remember`."""
+    remembered = cache.name_for(0)
+    offers = [pickle.dumps(Offer(own.layout.fingerprint, b"", remembered)) for own in contents]
+    planner = ShardedSavePlanner({}, cache=cache)
+    writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)
+    planner.offer(0)
+    clock = Clock()
+    planner.accept([pickle.loads(offer) for offer in offers])
+    is_remembered = planner._agreement.is_remembered
+    clock.lap("agree")
+    sent = [LocalContents(layout=None if is_remembered else o.layout, digests=o.digests) for o in contents]
+    messages = [pickle.dumps(SavePlan([], planner_data=own)) for own in sent]
+    clock.lap()
+    received = [pickle.loads(message) for message in messages]
+    clock.lap("unpickle plans")
+    plans, metadata = planner.create_global_plan(received)
+    clock.lap("global plan")
+    plans = writer.prepare_global_plan(plans)
+    clock.lap("prepare")
+    answers = [pickle.dumps(plan) for plan in plans]
+    clock.lap("pickle plans")
+    results, temporary = [], writer.temporary
+    common = dump_object({}, "common")
+    for rank, answer in enumerate(answers):
+        assigned = pickle.loads(answer).planner_data or ranks_remember[rank]
+        ranks_remember[rank] = assigned
+        place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), crc=crc32(common), archive=True)
+        own = written_by(rank, assigned, {COMMON_KEY: place} if rank == 0 else {})
+        with (temporary / own.name).open("wb") as file:
+            file.write(file_header(plans[0].storage_data.save_id) + (common if rank == 0 else b""))
+            file.truncate(own.whole.size)
+        results.append(pickle.dumps([WriteResult(MetadataIndex(""), 0, own)]))
+    cache.keep(planner._agreement.plan, 0, ranks_remember[0], planner._plan)
+    clock.lap()
+    unpickled = [pickle.loads(result) for result in results]
+    clock.lap("unpickle results")
+    writer.finish(metadata, unpickled)
+    clock.lap("index, .metadata, manifest")
+    clock.steps["rank 0, all"] = sum(clock.steps.values())
+    return clock.steps | {
+        "bytes sent to rank 0 MB": sum(map(len, messages)) / 1e6,
+        "chunks": len(writer.index.tensors.columns["start"]),
     }
+
+
+def load_of_a_rank(path: Path, options: argparse.Namespace, ranks: int) -> dict[str, float]:
+    """A load in a process of its own, of the shards of one of 3/4 as many ranks."""
+    here = [
+        sys.executable,
+        __file__,
+        "--load",
+        str(path),
+        "--params",
+        str(options.params),
+        "--states",
+        str(options.states),
+    ]
+    done = subprocess.run(
+        [*here, "--ranks", str(ranks), "--tensor-parallel", str(options.tensor_parallel)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, megabytes, wanted = map(float, done.stdout.split())
+    return {"load of a rank s": seconds, "load of a rank, peak MB": megabytes, "load of a rank, MB of tensors": wanted}
+
+
+def load_here(options: argparse.Namespace) -> None:
+    """Load one rank's shards of another number of ranks; print seconds, megabytes beside the tensors, and theirs."""
+    ranks = options.ranks[0] * 3 // 4 // options.tensor_parallel * options.tensor_parallel
+    shards = list(shards_of_rank(options.params, options.states, options.tensor_parallel, ranks, ranks // 2))
+    for shard in shards:
+        shard.init_data("cpu", torch.ones)
+    state = {str(number): shard for number, shard in enumerate(shards)}
+    before, started = resident_bytes(), time.perf_counter()
+    load(state, options.load)
+    seconds = time.perf_counter() - started
+    assert not any(shard.data.any() for shard in shards)
+    extra = (peak_resident_bytes() - before) / 1e6
+    print(seconds, extra, sum(shard.data.nbytes for shard in shards) / 1e6)
+
+
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, float]:
+    """A first and a later save, and a load."""
+    contents = [
+        contents_of(list(shards_of_rank(options.params, options.states, options.tensor_parallel, ranks, rank)))
+        for rank in range(ranks)
+    ]
+    folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="bench-"))
+    try:
+        cache, remembered = PlanCache(), [None] * ranks
+        gc.collect()
+        first = save(folder / "1", contents, cache, remembered)
+        later = save(folder / "2", contents, cache, remembered)
+        row = {"ranks": ranks, "chunks": first.pop("chunks")}
+        row |= {
+            f"first save: {name} {'' if name.endswith('MB') else 's'}".strip(): value for name, value in first.items()
+        }
+        later.pop("chunks")
+        row |= {
+            f"later save: {name} {'' if name.endswith('MB') else 's'}".strip(): value for name, value in later.items()
+        }
+        del contents, cache, remembered
+        gc.collect()
+        for name in (".metadata", "manifest.bin"):
+            row[f"{name} MB"] = (folder / "2" / name).stat().st_size / 1e6
+        return row | load_of_a_rank(folder / "2", options, ranks)
+    finally:
+        shutil.rmtree(folder)
 
 
 def main() -> None:
     """Print a table, one column per number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=20_000)
+    parser.add_argument("--states", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--tensor-parallel", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [plan(options.params, ranks) for ranks in options.ranks]
+    if options.load:
+        load_here(options)
+        return
+    rows = [measure(options, ranks) for ranks in options.ranks]
     for name in rows[0]:
-        print(f"{name:40}" + "".join(f"{row[name]:14,.2f}" for row in rows))
+        print(f"{name:44}" + "".join(f"{row[name]:14,.2f}" for row in rows))
     if options.json:
-        options.json.write_text(json.dumps({"params": options.params, "rows": rows}, indent=1) + "\n")
+        setup = {"params": options.params, "states": options.states, "tensor_parallel": options.tensor_parallel}
+        write_results(options.json, setup, rows)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
+
+from opt_checkpoint.disk import checksums
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -39,6 +45,25 @@ def resident_bytes() -> int:
     """Memory of this process that is resident and not a mapped file."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def peak_resident_bytes() -> int:
+    """The highest that the resident memory of this process has been, mapped files included."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def write_results(path: Path, setup: Mapping[str, object], figures: object) -> None:
+    """Write figures as JSON, with the date and the kind of machine."""
+    machine = {
+        "cpus": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "crc32": checksums._crc32.__module__,
+    }
+    about = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "load": round(os.getloadavg()[0], 1)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**about, "machine": machine, "setup": setup, "figures": figures}, indent=1) + "\n")
 
 
 class PeakMemory:

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
@@ -104,17 +106,33 @@ class RankPool:
         self._folder.cleanup()
 
 
-def save_as_ranks(states: Sequence[Any], path: Path, *, files: Files | None = None, **options: Any) -> None:
+def _sent(message: Any) -> Any:
+    """A message as another rank receives it."""
+    return pickle.loads(pickle.dumps(message))
+
+
+def save_as_ranks(
+    states: Sequence[Any],
+    path: Path,
+    *,
+    files: Files | None = None,
+    caches: Sequence[PlanCache] | None = None,
+    **options: Any,
+) -> None:
     """Carry out a save of as many ranks as there are states, one after another, in this process."""
-    planners = [ShardedSavePlanner(state, **options) for state in states]
+    with_caches = caches or [PlanCache() for _ in states]
+    planners = [ShardedSavePlanner(s, cache=c, **options) for s, c in zip(states, with_caches, strict=True)]
     writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex, files=files) for _ in states]
     try:
+        offers = [planner.offer(rank) for rank, planner in enumerate(planners)]
         for rank, planner in enumerate(planners):
+            planner.accept(offers)
             planner.set_up_planner({}, None, rank == 0)
-        plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+        local = [_sent(planner.create_local_plan()) for planner in planners]
+        plans, metadata = planners[0].create_global_plan(local)
         plans = writers[0].prepare_global_plan(plans)
         results = [
-            writer.write_data(planner.finish_plan(plan), planner).value()
+            _sent(writer.write_data(planner.finish_plan(_sent(plan)), planner).value())
             for writer, planner, plan in zip(writers, planners, plans, strict=True)
         ]
         writers[0].finish(metadata, results)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Size
@@ -25,6 +26,7 @@ from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 
+Buffer: TypeAlias = bytes | memoryview
 _NEW, _OPEN, _CLOSE = b")\x81", b"}(", b"ub"  # an object without arguments; its state, a dict
 _CLASSES = (
     dcp.Metadata,
@@ -35,7 +37,13 @@ _CLASSES = (
     _StorageInfo,
     Size,
 )
-_INTEGER, _REFERENCE = b"\x8a\x08", b"j"  # LONG1 of eight bytes; LONG_BINGET of four
+_INTEGER, _LONG, _REFERENCE = b"J", b"\x8a\x08", b"j"  # BININT of four bytes; LONG1 of eight; LONG_BINGET of four
+_SHORT_REFERENCE = b"h"  # BINGET of one byte
+_MEMOIZED = b"\x940"  # MEMOIZE, POP
+_TEXTS = (
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "properties", "size"),
+    *("chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"),
+)
 
 
 class _Memo:
@@ -44,22 +52,36 @@ class _Memo:
     def __init__(self) -> None:
         self.written = io.BytesIO()
         self._numbers: dict[Any, int] = {}
+        self._count = 0
 
     def number(self, value: Any) -> int:
         """The number of a value: a class, a text, or anything that pickles and hashes."""
         if value not in self._numbers:
-            self._numbers[value] = len(self._numbers)
-            self.written.write(_bare_pickle(value) + b"\x940")  # MEMOIZE, POP
+            self.keep(value, value)
         return self._numbers[value]
 
     def keep(self, name: Any, value: Any) -> None:
         """Write a value that does not hash, under a name that does."""
-        self._numbers[name] = len(self._numbers)
-        self.written.write(_bare_pickle(value) + b"\x940")
+        self._numbers[name] = self._count
+        self._count += 1
+        self.written.write(_bare_pickle(value) + _MEMOIZED)
+
+    def texts(self, values: Sequence[bytes]) -> Array:
+        """Numbers of many different texts in UTF-8."""
+        lengths = np.fromiter(map(len, values), "<u4", len(values)).tobytes()
+        self.written.write(
+            b"".join(
+                b"X%b%b%b" % (lengths[at : at + 4], raw, _MEMOIZED)
+                for at, raw in zip(range(0, len(lengths), 4), values)
+            )
+        )
+        first, self._count = self._count, self._count + len(values)
+        return np.arange(first, self._count, dtype="<u4")
 
     def get(self, value: Any) -> bytes:
         """The opcode that pushes the value."""
-        return _REFERENCE + struct.pack("<I", self.number(value))
+        number = self.number(value)
+        return _SHORT_REFERENCE + bytes([number]) if number < 256 else _REFERENCE + struct.pack("<I", number)
 
 
 def _bare_pickle(value: Any) -> bytes:
@@ -77,7 +99,9 @@ def _bare_pickle(value: Any) -> bytes:
 def _records(rows: int, template: Sequence[bytes | Array]) -> Array:
     """`rows` equally long records, a row of bytes each: constant bytes, and integers of 4 or 8 bytes from columns."""
     parts = [part if isinstance(part, bytes) else bytes(part.itemsize) for part in template]
-    whole = np.tile(np.frombuffer(b"".join(parts), np.uint8), (rows, 1))
+    joined = b"".join(parts)
+    whole = np.empty((rows, len(joined)), np.uint8)
+    whole[:] = np.frombuffer(joined, np.uint8)
     position = 0
     for part, raw in zip(template, parts, strict=True):
         if not isinstance(part, bytes):
@@ -86,10 +110,16 @@ def _records(rows: int, template: Sequence[bytes | Array]) -> Array:
     return whole
 
 
+def _integers(columns: Array) -> list[bytes | Array]:
+    """Opcodes that push the integers of a row, from the columns of an array of int64 that are not negative."""
+    if int(columns.max(initial=0)) < 1 << 31:
+        return [part for axis in range(columns.shape[1]) for part in (_INTEGER, columns[:, axis].astype("<i4"))]
+    return [part for axis in range(columns.shape[1]) for part in (_LONG, columns[:, axis])]
+
+
 def _size(memo: _Memo, rows: Array) -> list[bytes | Array]:
     """A `torch.Size` per row."""
-    integers: list[bytes | Array] = [part for axis in range(rows.shape[1]) for part in (_INTEGER, rows[:, axis])]
-    return [memo.get(Size) + b"(", *integers, b"t\x85R"]
+    return [memo.get(Size) + b"(", *_integers(rows), b"t\x85R"]
 
 
 def encode_dcp_metadata(
@@ -109,41 +139,84 @@ def encode_dcp_metadata(
         paths: where values are in the nested state, by key; others are at their key.
     """
     memo = _Memo()
-    for kind in _CLASSES:
-        memo.number(kind)
+    for text in (*_CLASSES, *_TEXTS):
+        memo.number(text)
     for dtype in tensors.dtypes:
         memo.keep(("properties", dtype), dcp.TensorProperties(dtype_from_name(dtype)))
-    keys, c = list(tensors), tensors.columns
-    key_numbers = np.array([memo.number(key) for key in keys], "<u4")
-    file_numbers = np.array([memo.number(file) for file in files] or [0], "<u4")[c["file"]]
-    owner = np.repeat(np.arange(len(keys)), c["chunks"])
-    state: list[bytes] = []
-    storage: list[bytes] = []
-    chunks: list[bytes] = [b""] * len(keys)
-    for axes in np.unique(c["ndim"]).tolist():
-        mine = np.flatnonzero(c["ndim"][owner] == axes)
-        offsets = c["offsets"][mine, :axes]
-        records = _chunk_records(memo, offsets, c["sizes"][mine, :axes])
-        bounds = np.searchsorted(owner[mine], np.arange(len(keys) + 1)).tolist()
-        for number in np.flatnonzero(c["ndim"] == axes).tolist():
-            chunks[number] = records[bounds[number] : bounds[number + 1]].tobytes()
-        where = key_numbers[owner[mine]], file_numbers[mine], archives[0][mine], archives[1][mine]
-        storage.append(_storage_records(memo, offsets, *where).tobytes())
-    for number, key in enumerate(keys):
-        state.append(memo.get(key) + _tensor(memo, tensors, number, chunks[number]))
+    numbers = _Numbers(
+        keys=memo.texts([key.encode("utf-8", "surrogatepass") for key in tensors]),
+        files=memo.texts([name.encode() for name in files]),
+        properties=np.array([memo.number(("properties", name)) for name in tensors.dtypes], "<u4"),
+    )
+    state, storage = _tensors(memo, tensors, numbers, archives)
     for key, place in objects.items():
         state.append(memo.get(key) + memo.get(dcp.BytesStorageMetadata) + _NEW)
         storage.append(_object(memo, key, place))
-    fields = b"".join(
+    data = _paths(memo, tensors, numbers, paths) + b"".join(_path(memo, memo.get(key), (key,)) for key in objects)
+    body = [
+        *(memo.get(dcp.Metadata) + _NEW + _OPEN, memo.get("state_dict_metadata") + b"}(", *state, b"u"),
+        *(memo.get("planner_data") + b"}(", data, b"u", memo.get("storage_data") + b"}(", *storage, b"u"),
+        memo.get("storage_meta") + b"N" + memo.get("version") + b"N" + _CLOSE + b".",
+    ]
+    return b"".join([b"\x80\x04", memo.written.getvalue(), *body])
+
+
+class _Numbers(NamedTuple):
+    """Numbers in the memo: of the keys, in the tensors' order, of the files, and of the properties of each dtype."""
+
+    keys: Array
+    files: Array
+    properties: Array
+
+
+def _tensors(
+    memo: _Memo, tensors: StoredTensors, numbers: _Numbers, archives: tuple[Array, Array]
+) -> tuple[list[Buffer], list[Buffer]]:
+    """The entries of all tensors in `state_dict_metadata`, and of all chunks in `storage_data`."""
+    c = tensors.columns
+    owner = np.repeat(np.arange(len(c["ndim"])), c["chunks"])
+    state: list[Buffer] = []
+    storage: list[Buffer] = []
+    for axes in np.unique(c["ndim"]).tolist():
+        of_axes, own = np.flatnonzero(c["ndim"] == axes), np.flatnonzero(c["ndim"][owner] == axes)
+        offsets, sizes = c["offsets"][own, :axes], c["sizes"][own, :axes]
+        state += _interleaved(
+            _tensor_records(memo, tensors, numbers, of_axes, axes),
+            _chunk_records(memo, offsets, sizes),
+            np.searchsorted(owner[own], np.append(of_axes, len(c["ndim"]))).tolist(),
+        )
+        places = np.stack([archives[0][own], archives[1][own]], axis=1)
+        storage.append(
+            _storage_records(memo, offsets, numbers.keys[owner[own]], numbers.files[c["file"][own]], places).data
+        )
+    return state, storage
+
+
+def _interleaved(heads: Array, chunks: Array, bounds: Sequence[int]) -> Iterator[Buffer]:
+    """Each head, its chunks, and what closes both."""
+    head, chunk = heads.shape[1], chunks.shape[1]
+    all_heads, all_chunks = (memoryview(array.reshape(-1).data) for array in (heads, chunks))
+    for number, (first, last) in enumerate(pairwise(bounds)):
+        yield all_heads[number * head : (number + 1) * head]
+        yield all_chunks[first * chunk : last * chunk]
+        yield b"e" + _CLOSE
+
+
+def _tensor_records(memo: _Memo, tensors: StoredTensors, numbers: _Numbers, rows: Array, axes: int) -> Array:
+    """Key and `TensorStorageMetadata` up to its list of chunks."""
+    c = tensors.columns
+    return _records(
+        len(rows),
         [
-            memo.get("state_dict_metadata") + b"}(" + b"".join(state) + b"u",
-            memo.get("planner_data") + b"}(" + b"".join(_path(memo, key, paths) for key in (*keys, *objects)) + b"u",
-            memo.get("storage_data") + b"}(" + b"".join(storage) + b"u",
-            memo.get("storage_meta") + b"N" + memo.get("version") + b"N",
-        ]
+            _REFERENCE,
+            numbers.keys[rows],
+            memo.get(dcp.TensorStorageMetadata) + _NEW + _OPEN + memo.get("properties") + _REFERENCE,
+            numbers.properties[c["dtype"][rows]],
+            memo.get("size"),
+            *_size(memo, c["shape"][rows, :axes]),
+            memo.get("chunks") + b"](",
+        ],
     )
-    body = memo.get(dcp.Metadata) + _NEW + _OPEN + fields + _CLOSE + b"."
-    return b"\x80\x04" + memo.written.getvalue() + body
 
 
 def _chunk_records(memo: _Memo, offsets: Array, sizes: Array) -> Array:
@@ -151,7 +224,7 @@ def _chunk_records(memo: _Memo, offsets: Array, sizes: Array) -> Array:
     return _records(len(offsets), [head, *_size(memo, offsets), memo.get("sizes"), *_size(memo, sizes), _CLOSE])
 
 
-def _storage_records(memo: _Memo, offsets: Array, keys: Array, files: Array, starts: Array, nbytes: Array) -> Array:
+def _storage_records(memo: _Memo, offsets: Array, keys: Array, files: Array, places: Array) -> Array:
     index: list[bytes | Array] = [
         memo.get(dcp.MetadataIndex) + _NEW + _OPEN + memo.get("fqn") + _REFERENCE,
         keys,
@@ -159,40 +232,35 @@ def _storage_records(memo: _Memo, offsets: Array, keys: Array, files: Array, sta
         *_size(memo, offsets),
         _CLOSE,
     ]
+    start, nbytes = _integers(places[:, :1]), _integers(places[:, 1:])
     info: list[bytes | Array] = [
         memo.get(_StorageInfo) + _NEW + _OPEN + memo.get("relative_path") + _REFERENCE,
         files,
-        memo.get("offset") + _INTEGER,
-        starts,
-        memo.get("length") + _INTEGER,
-        nbytes,
+        memo.get("offset"),
+        *start,
+        memo.get("length"),
+        *nbytes,
         _CLOSE,
     ]
     return _records(len(offsets), [*index, *info])
 
 
-def _tensor(memo: _Memo, tensors: StoredTensors, number: int, chunks: bytes) -> bytes:
-    c = tensors.columns
-    axes = int(c["ndim"][number])
-    size = b"".join(_INTEGER + struct.pack("<q", n) for n in c["shape"][number, :axes].tolist())
-    return b"".join(
-        [
-            memo.get(dcp.TensorStorageMetadata) + _NEW + _OPEN,
-            memo.get("properties") + memo.get(("properties", tensors.dtypes[c["dtype"][number]])),
-            memo.get("size") + memo.get(Size) + b"(" + size + b"t\x85R",
-            memo.get("chunks") + b"](" + chunks + b"e",
-            _CLOSE,
-        ]
-    )
+def _paths(memo: _Memo, tensors: StoredTensors, numbers: _Numbers, paths: Mapping[str, Sequence[str | int]]) -> bytes:
+    """Key and path of every tensor; the path of most is the key alone."""
+    is_own = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
+    plain = numbers.keys[is_own]
+    records = _records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()
+    others = zip(numbers.keys[~is_own].tolist(), (key for key in tensors if key in paths))
+    return records + b"".join(_path(memo, _REFERENCE + struct.pack("<I", number), paths[key]) for number, key in others)
 
 
-def _path(memo: _Memo, key: str, paths: Mapping[str, Sequence[str | int]]) -> bytes:
-    parts = [memo.get(part) if isinstance(part, str) else _bare_pickle(part) for part in paths.get(key, (key,))]
-    return memo.get(key) + b"(" + b"".join(parts) + b"t"
+def _path(memo: _Memo, key: bytes, path: Sequence[str | int]) -> bytes:
+    parts = [memo.get(part) if isinstance(part, str) else _bare_pickle(part) for part in path]
+    return key + b"(" + b"".join(parts) + b"t"
 
 
 def _object(memo: _Memo, key: str, place: ByteRange) -> bytes:
-    integer = [_INTEGER + struct.pack("<q", n) for n in (place.start, place.nbytes)]
+    integer = [_LONG + struct.pack("<q", n) for n in (place.start, place.nbytes)]
     index = memo.get("fqn") + memo.get(key) + memo.get("index") + b"N"
     info = memo.get("relative_path") + memo.get(place.file) + memo.get("offset") + integer[0]
     return b"".join(

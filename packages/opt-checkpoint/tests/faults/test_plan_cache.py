@@ -1,0 +1,300 @@
+"""A plan that is remembered between saves never describes what ranks no longer hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool, save_as_ranks
+from states import assert_is_step, state_at
+from torch import Tensor
+
+from opt_checkpoint import (
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+    sharded_like,
+    verify_checkpoint,
+)
+from opt_checkpoint.dcp.global_plan import GlobalPlan
+from opt_checkpoint.dcp.plan_cache import PlanCache
+from opt_checkpoint.dcp.save_planner import Common
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many ranks each plan was made for, in order."""
+    calls: list[int] = []
+    original = GlobalPlan.of.__func__
+
+    def counted(cls: Any, layouts: Any, digests: Any, **options: Any) -> GlobalPlan:
+        calls.append(len(layouts))
+        return original(cls, layouts, digests, **options)
+
+    monkeypatch.setattr(GlobalPlan, "of", classmethod(counted))
+    return calls
+
+
+def rows_of(key: str, whole: Tensor, cuts: list[int], rank: int) -> dict[str, Any]:
+    """Rank `rank`'s rows of a tensor that is cut at `cuts`."""
+    bounds = [0, *cuts, whole.shape[0]]
+    part = whole[bounds[rank] : bounds[rank + 1]].clone()
+    offset = (bounds[rank], *(0 for _ in whole.shape[1:]))
+    return {key: ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None)}
+
+
+def flat_part(whole: Tensor, rank: int) -> ShardedTensor:
+    start, stop = ((0, 10), (10, whole.numel()))[rank]
+    return sharded_like("w", whole).flat(whole.view(-1)[start:stop], start, stop)
+
+
+def wholes(seed: int, shape: tuple[int, ...] = (6, 4)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def saved_values(path: Path, *keys: str) -> dict[str, Tensor]:
+    """What is stored, read back whole by one process."""
+    assert verify_checkpoint(path) == []
+    loaded: dict[str, Tensor] = load(dict.fromkeys(keys), path).state
+    return loaded
+
+
+def test_a_later_save_of_the_same_layout_uses_the_plan_and_stores_the_new_values(
+    tmp_path: Path, planned: list[int]
+) -> None:
+    caches = [PlanCache() for _ in range(3)]
+    for step in (1, 2, 3):
+        save_as_ranks([state_at(step, rank, 3) for rank in range(3)], tmp_path / str(step), caches=caches)
+        state = state_at(0, 0, 1, filled=False)
+        assert_is_step(load(state, tmp_path / str(step)).state, step, 0, 1)
+        assert verify_checkpoint(tmp_path / str(step)) == []
+    assert planned == [3]
+
+
+def base(rank: int) -> dict[str, Any]:
+    return rows_of("w", wholes(1), [3], rank)
+
+
+# What one rank or all hold in the second save, and what must then be stored under `w`.
+CHANGES: dict[str, tuple[Callable[[int], dict[str, Any]], Tensor]] = {
+    "shape": (lambda rank: rows_of("w", wholes(2, (6, 5)), [3], rank), wholes(2, (6, 5))),
+    "axes": (lambda rank: rows_of("w", wholes(2, (6, 2, 2)), [3], rank), wholes(2, (6, 2, 2))),
+    "dtype": (lambda rank: rows_of("w", wholes(2).double(), [3], rank), wholes(2).double()),
+    "dtype of the same width": (lambda rank: rows_of("w", wholes(2).int(), [3], rank), wholes(2).int()),
+    "placement": (lambda rank: rows_of("w", wholes(2), [2], rank), wholes(2)),
+    "exchanged places": (lambda rank: rows_of("w", wholes(2), [3], 1 - rank), wholes(2)),
+    "flat": (lambda rank: {"w": flat_part(wholes(2), rank)}, wholes(2)),
+    "replicas": (
+        lambda rank: {"w": dataclasses.replace(sharded_like("w", wholes(2)), replica_id=1 - rank)},
+        wholes(2),
+    ),
+    "other main replica": (
+        lambda rank: {"w": dataclasses.replace(sharded_like("w", wholes(2)), replica_id=rank)},
+        wholes(2),
+    ),
+    "one rank only": (lambda rank: {"w": sharded_like("w", wholes(2))} if rank else {}, wholes(2)),
+    "more keys": (lambda rank: {**rows_of("w", wholes(2), [3], rank), **rows_of("a", wholes(3), [3], rank)}, wholes(2)),
+    "another order": (
+        lambda rank: {**rows_of("a", wholes(3), [3], rank), **rows_of("w", wholes(2), [3], rank)},
+        wholes(2),
+    ),
+    "an object": (
+        lambda rank: {**rows_of("w", wholes(2), [3], rank), "o": ShardedObject("o", rank, (2,), (rank,))},
+        wholes(2),
+    ),
+    "a plain tensor": (lambda rank: {"w": wholes(2)}, wholes(2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changed_between_two_saves_is_stored_as_it_is_now(tmp_path: Path, planned: list[int], name: str) -> None:
+    change, expected = CHANGES[name]
+    caches = [PlanCache(), PlanCache()]
+    save_as_ranks([base(0), base(1)], tmp_path / "1", caches=caches)
+    for number in ("2", "3"):
+        save_as_ranks([change(0), change(1)], tmp_path / number, caches=caches)
+        stored = saved_values(tmp_path / number, "w")["w"]
+        assert stored.dtype == expected.dtype
+        assert torch.equal(stored, expected)
+    save_as_ranks([base(0), base(1)], tmp_path / "4", caches=caches)
+    assert torch.equal(saved_values(tmp_path / "4", "w")["w"], wholes(1))
+    assert planned == [2, 2, 2]  # one for each change; the third save has the layout of the second
+
+
+def test_a_key_that_is_gone_is_not_stored_again(tmp_path: Path) -> None:
+    caches = [PlanCache(), PlanCache()]
+    both = [{**base(rank), **rows_of("a", wholes(3), [3], rank)} for rank in range(2)]
+    save_as_ranks(both, tmp_path / "1", caches=caches)
+    save_as_ranks([base(0), base(1)], tmp_path / "2", caches=caches)
+    assert load({"w": None}, tmp_path / "2", strict="raise_all").unexpected == ()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 1), (1, 2)], ids=str)
+def test_another_number_of_ranks_plans_anew(tmp_path: Path, planned: list[int], sizes: tuple[int, int]) -> None:
+    caches = [PlanCache() for _ in range(3)]
+    for number, size in enumerate(sizes):
+        states = [state_at(number, rank, size) for rank in range(size)]
+        save_as_ranks(states, tmp_path / str(number), caches=caches[:size])
+        loaded = load(state_at(0, 0, 1, filled=False), tmp_path / str(number)).state
+        assert_is_step(loaded, number, 0, 1)
+    assert planned == list(sizes)
+
+
+def replicas(rank: int, step: int) -> dict[str, Any]:
+    """The same layout on ranks 1 and 2, which share the writing of what rank 0 holds too."""
+    whole = torch.arange(64 << 10, dtype=torch.float32).view(1024, 64) + step
+    return {"w": dataclasses.replace(sharded_like("w", whole), replica_id=min(rank, 1))}
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (2, 0, 1)], ids=str)
+def test_ranks_of_equal_layouts_that_changed_places_plan_anew(
+    tmp_path: Path, planned: list[int], order: tuple[int, ...]
+) -> None:
+    caches = [PlanCache() for _ in range(3)]
+    save_as_ranks([replicas(rank, 0) for rank in range(3)], tmp_path / "1", caches=caches)
+    save_as_ranks([replicas(rank, 1) for rank in range(3)], tmp_path / "2", caches=[caches[n] for n in order])
+    expected = replicas(0, 1)["w"].data
+    assert torch.equal(saved_values(tmp_path / "2", "w")["w"], expected)
+    assert planned == [3, 3]
+
+
+@pytest.mark.parametrize("restarted", [0, 1], ids=["the coordinator", "another rank"])
+def test_a_rank_that_was_restarted_makes_all_ranks_plan_anew(
+    tmp_path: Path, planned: list[int], restarted: int
+) -> None:
+    caches = [PlanCache(), PlanCache()]
+    for step in (1, 2, 3):
+        if step == 2:
+            caches[restarted] = PlanCache()
+        save_as_ranks([state_at(step, rank, 2) for rank in range(2)], tmp_path / str(step), caches=caches)
+        assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
+    assert planned == [2, 2]
+
+
+def test_a_plan_of_the_first_ranks_values_is_not_used_where_all_must_be_equal(
+    tmp_path: Path, planned: list[int]
+) -> None:
+    caches = [PlanCache(), PlanCache()]
+    save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "1", caches=caches, common=Common.FIRST_RANK)
+    assert torch.equal(saved_values(tmp_path / "1", "w")["w"], wholes(1))
+    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: w \(ranks \[1\]\)"):
+        save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "2", caches=caches)
+    save_as_ranks([{"w": wholes(3)}, {"w": wholes(3)}], tmp_path / "3", caches=caches)
+    assert torch.equal(saved_values(tmp_path / "3", "w")["w"], wholes(3))
+
+
+@pytest.mark.parametrize("value", [lambda step, rank: step + rank, lambda step, rank: torch.full((2,), 1.0 * rank)])
+def test_plain_values_that_differ_are_refused_with_a_remembered_plan(
+    tmp_path: Path, value: Callable[[int, int], Any]
+) -> None:
+    caches = [PlanCache(), PlanCache()]
+    save_as_ranks([{**base(r), "v": value(1, 0)} for r in range(2)], tmp_path / "1", caches=caches)
+    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: v \(ranks \[1\]\)"):
+        save_as_ranks([{**base(r), "v": value(1, r)} for r in range(2)], tmp_path / "2", caches=caches)
+    assert not (tmp_path / "2").exists()
+    save_as_ranks([{**base(r), "v": value(5, 1)} for r in range(2)], tmp_path / "3", caches=caches)
+    assert str(load({"v": None}, tmp_path / "3").state["v"]) == str(value(5, 1))
+
+
+def test_plain_values_that_some_ranks_lack_are_stored_as_they_are_now(tmp_path: Path) -> None:
+    caches = [PlanCache(), PlanCache()]
+    for step in (1, 2):
+        states = [{**base(0), "step": step, "deep": {"a": [step]}}, base(1)]
+        save_as_ranks(states, tmp_path / str(step), caches=caches)
+        assert load({"step": None, "deep": None}, tmp_path / str(step)).state == {"step": step, "deep": {"a": [step]}}
+
+
+def test_plain_values_may_change_their_shape_with_a_remembered_plan(tmp_path: Path, planned: list[int]) -> None:
+    caches = [PlanCache(), PlanCache()]
+    for number, value in enumerate([{"a": 1}, {"a": [1, 2], "b": "x"}, 7]):
+        save_as_ranks([{**base(r), "v": value} for r in range(2)], tmp_path / str(number), caches=caches)
+        assert load({"v": None}, tmp_path / str(number)).state == {"v": value}
+    assert planned == [2]
+
+
+def repeated(values: list[float]) -> dict[str, Any]:
+    return {"w": dataclasses.replace(sharded_like("w", torch.tensor(values)), may_repeat=True)}
+
+
+def test_repeated_blocks_that_came_apart_are_refused_with_a_remembered_plan(tmp_path: Path) -> None:
+    caches = [PlanCache(), PlanCache()]
+    save_as_ranks([repeated([1.0, 2.0])] * 2, tmp_path / "1", caches=caches)
+    with pytest.raises(CheckpointingException, match=r"w: Invalid access pattern: rank 0 .* and rank 1"):
+        save_as_ranks([repeated([3.0, 4.0]), repeated([4.0, 3.0])], tmp_path / "2", caches=caches)
+    save_as_ranks([repeated([3.0, 4.0])] * 2, tmp_path / "3", caches=caches)
+    assert saved_values(tmp_path / "3", "w")["w"].tolist() == [3.0, 4.0]
+
+
+def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commit(tmp_path: Path) -> None:
+    caches = [PlanCache() for _ in range(3)]
+    save_as_ranks([replicas(rank, 0) for rank in range(3)], tmp_path / "1", caches=caches)
+    caches[1].assigned, caches[2].assigned = caches[2].assigned, caches[1].assigned
+    with pytest.raises(CheckpointingException, match=r"rank 1 has not written the .* parts that were planned"):
+        save_as_ranks([replicas(rank, 1) for rank in range(3)], tmp_path / "2", caches=caches)
+    assert not (tmp_path / "2").exists()
+
+
+def save_in_series(rank: int, size: int, folder: str) -> list[str]:
+    """Saves by a manager: one fails midway, one has another layout on one rank only, one rank loses its memory."""
+    verdicts: list[str] = []
+    original = GlobalPlan.of.__func__
+
+    def counted(cls: Any, *arguments: Any, **options: Any) -> GlobalPlan:
+        verdicts.append("planned")
+        return original(cls, *arguments, **options)
+
+    GlobalPlan.of = classmethod(counted)  # type: ignore[method-assign,assignment]
+    from opt_checkpoint.dcp.writer import CheckpointWriter
+
+    write = CheckpointWriter.write_data
+    with CheckpointManager(folder, keep=100) as manager:
+        for step in range(1, 9):
+            verdicts.append(str(step))
+            state = state_at(step, rank, size)
+            if step == 3 and rank == 1:
+                CheckpointWriter.write_data = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
+            if step == 5 and rank == 1:
+                state["extra"] = sharded_like("extra", torch.ones(3))
+            if step == 7 and rank == 1:
+                manager._saver._plans = PlanCache()
+            try:
+                manager.save(step, state)
+                manager.wait()
+            except CheckpointFailedError as error:
+                verdicts.append("failed" if "division by zero" in str(error) else str(error))
+            CheckpointWriter.write_data = write  # type: ignore[method-assign]
+    GlobalPlan.of = classmethod(original)  # type: ignore[method-assign,assignment]
+    return verdicts
+
+
+def test_a_series_of_saves_plans_anew_when_it_must_and_only_then(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    coordinator, other = ranks.run(2, save_in_series, str(folder))
+    expected = ["1", "planned", "2", "3", "failed", "4", "5", "planned", "6", "planned", "7", "planned", "8"]
+    assert coordinator == expected
+    assert other == [verdict for verdict in expected if verdict != "planned"]
+    for step in (1, 2, 4, 5, 6, 7, 8):
+        path = folder / f"step-{step:09d}"
+        assert verify_checkpoint(path) == []
+        assert_is_step(load(state_at(0, 0, 1, filled=False), path).state, step, 0, 1)
+        assert ("extra" in load({"extra": None}, path, strict="return_missing").state) == (step == 5)
+
+
+def save_with_one_cache(rank: int, size: int, folder: str) -> None:
+    cache = PlanCache()
+    for step in (1, 2):
+        save(state_at(step, rank, size), Path(folder) / str(step), plans=cache if rank else None)
+
+
+def test_a_cache_on_some_ranks_only_is_not_used(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_with_one_cache, str(tmp_path))
+    for step in (1, 2):
+        assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
