@@ -4,9 +4,9 @@
     [--tensor-parallel 8] [--folder DIR] [--json FILE]
 
 Every rank holds a flat shard (ZeRO-1) of its tensor-parallel part of a bucket of matrices and vectors, for each state.
-Not counted is what the network takes. Counted for a save: unpickling what all ranks send, agreeing on the plan, the plan
-and its checks, pickling what goes back, the index, `.metadata` and the manifest, written and synced. A load is a process
-of its own, which reads data files without contents.
+Counted for a save: unpickling what all ranks send, agreeing on the plan, the plan and its checks, pickling what goes
+back, the index, `.metadata` and the manifest, written and synced; not counted is what the network takes. A load is a
+process of its own, which reads data files of zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import peak_resident_bytes, resident_bytes, write_results
+from measure import highest_resident_bytes, write_results
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -186,11 +186,11 @@ def load_here(options: argparse.Namespace) -> None:
     for shard in shards:
         shard.init_data("cpu", torch.ones)
     state = {str(number): shard for number, shard in enumerate(shards)}
-    before, started = resident_bytes(), time.perf_counter()
+    before, started = highest_resident_bytes(), time.perf_counter()
     load(state, options.load)
     seconds = time.perf_counter() - started
     assert not any(shard.data.any() for shard in shards)
-    extra = (peak_resident_bytes() - before) / 1e6
+    extra = (highest_resident_bytes() - before) / 1e6
     print(seconds, extra, sum(shard.data.nbytes for shard in shards) / 1e6)
 
 

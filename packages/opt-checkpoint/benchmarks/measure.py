@@ -47,8 +47,8 @@ def resident_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def peak_resident_bytes() -> int:
-    """The highest that the resident memory of this process has been, mapped files included."""
+def highest_resident_bytes() -> int:
+    """The most memory that was resident in this process so far, mapped files included."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["VmHWM"].split()[0]) * 1024
 

@@ -150,13 +150,10 @@ def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
         CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
             two different tensors have one key.
     """
-    _check_distinct(flat)
-    for shard in flat.tensors.values():
-        _check_storable(shard)
     plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
     values = {**flat.common, **plain}
-    seen: dict[ShardIdentity, ShardedTensor] = {}
-    flags = [_flags(shard, seen) | (PLAIN if path in plain else 0) for path, shard in flat.tensors.items()]
+    first, mains = dict[ShardIdentity, Path](), set[ShardIdentity]()
+    flags = [_flags(flat, path, first, mains) | (PLAIN if path in plain else 0) for path in flat.tensors]
     objects = [
         LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
     ]
@@ -169,30 +166,38 @@ def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
     )
 
 
-def _check_distinct(flat: FlatState) -> None:
-    """Refuse a key that this rank gives to two different tensors: the second would be lost.
+def _flags(flat: FlatState, path: Path, first: dict[ShardIdentity, Path], mains: set[ShardIdentity]) -> int:
+    """Whether a tensor is a main replica, and one that may repeat.
 
-    Copies of one tensor may share a key where their values are equal, as tied weights do.
+    Two tensors of this rank may share an identity where their values are equal, as a parameter does that two model
+    chunks share; the second is no main replica then.
+
+    Args:
+        flat: the state.
+        path: the tensor.
+        first: the path of the first tensor of each identity so far; written.
+        mains: the identities that have a main replica so far; written.
     """
-    first: dict[ShardIdentity, Path] = {}
-    for path, shard in flat.tensors.items():
-        other = first.setdefault(shard.identity, path)
-        a, b = flat.tensors[other].data, shard.data
-        if other == path or a is b or a is None or b is None or a.is_meta or _are_equal(a, b):
-            continue
+    shard = flat.tensors[path]
+    _check_storable(shard)
+    identity = shard.identity
+    other = first.setdefault(identity, path)
+    if other != path:
+        _check_copy(flat, other, path)
+    if not is_main_replica(shard.replica_id) or identity in mains:
+        return 0
+    mains.add(identity)
+    return MAIN | (MAY_REPEAT if shard.may_repeat else 0)
+
+
+def _check_copy(flat: FlatState, first: Path, second: Path) -> None:
+    a, b = flat.tensors[first], flat.tensors[second]
+    if a.data is not None and b.data is not None and a.data is not b.data and not _are_equal(a.data, b.data):
         raise CheckpointingException(
-            f"{path_text(other)} and {path_text(path)} would both be stored as {shard.key}; give one of them another "
+            f"{path_text(first)} and {path_text(second)} would both be stored as {b.key}; give one of them another "
             f"key: put what sharded_model and sharded_optimizer return under different names, or call "
             f"add_prefix_for_sharding(part, 'name.') on one part"
         )
-
-
-def _is_copy(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> bool:
-    """Whether this rank holds the same block twice with equal values, as a parameter that two model chunks share."""
-    if shard.data is None or not is_main_replica(shard.replica_id):
-        return False
-    first = seen.setdefault(shard.identity, shard)
-    return first is not shard and first.data is not None and _are_equal(first.data, shard.data)
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
@@ -227,11 +232,6 @@ def _check_storable(shard: ShardedTensor) -> None:
         raise CheckpointingException(f"{shard.key} is on the meta device, without values; materialise it before saving")
     if not is_storable(shard.dtype):
         raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
-
-
-def _flags(shard: ShardedTensor, seen: dict[ShardIdentity, ShardedTensor]) -> int:
-    main = is_main_replica(shard.replica_id) and not _is_copy(shard, seen)
-    return (MAIN | (MAY_REPEAT if shard.may_repeat else 0)) if main else 0
 
 
 def fingerprint(value: Any) -> int:

@@ -50,13 +50,6 @@ class _HeldBox(NamedTuple):
     held: FlatBox
 
 
-class _Part(NamedTuple):
-    """A box that this rank is to write, within one that it holds."""
-
-    source: _HeldBox
-    box: Box
-
-
 class Planned(NamedTuple):
     """A plan with the objects that rank 0 writes for all.
 
@@ -89,11 +82,11 @@ def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
         held: one of `boxes_of(shard)`.
         part: a box inside `held.box`, in global coordinates.
     """
-    data = _data(shard)
-    if shard.flattened_range is None:
-        whole = data.detach()[(None,) * shard.prepend_axis_num]
-    else:
-        whole = data.detach()[held.start : held.stop].view(held.box.sizes)
+    whole = _data(shard).detach()
+    if shard.flattened_range is not None:
+        whole = whole[held.start : held.stop].view(held.box.sizes)
+    elif shard.prepend_axis_num:
+        whole = whole[(None,) * shard.prepend_axis_num]
     if part != held.box:
         for axis, (low, base, size) in enumerate(zip(part.offsets, held.box.offsets, part.sizes)):
             whole = whole.narrow(axis, low - base, size)
@@ -130,6 +123,7 @@ class ShardedSavePlanner(SavePlanner):
         self._rank = -1
         self._flat: FlatState | None = None
         self._boxes: list[_HeldBox] = []
+        self._parts: list[tuple[int, list[int], list[int]]] = []  # held box, offsets and sizes of what is written
         self._contents: LocalContents | None = None
         self._plan: GlobalPlan | None = None
         self._first_ranks_objects: list[str] = []
@@ -230,30 +224,29 @@ class ShardedSavePlanner(SavePlanner):
             raise RuntimeError("a rank that remembers no plan agreed to use one")
         if self._agreement.plan:
             self._cache.keep(self._agreement.plan, self._rank, assigned, self._plan)
-        self._parts = [
-            self._part(*values)
-            for values in zip(assigned.box.tolist(), assigned.offsets.tolist(), assigned.sizes.tolist(), strict=True)
-        ]
-        tensors = [_tensor_item(part.source.shard.key, number) for number, part in enumerate(self._parts)]
+        boxes = assigned.box.tolist()
+        self._parts = list(zip(boxes, assigned.offsets.tolist(), assigned.sizes.tolist(), strict=True))
+        tensors = [_tensor_item(self._boxes[box].shard.key, number) for number, box in enumerate(boxes)]
         objects = map(_object_item, [*assigned.objects, *self._first_ranks_objects])
         return SavePlan([*objects, *tensors], new_plan.storage_data, assigned.crc)
 
-    def _part(self, box: int, offsets: list[int], sizes: list[int]) -> _Part:
-        source = self._boxes[box]
-        axes = len(source.held.box.sizes)
-        part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
-        if part != source.held.box and source.held.box.overlap(part) != part:
-            raise CheckpointingException(f"{source.shard.key}: the plan wants {part} of the box {source.held.box}")
-        return _Part(source, part)
-
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """A view of this rank's memory for a tensor; the bytes of an object."""
-        key, number = write_item.index.fqn, write_item.index.index
-        if write_item.type is WriteItemType.BYTE_IO or number is None:
-            if key in self._stock_values:
-                return _bare_archive(self._stock_values[key])
-            return io.BytesIO(dump_object(self._object(key), key))
-        (shard, held), part = self._parts[number]
+        """A view of this rank's memory for a tensor; the bytes of an object.
+
+        Raises:
+            CheckpointingException: the plan does not fit what this rank holds, or an object cannot be stored.
+        """
+        index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO or index.index is None:
+            if index.fqn in self._stock_values:
+                return _bare_archive(self._stock_values[index.fqn])
+            return io.BytesIO(dump_object(self._object(index.fqn), index.fqn))
+        number, offsets, sizes = self._parts[index.index]
+        shard, held = self._boxes[number]
+        axes = len(held.box.sizes)
+        part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+        if part != held.box and held.box.overlap(part) != part:
+            raise CheckpointingException(f"{shard.key}: the plan wants {part} of the box {held.box}")
         return view_of(shard, held, part)
 
     def _object(self, key: str) -> Any:

@@ -7,6 +7,7 @@ rename there is no checkpoint, after it there is a whole one.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -38,6 +39,7 @@ from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointingException
 
 _SMALL_BYTES = 256 << 10
+ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 
 
 class WriteTo(NamedTuple):
@@ -49,13 +51,18 @@ class WriteTo(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """One item in the file; its sums may still be on their way."""
+    """One item in the file; `values_start` is -1 for an object. Sums of a large tensor may still be on their way."""
 
     key: str
     archive_start: int
     archive_end: int
     values_start: int
-    sums: ItemSums
+    sums: int | ItemSums
+
+    @property
+    def pieces(self) -> list[int]:
+        """The checksum of every piece, after waiting for them."""
+        return [self.sums] if isinstance(self.sums, int) else self.sums.settled().pieces
 
 
 class CheckpointWriter(StorageWriter):
@@ -142,7 +149,8 @@ class CheckpointWriter(StorageWriter):
         ):
             output = DataFileWriter(files=self._files, fd=fd, hasher=hasher)
             output.put(file_header(target.save_id))
-            placed = [_put_item(output, item, planner) for item in plan.items]
+            resolve = planner.resolve_data
+            placed = [_put_item(output, item.index.fqn, resolve(item)) for item in plan.items]
             whole = output.finish()
         written = _written_file(target.file, whole, plan.planner_data, placed)
         future: Future[list[WriteResult]] = Future()
@@ -187,15 +195,27 @@ class CheckpointWriter(StorageWriter):
         self._directory.abandon()
 
 
-def _put_item(output: DataFileWriter, item: WriteItem, planner: SavePlanner) -> _Placed:
-    data, start, key = planner.resolve_data(item), output.position, item.index.fqn
-    if not isinstance(data, Tensor):
-        raw = data.getvalue()
-        return _Placed(key, start, start + len(raw), -1, _put_small(output, memoryview(raw)))
+def _put_item(output: DataFileWriter, key: str, data: Tensor | io.BytesIO) -> _Placed:
+    if isinstance(data, Tensor):
+        return _put_tensor(output, key, data)
+    raw, start = data.getvalue(), output.position
+    output.put(raw)
+    return _Placed(key, start, output.position, -1, crc32(raw))
+
+
+def _put_tensor(output: DataFileWriter, key: str, data: Tensor) -> _Placed:
+    """A tensor's archive, which begins such that its values are aligned; zeros fill the gap before."""
     nbytes = data.numel() * data.element_size()
-    framing = frame_tensor(data.dtype, tuple(data.shape), nbytes)
-    output.put(framing.header)
-    values_start = output.position
+    framing = frame_tensor(data.dtype, tuple(data.shape))
+    gap = -(output.position + len(framing.header)) % ALIGNMENT
+    start = output.position + gap
+    values_start = start + len(framing.header)
+    if nbytes <= _SMALL_BYTES:
+        view = bytes_view(data if is_plain_memory(data) else contiguous(data))
+        crc = crc32(view)
+        output.put(b"".join((bytes(gap), framing.header, view, framing.trailer(crc))))
+        return _Placed(key, start, output.position, values_start, crc)
+    output.put(bytes(gap) + framing.header)
     sums = _put_values(output, data, nbytes)
     output.put_trailer(framing, sums)
     return _Placed(key, start, output.position, values_start, sums)
@@ -212,20 +232,19 @@ def _written_file(name: str, whole: StoredFile, parts_crc: int, placed: list[_Pl
         start=np.array([p.values_start for p in tensors], "<i8"),
         archive_start=start,
         archive_nbytes=np.array([p.archive_end for p in tensors], "<i8") - start,
-        sums=np.array([s for p in tensors for s in p.sums.settled().pieces], "<u4"),
+        sums=np.array([s for p in tensors for s in p.pieces], "<u4"),
         objects={p.key: _object_place(name, p) for p in placed if p.values_start < 0},
     )
 
 
 def _object_place(file: str, placed: _Placed) -> ByteRange:
-    nbytes, crc = placed.archive_end - placed.archive_start, placed.sums.settled().whole
+    (crc,) = placed.pieces
+    nbytes = placed.archive_end - placed.archive_start
     return ByteRange(file=file, start=placed.archive_start, nbytes=nbytes, crc=crc, archive=True)
 
 
 def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
     """Values in row-major order; straight from memory where they lie so there, else through bounded copies."""
-    if nbytes <= _SMALL_BYTES:
-        return _put_small(output, bytes_view(contiguous(data)))
     sums = PieceSums()
     if is_plain_memory(data):
         item = ItemSums(sums, output.put_large(bytes_view(data), sums))
@@ -237,13 +256,6 @@ def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
         item = ItemSums(sums, done)
     output.end_large(item, nbytes)
     return item
-
-
-def _put_small(output: DataFileWriter, view: memoryview) -> ItemSums:
-    output.put(view)
-    sums = PieceSums()
-    sums.add(view)
-    return ItemSums(sums)
 
 
 def _bounded_parts(data: Tensor) -> list[Tensor]:

@@ -40,12 +40,13 @@ _UNTYPED = (
 _BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
     {str(d).removeprefix("torch."): d for d in (*_STORAGE_CLASSES, *_UNTYPED)}
 )
+_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
 _BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in _STORAGE_CLASSES.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -61,7 +62,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 def is_storable(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype can be written."""
-    return dtype_name(dtype) in _BY_NAME
+    return dtype in _NAMES
 
 
 def storage_class(dtype: torch.dtype) -> str | None:

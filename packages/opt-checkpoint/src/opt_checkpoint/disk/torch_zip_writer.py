@@ -11,9 +11,11 @@ allows.
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -25,6 +27,7 @@ _LIMIT_32 = 0xFFFFFFFF
 _WITH_DESCRIPTOR = 0x0008
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
 _ROOT = b"archive/"
+_SUM_IN_DESCRIPTOR, _SUM_IN_DIRECTORY = 4, 16  # where the checksum of a file stands in them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +83,24 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """The bytes around one tensor's values."""
+    """The bytes around one tensor's values.
+
+    Args:
+        header: what stands before them.
+        before_sum: what follows them, up to their checksum in the descriptor.
+        between_sums: from there to their checksum in the directory.
+        after_sum: the rest.
+    """
 
     header: bytes
-    small: tuple[Entry, ...]
-    values: Entry
+    before_sum: bytes
+    between_sums: bytes
+    after_sum: bytes
 
     def trailer(self, crc: int) -> bytes:
         """What follows the values, once their CRC-32 is known."""
-        values = Entry(name=self.values.name, size=self.values.size, crc=crc, position=self.values.position)
-        directory = b"".join(e.directory_header(descriptor=False) for e in self.small)
-        directory += values.directory_header(descriptor=True)
-        descriptor = values.descriptor()
-        start = len(self.header) + values.size + len(descriptor)
-        return descriptor + directory + _end_of_directory(len(self.small) + 1, len(directory), start)
+        raw = crc.to_bytes(4, "little")
+        return b"".join((self.before_sum, raw, self.between_sums, raw, self.after_sum))
 
 
 def _end_of_directory(count: int, size: int, start: int) -> bytes:
@@ -105,13 +112,13 @@ def _end_of_directory(count: int, size: int, start: int) -> bytes:
     return wide + end
 
 
-def frame_tensor(dtype: torch.dtype, shape: Shape, nbytes: int) -> Framing:
-    """The archive of one contiguous tensor, without its values.
+@lru_cache(maxsize=4096)
+def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
+    """The archive of one contiguous tensor, without its values, which are in little-endian order.
 
     Args:
         dtype: its dtype.
         shape: its shape.
-        nbytes: bytes of its values, in this machine's little-endian order.
     """
     header, entries = b"", []
     files = ((b"data.pkl", pickle_tensor(dtype, shape)), (b"byteorder", b"little"), (b"version", b"3\n"))
@@ -119,15 +126,24 @@ def frame_tensor(dtype: torch.dtype, shape: Shape, nbytes: int) -> Framing:
         entry = Entry(name=_ROOT + name, size=len(content), crc=zlib.crc32(content), position=len(header))
         entries.append(entry)
         header += entry.local_header(descriptor=False) + content
-    values = Entry(name=_ROOT + b"data/0", size=nbytes, crc=0, position=len(header))
-    return Framing(header=header + values.local_header(descriptor=True), small=tuple(entries), values=values)
+    values = Entry(name=_ROOT + b"data/0", size=math.prod(shape) * dtype.itemsize, crc=0, position=len(header))
+    header += values.local_header(descriptor=True)
+    descriptor = values.descriptor()
+    small = b"".join(entry.directory_header(descriptor=False) for entry in entries)
+    directory = small + values.directory_header(descriptor=True)
+    end = _end_of_directory(len(entries) + 1, len(directory), len(header) + values.size + len(descriptor))
+    trailer, second = descriptor + directory + end, len(descriptor) + len(small) + _SUM_IN_DIRECTORY
+    return Framing(
+        header=header,
+        before_sum=trailer[:_SUM_IN_DESCRIPTOR],
+        between_sums=trailer[_SUM_IN_DESCRIPTOR + 4 : second],
+        after_sum=trailer[second + 4 :],
+    )
 
 
 def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
     """The pickle by which `torch.save` describes a contiguous tensor: protocol 2, storage 0, offset 0."""
-    numel = 1
-    for n in shape:
-        numel *= n
+    numel = math.prod(shape)
     typed = storage_class(dtype)
     if typed is not None:
         rebuild, kind, stored, tail = b"_rebuild_tensor_v2", f"ctorch\n{typed}\n".encode(), numel, b""

@@ -115,6 +115,7 @@ class Crossing:
             except Exception as error:
                 raise FailureOnRank(Failure.of(error)) from error
 
+        setattr(self, name, call)  # found without this function next time
         return call
 
 
