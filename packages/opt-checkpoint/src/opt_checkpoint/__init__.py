@@ -4,6 +4,7 @@ from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
 from opt_checkpoint.convert.safetensors_export import save_safetensors
 from opt_checkpoint.convert.safetensors_import import load_safetensors
+from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import read_common, read_index
 from opt_checkpoint.disk.stored_objects import NUMPY_GLOBALS, NotLoaded
@@ -93,6 +94,7 @@ __all__ = [
     "NotLoaded",
     "Opaque",
     "OptimizerLoadReport",
+    "PlanCache",
     "PerMatrix",
     "PerParam",
     "Reduced",
