@@ -61,4 +61,4 @@ def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
     (path,) = Path(os.environ["OPT_STACK_DIST"]).glob("opt_kernels-*.whl")
     names = zipfile.ZipFile(path).namelist()
     assert "opt_kernels/backends/triton/update.py" in names
-    assert "opt_kernels/backends/cpp/update.h" in names
+    assert {f"opt_kernels/backends/cpp/{name}.h" for name in ("elements", "codecs", "update")} <= {*names}

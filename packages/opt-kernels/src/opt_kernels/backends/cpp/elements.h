@@ -56,12 +56,12 @@ static inline void write_main(int16_t *remainder, bfloat16 *weight, int64_t i, f
     remainder[i] = int16_t(x == x ? word & 0xFFFF : 0);
 }
 
-// a * b + c, rounded once where the processor can.
+// a * b + c, rounded once; without an instruction for it in double, where rounding the sum twice matters once in 2^29.
 static inline float fma(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
-    return a * b + c;
+    return float(double(a) * double(b) + double(c));
 #endif
 }
 

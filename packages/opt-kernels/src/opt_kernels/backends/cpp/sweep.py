@@ -21,7 +21,7 @@ from opt_kernels.works import Batch, Hyper, Work, Works
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
-UPDATE = Path(__file__).with_name("update.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("codecs.h", "update.h"))
 SHARE_NUMEL = 1 << 15  # elements that are worth waking a thread for
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -64,9 +64,11 @@ def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
         return None
     match codec:
         case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
-            return f"Scaled<Half, {str(signed).lower()}>"
+            return f"ScaledHalf<{str(signed).lower()}>"
         case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
-            return f"Scaled<E4M3, {str(signed).lower()}>"
+            return f"ScaledE4M3<{str(signed).lower()}>"
+        case Scaled(dtype=torch.float8_e5m2, block=128, exponent=15, signed=signed):
+            return f"ScaledE5M2<{str(signed).lower()}>"
         case Companded(block=128):
             return "Companded"
         case Root(block=128):
@@ -77,7 +79,7 @@ def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
 @cache
 def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
     """The source of a formula's sweep."""
-    return Source(formula.name, f"{UPDATE.read_text()}\n{source_of(formula, codecs)}")
+    return Source(formula.name, "\n".join((*(header.read_text() for header in HEADERS), source_of(formula, codecs))))
 
 
 class Columns(NamedTuple):

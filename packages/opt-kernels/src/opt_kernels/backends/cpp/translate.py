@@ -88,43 +88,60 @@ def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
 
 
 def _span(codecs: Sequence[str]) -> list[str]:
+    """`update_span`: elements [begin, end) of a run."""
     states = range(len(codecs))
     values = "".join(f", s{i}" for i in states)
-    restricted = [f"Codec{i}::Code *__restrict codes{i} = run.codes{i};" for i in states]
     element = [
         "float p = read_main(main, out, i);",
         f"update(read(grad[i]) * row.grad_scale, p{values}, row);",
         "write_main<HAS_OUT, BY_CHANCE>(main, out, i, p, run.first, step);",
     ]
-    is_coded = " || ".join([f"Codec{i}::CODED" for i in states]) or "false"
+    if all(codec.startswith("Plain<") for codec in codecs):
+        return _plain_span(states, element)
+    return _coded_span(states, element)
+
+
+def _plain_span(states: range, element: list[str]) -> list[str]:
     return [
-        f"constexpr bool CODED = {is_coded};",
-        "static inline __attribute__((always_inline)) void update_plain(",
-        "    const Run &run, const Row row, int64_t begin, int64_t end) {",
+        "constexpr int64_t UNIT = 1;",
+        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
         POINTERS,
-        *restricted,
+        *(f"Codec{i}::Code *__restrict codes{i} = run.codes{i};" for i in states),
         "for (int64_t i = begin; i < end; i++) {",
-        *(f"float s{i} = Codec{i}::plain(codes{i}, i);" for i in states),
+        *(f"float s{i} = read(codes{i}[i]);" for i in states),
         *element,
-        *(f"Codec{i}::store_plain(codes{i}, i, s{i});" for i in states),
+        *(f"write(codes{i}[i], s{i});" for i in states),
         "}",
         "}",
+    ]
+
+
+def _coded_span(states: range, element: list[str]) -> list[str]:
+    """Group by group: all codes are decoded, then all elements updated, then all values encoded."""
+    return [
+        "constexpr int64_t UNIT = GROUP;",
         "static inline __attribute__((always_inline)) void update_group(",
         "    const Run &run, const Row row, int64_t begin, int64_t n) {",
         POINTERS,
-        *restricted,
         "prefetch(main, begin + AHEAD);",
         "prefetch(grad, begin + AHEAD);",
-        *(f"float values{i}[GROUP];" for i in states),
-        *(f"const float scale{i} = Codec{i}::scale(run.scales{i}, begin);" for i in states),
-        "#pragma GCC ivdep",  # codes are bytes, which could lie anywhere as far as C++ knows
+        *(f"Codec{i}::Code *codes{i} = run.codes{i} + begin;" for i in states),
+        *(f"float *scale{i} = Codec{i}::scale_at(run.scales{i}, begin);" for i in states),
+        *(f"alignas(64) float values{i}[GROUP];" for i in states),
+        *(f"int32_t largest{i} = 0;" for i in states),
+        *(f"Codec{i}::decode(codes{i}, scale{i}, values{i}, n);" for i in states),
         "for (int64_t k = 0; k < n; k++) {",
         "const int64_t i = begin + k;",
-        *(f"float s{i} = Codec{i}::decode(codes{i}[i], scale{i});" for i in states),
+        *(f"float s{i} = values{i}[k];" for i in states),
         *element,
         *(f"values{i}[k] = Codec{i}::kept(s{i});" for i in states),
+        *(f"largest{i} = at_least(largest{i}, magnitude(values{i}[k]));" for i in states),
         "}",
-        *(f"Codec{i}::encode(values{i}, run.codes{i}, run.scales{i}, begin, n);" for i in states),
+        *(f"Codec{i}::encode(values{i}, largest{i}, codes{i}, scale{i}, n);" for i in states),
+        "}",
+        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
+        "for (; begin + GROUP <= end; begin += GROUP) update_group(run, row, begin, GROUP);",
+        "if (begin < end) update_group(run, row, begin, end - begin);",
         "}",
     ]
 
@@ -144,14 +161,9 @@ static int64_t sweep(const Task &task, int64_t begin, int64_t end) {
         Run run = run_at(task.table, task.num_runs, i);
         int64_t from = larger(begin - start, 0), to = smaller(end - start, run.numel);
         start += run.numel;
-        if constexpr (CODED) {  // groups are not cut between threads
-            from = from / GROUP * GROUP;
-            to = to == run.numel ? to : to / GROUP * GROUP;
-            for (; from + GROUP <= to; from += GROUP) update_group(run, rows[run.row], from, GROUP);
-            if (from < to) update_group(run, rows[run.row], from, to - from);
-        } else if (from < to) {
-            update_plain(run, rows[run.row], from, to);
-        }
+        from = from / UNIT * UNIT;  // groups are not cut between threads
+        to = to == run.numel ? to : to / UNIT * UNIT;
+        if (from < to) update_span(run, rows[run.row], from, to);
     }
     return 0;
 }

@@ -1,0 +1,328 @@
+// Codecs of states, as `opt_kernels/codecs/codec.py` defines them: a group of codes under one scale at a time.
+//
+// Loops are written so that compilers vectorise them for any processor. What they cannot vectorise, conversions of half
+// and look-ups of bytes, has a second version for processors with instructions for it, with the same results.
+//
+// Each codec has:
+//
+//   scale_at(scales, begin)                     where the scale of the group from element `begin` is
+//   decode(codes, scale, values, n)             writes the n values, at most GROUP, of a group
+//   kept(x)                                     what is encoded of a state: its root where it is never negative
+//   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+constexpr int64_t GROUP = 128;
+constexpr uint32_t MAGNITUDE = 0x7FFFFFFF;  // the bits of a float without its sign
+constexpr int32_t INFINITE = 0x7F800000;    // a word from which on values are not finite
+constexpr float TINY = 0x1p-126f;
+
+struct half {
+    uint16_t bits;
+};
+
+static inline int32_t magnitude(float x) { return int32_t(word_of(x) & MAGNITUDE); }
+static inline int32_t at_least(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// `code`, at least 1 where x is above zero; compared as words, which is faster than as floats.
+static inline int32_t at_least_one(int32_t code, float x) {
+    const int32_t word = int32_t(word_of(x));
+    return at_least(code, word < 1 ? word : 1);
+}
+
+// --- narrow floats ----------------------------------------------------------------------------------------------------
+
+// A float of BITS bits, MANTISSA of them for the fraction, with biased exponents.
+template <int BITS, int MANTISSA, int BIAS>
+struct Narrow {
+    static constexpr int SHIFT = 23 - MANTISSA;
+    static constexpr uint32_t SIGN = 1u << (BITS - 1), NORMAL = (128u - BIAS) << 23;  // smallest normal, as a word
+
+    // Of a finite code.
+    static inline float value(uint32_t code) {
+        const float size = float_of((code & (SIGN - 1)) << SHIFT) * float_of((254u - BIAS) << 23);
+        return float_of(word_of(size) | (code & SIGN) << (32 - BITS));
+    }
+
+    // To nearest, ties to even; of a finite y of this range. The code's unit in the last place is that of a sum with a
+    // large enough power of two, which so rounds as the code must, and counts units.
+    static inline uint32_t code(float y) {
+        const uint32_t word = word_of(y), size = word & MAGNITUDE;
+        const uint32_t exponent = (size > NORMAL ? size : NORMAL) & INFINITE, power = exponent + (SHIFT << 23);
+        const uint32_t units = word_of(float_of(size) + float_of(power)) - power;
+        return (units + ((exponent - NORMAL) >> SHIFT)) | (word >> (32 - BITS) & SIGN);
+    }
+};
+
+using Binary16 = Narrow<16, 10, 15>;
+
+static inline float read(half x) {
+    const uint32_t size = uint32_t(x.bits & 0x7FFF) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+    return size >= 0x0F800000 ? float_of((size + 0x70000000) | sign) : Binary16::value(x.bits);
+}
+
+static inline void write(half &to, float x) {
+    const uint32_t word = word_of(x), size = word & MAGNITUDE, special = size > INFINITE ? 0x7E00 : 0x7C00;
+    to.bits = uint16_t(size >= 0x47800000 ? (word >> 16 & 0x8000) | special : Binary16::code(x));
+}
+
+// --- a group of codes as floats, and back ------------------------------------------------------------------------------
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+// Values of 128 codes without a sign, as four tables of bytes: a processor looks up 64 bytes at a time.
+struct Table {
+    alignas(64) uint8_t bytes[4][128];
+
+    template <class Value>
+    explicit Table(Value value) {
+        for (int code = 0; code < 128; code++)
+            for (int byte = 0; byte < 4; byte++) bytes[byte][code] = uint8_t(word_of(value(code)) >> (8 * byte));
+    }
+
+    inline __m512i byte(int which, __m512i indices) const {
+        const __m512i *halves = (const __m512i *)bytes[which];
+        return _mm512_permutex2var_epi8(halves[0], indices, halves[1]);
+    }
+
+    // Writes 64 values of `indices`, whose sign is the upper bit of `signs`.
+    inline void look_up(__m512i indices, __m512i signs, float *values) const {
+        // Bytes are joined within quarters of a register: every fourth word first, so that they come out in order.
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        indices = _mm512_permutexvar_epi32(order, indices);
+        signs = _mm512_and_si512(_mm512_permutexvar_epi32(order, signs), _mm512_set1_epi8(-128));
+        const __m512i lower = byte(0, indices), low = byte(1, indices), high = byte(2, indices);
+        const __m512i higher = _mm512_or_si512(byte(3, indices), signs);
+        const __m512i low0 = _mm512_unpacklo_epi8(lower, low), high0 = _mm512_unpacklo_epi8(high, higher);
+        const __m512i low1 = _mm512_unpackhi_epi8(lower, low), high1 = _mm512_unpackhi_epi8(high, higher);
+        _mm512_storeu_si512(values, _mm512_unpacklo_epi16(low0, high0));
+        _mm512_storeu_si512(values + 16, _mm512_unpackhi_epi16(low0, high0));
+        _mm512_storeu_si512(values + 32, _mm512_unpacklo_epi16(low1, high1));
+        _mm512_storeu_si512(values + 48, _mm512_unpackhi_epi16(low1, high1));
+    }
+};
+#endif
+
+template <class Float>
+static inline void widen(const uint8_t *codes, float *values, int64_t n) {
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+    static const Table table(Float::value);
+    if (n == GROUP) {
+        for (int64_t k = 0; k < GROUP; k += 64) {
+            const __m512i part = _mm512_loadu_si512(codes + k);
+            table.look_up(part, part, values + k);  // the upper bit of an index is not looked at
+        }
+        return;
+    }
+#endif
+    for (int64_t k = 0; k < n; k++) values[k] = Float::value(codes[k]);
+}
+
+template <class Float>
+static inline void widen(const half *codes, float *values, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    for (; k + 16 <= n; k += 16)
+        _mm512_storeu_ps(values + k, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(codes + k))));
+#elif defined(__F16C__)
+    for (; k + 8 <= n; k += 8) _mm256_storeu_ps(values + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + k))));
+#endif
+    for (; k < n; k++) values[k] = Float::value(codes[k].bits);
+}
+
+// Codes of values times `factor`, a power of two; where they are not SIGNED, at least the smallest code above zero.
+template <class Float, bool SIGNED>
+static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
+#pragma GCC ivdep
+    for (int64_t k = 0; k < n; k++) {
+        const int32_t code = int32_t(Float::code(values[k] * factor));
+        codes[k] = uint8_t(SIGNED ? code : at_least_one(code, values[k]));
+    }
+}
+
+template <class Float, bool SIGNED>
+static inline void narrow(const float *values, float factor, half *codes, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    const __m512 smallest = _mm512_set1_ps(Float::value(1)), factors = _mm512_set1_ps(factor);
+    for (; k + 16 <= n; k += 16) {
+        const __m512 x = _mm512_loadu_ps(values + k);
+        __m512 y = _mm512_mul_ps(x, factors);
+        if (!SIGNED) y = _mm512_mask_max_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), y, smallest);
+        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; k < n; k++) {
+        const int32_t code = int32_t(Float::code(values[k] * factor));
+        codes[k].bits = uint16_t(SIGNED ? code : at_least_one(code, values[k]));
+    }
+}
+
+// --- codecs -----------------------------------------------------------------------------------------------------------
+
+template <class T>
+struct Plain {
+    using Code = T;
+    static inline float *scale_at(float *scales, int64_t) { return scales; }
+    static inline void decode(const T *codes, const float *, float *values, int64_t n) {
+        for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
+    }
+    static inline float kept(float x) { return x; }
+    static inline void encode(const float *values, int32_t, T *codes, float *, int64_t n) {
+        for (int64_t k = 0; k < n; k++) write(codes[k], values[k]);
+    }
+};
+
+// What all codecs with scales have in common.
+template <class T, bool SIGNED>
+struct Coded {
+    using Code = T;
+    static inline float *scale_at(float *scales, int64_t begin) { return scales + begin / GROUP; }
+    static inline float kept(float x) { return SIGNED ? x : __builtin_sqrtf(x); }
+
+    // The codes of a group with a value that is not finite: zeros, and ones where the root of a state is above zero.
+    static __attribute__((noinline, cold)) void encode_lost(const float *values, Code *codes, float *scale, int64_t n) {
+        *scale = float_of(0x7FC00000);
+        for (int64_t k = 0; k < n; k++) set(codes[k], !SIGNED && values[k] > 0.0f);
+    }
+
+   private:
+    static inline void set(half &code, uint32_t bits) { code.bits = uint16_t(bits); }
+    static inline void set(uint8_t &code, uint32_t bits) { code = uint8_t(bits); }
+    static inline void set(int8_t &code, uint32_t bits) { code = int8_t(bits); }
+};
+
+// A narrow float under a power of two, by which it is below 2^EXPONENT: `codecs.Scaled`.
+template <class T, class Float, int EXPONENT, bool SIGNED>
+struct Scaled : Coded<T, SIGNED> {
+    static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
+        const float factor = *scale;
+        widen<Float>(codes, values, n);
+        for (int64_t k = 0; k < n; k++) {
+            const float y = values[k] * factor;
+            values[k] = SIGNED ? y : y * y;
+        }
+    }
+
+    static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
+        if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
+        const int32_t biased = (largest >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
+        *scale = largest == 0 ? 0.0f : float_of(word);
+        // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
+        narrow<Float, SIGNED>(values, largest == 0 ? 1.0f : float_of((254 << 23) - word), codes, n);
+    }
+};
+
+using E4M3 = Narrow<8, 3, 7>;
+using E5M2 = Narrow<8, 2, 15>;
+template <bool SIGNED> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED>;
+template <bool SIGNED> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED>;
+template <bool SIGNED> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED>;
+
+// code / DIVISOR, correctly rounded for every 8-bit code: a product with both halves of the reciprocal.
+template <int DIVISOR>
+static inline float fraction(int code) {
+    constexpr float upper = 1.0f / DIVISOR, lower = float(1.0 / DIVISOR - upper);
+    return fma(float(code), upper, float(code) * lower);
+}
+
+struct CompandedMap {
+    struct Near {
+        float divisor;
+        explicit Near(float divisor) : divisor(divisor) {}
+        inline float operator()(float x) const { return x * 0xFEp16f / (__builtin_fabsf(x) + divisor); }
+    };
+
+    static inline float exact(float n) { return n / (__builtin_fabsf(n) + 1.0f) * 254.0f; }
+    static inline int32_t raised(int32_t code, float) { return code; }
+
+    static inline float value(int code) {
+        const float y = fraction<127>(code);
+        return y / (2.0f - __builtin_fabsf(y));
+    }
+
+    static inline void decode(const int8_t *codes, float scale, float *values, int64_t n) {
+        widen(codes, values, n);
+        for (int64_t k = 0; k < n; k++) values[k] *= scale;
+    }
+
+   private:
+    static inline void widen(const int8_t *codes, float *values, int64_t n) {
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+        static const Table table(value);
+        if (n == GROUP) {
+            for (int64_t k = 0; k < GROUP; k += 64) {
+                const __m512i part = _mm512_loadu_si512(codes + k);
+                table.look_up(_mm512_abs_epi8(part), part, values + k);
+            }
+            return;
+        }
+#endif
+        for (int64_t k = 0; k < n; k++) values[k] = value(codes[k]);
+    }
+};
+
+struct RootMap {
+    struct Near {
+        float factor;
+        explicit Near(float divisor) : factor(0xFFp16f / divisor) {}
+        inline float operator()(float x) const { return x * factor; }
+    };
+
+    static inline float exact(float n) { return n * 255.0f; }
+
+    static inline int32_t raised(int32_t code, float x) { return at_least_one(code, x); }
+
+    static inline void decode(const uint8_t *codes, float scale, float *values, int64_t n) {
+#pragma GCC ivdep
+        for (int64_t k = 0; k < n; k++) {
+            const float y = fraction<255>(codes[k]) * scale;
+            values[k] = y * y;
+        }
+    }
+};
+
+// Integers: floor(y + 1/2), where y is a function of a value's share of the largest one. `Map::Near` gives 2^16 y to a few
+// units in a fraction of the time that `Map::exact` takes; that decides for a group with a value so near to a tie that
+// these units matter, one in forty.
+template <class Map, class T, bool SIGNED>
+struct Integer : Coded<T, SIGNED> {
+    static constexpr uint32_t MARGIN = 8;  // both versions are off by less together: 127 or 255 roundings, and one unit
+
+    static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
+        if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
+        const float size = float_of(largest), divisor = size > TINY ? size : TINY;
+        *scale = largest == 0 ? 0.0f : divisor;
+        const bool is_moderate = size > 0x1p-64f && size < 0x1p64f;
+        if (n == GROUP && is_moderate && encode_near(values, typename Map::Near(divisor), codes)) return;
+        encode_exactly(values, divisor, codes, n);
+    }
+
+    static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
+        Map::decode(codes, *scale, values, n);
+    }
+
+   private:
+    static inline bool encode_near(const float *values, const typename Map::Near near, T *codes) {
+        uint32_t nearest = 0xFFFF;
+#pragma GCC ivdep
+        for (int64_t k = 0; k < GROUP; k++) {
+            const uint32_t word = uint32_t(int32_t(near(values[k]))) + 0x8000 + MARGIN, beyond = word & 0xFFFF;
+            nearest = nearest < beyond ? nearest : beyond;
+            codes[k] = T(Map::raised(int32_t(word) >> 16, values[k]));
+        }
+        return nearest > 2 * MARGIN;
+    }
+
+    static __attribute__((noinline)) void encode_exactly(const float *values, float divisor, T *codes, int64_t n) {
+        for (int64_t k = 0; k < n; k++) {
+            const float y = Map::exact(values[k] / divisor);
+            codes[k] = T(Map::raised(int32_t(__builtin_floorf(y + 0.5f)), values[k]));
+        }
+    }
+};
+
+
+using Companded = Integer<CompandedMap, int8_t, true>;
+using Root = Integer<RootMap, uint8_t, false>;
