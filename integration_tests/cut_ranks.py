@@ -17,6 +17,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_stack import Optimizer, get_optimizer
+from opt_stack.hooks import GivenHooks
 
 STEPS = 3
 Shapes = Mapping[str, tuple[int, int]]
@@ -95,9 +96,9 @@ class Trained(NamedTuple):
     plan: str
 
 
-def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None) -> Trained:
+def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks: GivenHooks = ()) -> Trained:
     """Steps on known gradients, which are a model of their own, laid out as the parameters are."""
-    net, optimizer = _begun(config, shapes, lay_out)
+    net, optimizer = _begun(config, shapes, lay_out, hooks=hooks)
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
     return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes(), str(optimizer.plan))
@@ -189,10 +190,12 @@ def _run_by_attributes(
     return net.joined(tp)
 
 
-def _begun(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, *, seed: int = 0) -> tuple[Net, Optimizer]:
+def _begun(
+    config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, *, seed: int = 0, hooks: GivenHooks = ()
+) -> tuple[Net, Optimizer]:
     net = _laid_out(shapes, seed, lay_out)
     net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
-    return net, get_optimizer(config, [net], {})
+    return net, get_optimizer(config, [net], {}, hooks=hooks)
 
 
 def _step(net: Net, optimizer: Optimizer, shapes: Shapes, lay_out: LayOut, step: int) -> float:

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
 from opt_stack import get_optimizer
+from opt_stack.hooks import GivenHooks
 
 LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
 STEPS = 3
@@ -212,12 +213,13 @@ class Trained(NamedTuple):
     norms: list[float]
 
 
-def train(case: Case) -> list[Trained]:
-    """Every rank's weights and norms after STEPS steps."""
-    return run_threads(case.size, lambda comm: _train(case, comm))
+def train(case: Case, hooks: GivenHooks = (), **changes: Any) -> list[Trained]:
+    """Every rank's weights and norms after STEPS steps; `changes` are of the configuration."""
+    config = replace(case.config, **changes)
+    return run_threads(case.size, lambda comm: _train(case, config, hooks, comm))
 
 
-def _train(case: Case, comm: Comm) -> Trained:
+def _train(case: Case, config: OptimizerConfig, hooks: GivenHooks, comm: Comm) -> Trained:
     shapes = shapes_for(case.rule)
     net = Net(case.numbers.dtype, shapes)
     roles = roles_over(comm)
@@ -225,7 +227,7 @@ def _train(case: Case, comm: Comm) -> Trained:
     if case.wrapping is not Wrapping.PLAIN:
         whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
         model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
-    optimizer = get_optimizer(case.config, [model], {}, pg_collection=roles)
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
     norms = []
     for step in range(STEPS):
         optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, shapes))).backward()

@@ -31,6 +31,7 @@ from torch import Tensor
 from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_config import OptimizerConfig
+from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, RelativeUpdate
 
 
 def config(rule: str, **changes: Any) -> OptimizerConfig:
@@ -69,6 +70,9 @@ JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment
 BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
 BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
+HOOKED = {"adam": config("adam"), "muon": DUPLICATED}
+HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
+HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate())
 SAVED = {
     "soap": (SOAP, UNEVEN, fsdp),
     "normuon": (NORMUON, OBLONG, hsdp),
@@ -99,6 +103,7 @@ class Four(NamedTuple):
     by_attributes: dict[str, list[dict[int, dict[str, Tensor]]]]
     blocks: list[list[Trained]]
     apart: list[str]
+    hooked: dict[str, list[list[Trained]]]  # by rule, layout and rank
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +114,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"blocks, {lay_out.__name__}": Job(train, (BLOCKWISE, EVEN, lay_out)) for lay_out in BLOCKS}
+    jobs |= {
+        f"hooks, {name}, {lay_out.__name__}": Job(train, (rule, EVEN, lay_out, HOOKS))
+        for name, rule in HOOKED.items()
+        for lay_out in HOOKED_LAYOUTS
+    }
     jobs["apart"] = Job(save_apart, (str(tmp_path_factory.mktemp("apart") / "checkpoint"),))
     for name, (saved, loaded) in BY_ATTRIBUTES.items():
         path = str(tmp_path_factory.mktemp("by_attributes") / "checkpoint")
@@ -123,6 +133,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         {name: made[f"attributes, {name}"] for name in BY_ATTRIBUTES},
         [made[f"blocks, {lay_out.__name__}"] for lay_out in BLOCKS],
         made["apart"],
+        {name: [made[f"hooks, {name}, {lay_out.__name__}"] for lay_out in HOOKED_LAYOUTS] for name in HOOKED},
     )
 
 
@@ -216,3 +227,13 @@ def test_a_tensor_parallel_run_goes_on_at_another_tensor_parallel_size(name: str
         for weights in rank.values():
             for param, weight in weights.items():
                 torch.testing.assert_close(weight, want[param], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", HOOKED)
+def test_norms_of_hooks_are_those_of_whole_parameters(four: Four, rule: str) -> None:
+    wanted = train(HOOKED[rule], EVEN, None, HOOKS)
+    for lay_out, by_rank in zip(HOOKED_LAYOUTS, four.hooked[rule], strict=True):
+        for name, weight in wanted.weights.items():
+            for rank in by_rank:
+                close = torch.allclose(rank.weights[name], weight, rtol=2e-5, atol=2e-5)
+                assert close, f"{lay_out.__name__}, {name}"

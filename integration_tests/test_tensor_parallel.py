@@ -14,8 +14,10 @@ from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, RelativeUpdate
 from opt_kernels.rules.soap import SOAP
 from opt_stack import get_optimizer
+from opt_stack.hooks import GivenHooks
 
 TP, DP = 2, 2
 
@@ -77,9 +79,9 @@ class Trained(NamedTuple):
     num_zeros: list[int | None]
 
 
-def train(config: OptimizerConfig, grid: Grid, *, steps: int = 3) -> Trained:
+def train(config: OptimizerConfig, grid: Grid, *, steps: int = 3, hooks: GivenHooks = ()) -> Trained:
     net = Net(grid.tp)
-    optimizer = get_optimizer(config, [net], {}, pg_collection=grid.roles)
+    optimizer = get_optimizer(config, [net], {}, pg_collection=grid.roles, hooks=hooks)
     norms, zeros = [], []
     for step in range(steps):
         grads = whole_grads(step, grid.dp.rank if grid.dp.size > 1 else 0)
@@ -145,6 +147,21 @@ def test_two_by_two_ranks_have_the_weights_and_norms_of_one(config: OptimizerCon
         torch.testing.assert_close(rank.norms, alone.norms, rtol=1e-6, atol=0)
     for one, other in zip(ranks[:TP], ranks[TP:], strict=True):
         assert all(torch.equal(one.weights[name], other.weights[name]) for name in SHAPES)
+
+
+RULES_OF_HOOKS = {
+    "adam": config(optimizer="adam", use_distributed_optimizer=True),
+    "muon": config(optimizer="muon", muon_tp_mode="duplicated", use_layer_wise_distributed_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES_OF_HOOKS)
+def test_norms_of_hooks_are_those_of_whole_matrices(rule: str) -> None:
+    """What data-parallel ranks and tensor-parallel ones hold of a parameter is added up."""
+    hooks = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate())
+    alone = train(RULES_OF_HOOKS[rule], Grid(Alone(), Alone(), Alone()), hooks=hooks)
+    for name, weight in joined(run_grid(lambda grid: train(RULES_OF_HOOKS[rule], grid, hooks=hooks))).items():
+        torch.testing.assert_close(weight, alone.weights[name], rtol=2e-5, atol=2e-5)
 
 
 WHOLE_MATRICES = {

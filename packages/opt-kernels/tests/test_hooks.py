@@ -12,6 +12,7 @@ from torch import Tensor
 from opt_kernels import hooks
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import (
     CautiousDecay,
     CentralizeGradient,
@@ -24,9 +25,11 @@ from opt_kernels.hooks import (
     RelativeUpdate,
     hooked,
 )
+from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.sgd import SGD
@@ -357,6 +360,8 @@ class Strange:
         (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
         (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
         (SOAP(), [ClipUpdateRms()], "whose weight decay is neither"),
+        (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
+        (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "has (CautiousDecay(),) already"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(rule: Rule, given: list[Any], words: str) -> None:
@@ -374,3 +379,44 @@ def test_numbers_of_hooks_are_checked(wrong: Any) -> None:
 def test_no_hooks_leave_the_rule_as_it_is() -> None:
     rule = Adam()
     assert hooked(rule, ()) is rule
+
+
+FORMULAS_TRIED = [name for name in FORMULAS if name != "schedule_free"]
+
+
+@pytest.mark.parametrize("name", FORMULAS_TRIED)
+def test_every_formula_takes_every_hook(name: str) -> None:
+    """Cautious decay of no weight decay is the rule alone, and so is a clip that nothing reaches."""
+    rule = elementwise(FORMULAS[name], backend="torch")
+    hyper = replace(hyper_of(rule.formula), lr=LR)
+    grads = gradients()
+    for given in ([CautiousDecay()], [CoupledDecay()], [LrDecoupledDecay(1.0)], [ClipUpdateRms(1e6), CautiousDecay()]):
+        subject = hooked(rule, given)
+        one, other = (Kept().work(rule, start_of()) for _ in range(2))
+        for step, grad in enumerate(grads, start=1):
+            for r, work in ((rule, one), (subject, other)):
+                r.update_([Batch(replace(hyper, step=step, weight_decay=0.0), [replace(work, grad=grad.float())])])
+        assert torch.allclose(value(one), value(other), rtol=1e-5, atol=1e-6), given
+        assert not torch.allclose(value(one), start_of(), atol=1e-3)
+
+
+@pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), ClipUpdateRms(), Hyperball()], ids=str)
+def test_a_formula_whose_step_depends_on_the_weights_takes_no_hook_that_sees_it(hook: Hook) -> None:
+    with pytest.raises(HookError, match="needs an update of the form p - lr u"):
+        hooked(elementwise(FORMULAS["schedule_free"], backend="torch"), [hook])
+
+
+@pytest.mark.parametrize("name", ["l2", "cautious-decay", "cautious-update", "centralized-l2-mask-clip"])
+def test_a_rule_that_maximizes_follows_the_negative_gradient(name: str) -> None:
+    up, down = (hooked(Adam(maximize=m, backend="torch"), made(HOOKS[name])) for m in (True, False))
+    one = run(up, Kept().work(up, start_of()), [-grad for grad in gradients()])
+    other = run(down, Kept().work(down, start_of()), gradients())
+    assert torch.allclose(value(one), value(other), rtol=1e-6, atol=1e-6)
+
+
+def test_momentum_zero_leaves_the_buffer_of_a_hooked_rule_as_it_is() -> None:
+    subject = hooked(SGD(backend="torch"), [CautiousDecay()])
+    work = run(subject, Kept().work(subject, start_of()), gradients(steps=1))
+    before = work.state["momentum_buffer"].clone()
+    run(subject, work, gradients(steps=1), momentum=0.0)
+    assert torch.equal(work.state["momentum_buffer"], before)

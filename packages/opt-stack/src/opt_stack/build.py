@@ -25,6 +25,7 @@ from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.backends.elements import is_dense
 from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.hooks import check_start, cut_params
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
 from opt_stack.planner import SEPARATE_NORMS
@@ -129,7 +130,17 @@ def _unit(
     axes = roles.expert if unit.is_expert else roles.dense
     placed = place_matrices(unit, model.params, model.metas, axes.tp, split_qkv=plan.config.muon_split_qkv)
     pieces = list(_pieces(plan, unit, model, roles, sources, placed))
-    return Unit(name=unit.name, rule=unit.rule, pieces=pieces, completes=completes, stages=stages_of(placed.values()))
+    for piece in pieces:
+        if piece.is_whole:
+            check_start(unit.rule, piece.id, piece.main.value())
+    return Unit(
+        name=unit.name,
+        rule=unit.rule,
+        pieces=pieces,
+        completes=completes,
+        stages=stages_of(placed.values()),
+        cut=cut_params(unit, plan.buffers, model.params, model.metas, roles),
+    )
 
 
 def _pieces(

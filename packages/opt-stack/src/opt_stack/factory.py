@@ -29,6 +29,7 @@ from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.entries import check_entries, check_numbers, checked_hyper
 from opt_stack.given_groups import complete_groups
+from opt_stack.hooks import GivenHooks, check_weight_decay, record_hooks_, with_hooks
 from opt_stack.optimizer import Optimizer
 from opt_stack.peers import check_peers, check_same_config
 from opt_stack.plan import Plan
@@ -55,6 +56,7 @@ def get_optimizer(
     mesh: DeviceMesh | None = None,
     broadcast_params: bool = False,
     rules: Registry | None = None,
+    hooks: GivenHooks = (),
     allow_unmatched: bool = False,
     extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
@@ -77,6 +79,8 @@ def get_optimizer(
         dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
             torch.distributed.checkpoint directory, and the same as JSON beside it.
         rules: optimizers by name; None: ours and those of installed packages.
+        hooks: what stands around the update (`opt_kernels.hooks`): of every rule, or by the rules' names. For some
+            parameters of a rule only, an entry of one's own in `rules`, whose rule has the hooks.
         allow_unmatched: accept overrides by name or attribute that match no parameter on any rank.
         extra_group_keys: names of entries that overrides may set although no rule or scheduler known here reads them,
             for code of one's own that does.
@@ -100,7 +104,14 @@ def get_optimizer(
         extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
     )
     optimizer = _build(
-        config, chunks, groups, roles, known, broadcast_params=broadcast_params, extra_group_keys=extra_group_keys
+        config,
+        chunks,
+        groups,
+        roles,
+        known,
+        hooks=hooks,
+        broadcast_params=broadcast_params,
+        extra_group_keys=extra_group_keys,
     )
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
@@ -119,6 +130,7 @@ def get_optimizer_based_on_param_groups(
     mesh: DeviceMesh | None = None,
     broadcast_params: bool = False,
     rules: Registry | None = None,
+    hooks: GivenHooks = (),
     part: str = "",
     extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
@@ -129,7 +141,7 @@ def get_optimizer_based_on_param_groups(
         model_chunks: as for `get_optimizer`; they give parameters their names.
         param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
             model that are in none are not trained.
-        pg_collection, mesh, broadcast_params, rules: as for `get_optimizer`.
+        pg_collection, mesh, broadcast_params, rules, hooks: as for `get_optimizer`.
         extra_group_keys: as for `get_optimizer`, of entries that groups may have.
         part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
 
@@ -150,6 +162,7 @@ def get_optimizer_based_on_param_groups(
         groups,
         roles,
         known,
+        hooks=hooks,
         part=part,
         broadcast_params=broadcast_params,
         extra_group_keys=extra_group_keys,
@@ -191,6 +204,7 @@ def _build(
     roles: Roles,
     rules: Registry,
     *,
+    hooks: GivenHooks,
     part: str = "",
     broadcast_params: bool,
     extra_group_keys: Collection[str],
@@ -205,7 +219,7 @@ def _build(
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     plan = agreed(
         roles.everyone,
-        lambda: plan_of(config, chunks, groups, rules, sizes=sizes, extra_group_keys=extra_group_keys),
+        lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),
     )
     params, metas = parameters_by_id(chunks), describe(chunks)
     check_peers(plan, groups, metas, roles)
@@ -251,6 +265,7 @@ def plan_of(
     rules: Registry,
     *,
     sizes: WorldSizes,
+    hooks: GivenHooks = (),
     extra_group_keys: Collection[str] = (),
 ) -> Plan:
     """The plan of these groups on a world of these sizes; nothing is built, no process group is needed.
@@ -266,6 +281,9 @@ def plan_of(
         for key, value in hyper[group["optimizer"]].items():
             group.setdefault(key, value)
         check_numbers(group, made[group["optimizer"]])
+    made = with_hooks(made, hooks)
+    check_weight_decay(groups, made)
+    record_hooks_(groups, made)
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made)
     trained = {id for group in groups for id in group["param_ids"]}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opt_distributed.step.scaler import Scaler
 from opt_paramgroups import ParamId
+from opt_stack.hooks import HOOKS
 
 logger = logging.getLogger("opt_stack")
 
@@ -151,9 +152,9 @@ def saved_scaler(state_dict: Group, scaler: Scaler) -> dict[str, Any]:
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
-    """Takes over a saved group's hyper-parameters; a tensor is written in place, so that who holds it sees it."""
+    """Takes over a saved group's hyper-parameters, not its hooks; a tensor is written in place: others may hold it."""
     for key, value in saved.items():
-        if key in HELD:
+        if key in HELD or key == HOOKS:
             continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(float(value))

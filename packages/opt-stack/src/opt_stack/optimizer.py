@@ -16,6 +16,7 @@ from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.hooks import warn_of_other_hooks
 from opt_stack.live_state import LiveState
 from opt_stack.local_state import (
     check_form,
@@ -361,6 +362,7 @@ class Optimizer(torch.optim.Optimizer):
         for id, (unit, piece) in self._held.items():
             load_state_(unit, piece, by_id.get(id, {}))
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            warn_of_other_hooks(group["name"], group, saved)
             set_group_(group, saved)
         if scaler:
             self.stepper.scaler.load_state_dict(scaler)

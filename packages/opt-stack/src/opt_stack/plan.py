@@ -13,6 +13,7 @@ import torch
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
 from opt_distributed.layout import Computes, Layout, ParamShape
 from opt_distributed.step.mains import Numbers
+from opt_kernels.hooks import hooks_of
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import ParamId
@@ -204,6 +205,8 @@ def _unit_lines(plan: Plan) -> Iterator[str]:
             yield f"  {short(dtype)} parameters: {NUMBERS_TOLD[numbers]}"
         state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
         yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+        if hooks := hooks_of(unit.rule):
+            yield f"  hooks: {', '.join(map(repr, hooks))}"
         yield from (f"  {line}" for line in compute_lines(unit.compute))
 
 

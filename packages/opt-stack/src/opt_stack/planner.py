@@ -11,9 +11,11 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.mains import Numbers
+from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
+from opt_stack.hooks import check_hooks
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
 SEPARATE_NORMS = ("mtp",)
@@ -56,6 +58,7 @@ def make_plan(
     for unit in units:
         _check_unit(unit, buffers, config.sharding)
         _check_matrices(unit, metas)
+        check_hooks(unit, metas, buffers)
     units = tuple(_with_compute(config, unit, metas, buffers, sizes) for unit in units)
     _check_moments(config, rules)
     return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
@@ -225,7 +228,7 @@ def _with_compute(
         return unit
     tensor_parallel = sizes.expert_tp if unit.is_expert else sizes.dense_tp
     compute = plan_compute(
-        unit.rule,
+        bare(unit.rule),
         [metas[param.id] for buffer in buffers for param in buffer.params if param.id in unit.ids],
         tensor_parallel=tensor_parallel,
         team_of=_shard_of(buffers) if tensor_parallel > 1 else {},

@@ -23,6 +23,7 @@ from opt_distributed.step.sharded import check_loaded, read_piece
 from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_paramgroups import ParamId
+from opt_stack.hooks import HOOKS, warn_of_other_hooks
 
 logger = logging.getLogger(__name__)
 VERSION = 1
@@ -119,6 +120,7 @@ def load_sharded_(
         error = refusal
     agree(everyone, error)
     _warn_of_another_rule(loaded, groups, names)
+    _warn_of_other_hooks(loaded["groups"], groups, names)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
     for (unit, piece), values in mine:
         read_piece(unit, piece).take_(values)
@@ -142,17 +144,29 @@ def _warn_of_another_rule(
         logger.warning("%s goes on from state that %s kept of %s", after, before, ", ".join(of_params))
 
 
+def _warn_of_other_hooks(
+    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> None:
+    """Once for each current group and each other hooks that parameters of it were saved with."""
+    then = {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
+    for group, own in zip(groups, names, strict=True):
+        of_group = {str(then[name].get(HOOKS)): then[name] for name in own if name in then}
+        for before in of_group.values():
+            warn_of_other_hooks(group["name"], group, before)
+
+
 def _of_same_rule(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Saved groups less the parameters that another rule moves now: its learning rate means nothing to this one. None
-    where none were saved, as in converted checkpoints."""
+    where none were saved, as in converted checkpoints. Hooks are this run's."""
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [
         [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
         for group, own in zip(saved.get("groups", ()), saved.get("names", ()), strict=True)
     ]
-    return {"groups": saved.get("groups", ()), "names": kept}
+    without = [{key: value for key, value in group.items() if key != HOOKS} for group in saved.get("groups", ())]
+    return {"groups": without, "names": kept}
 
 
 def _held_entries(

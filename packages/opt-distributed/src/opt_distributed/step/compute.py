@@ -176,7 +176,9 @@ def init_state(rule: Rule, main: Tensor, *, id: ParamId, stage: ComputeStage | N
     return state
 
 
-def update_(rule: Rule, batches: Sequence[Batch], *, grad_scale: float, stages: Sequence[ComputeStage]) -> None:
+def update_(
+    rule: Rule, batches: Sequence[Batch], *, grad_scale: float | Tensor, stages: Sequence[ComputeStage]
+) -> None:
     """`rule.update_`, with the matrices of `stages` brought together in between; they come after the others."""
     if not stages:
         rule.update_(batches, grad_scale=grad_scale)
@@ -205,7 +207,7 @@ def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None
     return None if part is None else next((stage for stage in stages if part.whole in stage), None)
 
 
-def _update_run_(rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float) -> None:
+def _update_run_(rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float | Tensor) -> None:
     of_id = {matrix_of(task.work): task for task in run}
     parts = {}
     for id, task in of_id.items():

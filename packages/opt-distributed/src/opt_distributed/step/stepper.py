@@ -19,6 +19,7 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.clip import clip_coefficient
 from opt_distributed.step.group_check import GroupCheck
+from opt_distributed.step.hooked import add_over_ranks_
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats, reduce_zeros
@@ -130,9 +131,12 @@ class Stepper:
         with self.spans("optimizer-clip-main-grad"):
             scales = self._clip(ready)
         with self._naming_the_step():
-            for unit, of_unit in zip(self.units, ready.of_units, strict=True):
+            units = list(zip(self.units, ready.of_units, strict=True))
+            begun = [unit.begin_(of_unit, groups, scale_of_slot=scales) for unit, of_unit in units]
+            add_over_ranks_(begun, device=self.device)
+            for (unit, of_unit), of_hooks in zip(units, begun, strict=True):
                 with self.spans("optimizer-inner-step"):
-                    unit.update_(of_unit, groups, scale_of_slot=scales)
+                    unit.update_(of_unit, groups, scale_of_slot=scales, begun=of_hooks)
                 with self.spans("params-all-gather"):
                     for source in unit.completes:
                         source.publish_()

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.dtensor import local_numel
+from opt_distributed.step.hooked import CutParams, HookedStep, begin_
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.sources import ReadGrad, Source
+from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, MatrixSpec, Works
 from opt_paramgroups import ParamId
@@ -69,6 +71,7 @@ class Unit:
     pieces: Sequence[OwnedPiece]
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
     stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
+    cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, where hooks see norms
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
 
     def ready(self) -> Ready:
@@ -80,20 +83,53 @@ class Unit:
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
-    def update_(self, ready: Ready, groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]) -> None:
-        """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot."""
-        by_scale: dict[float, list[Batch]] = {}
-        for run in self._runs_of(ready.pieces):
-            works = run.works(ready.grads)
-            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1, own=getattr(self.rule, "hyper_names", ()))
-            scale = scale_of_slot[run.key.norm_slot] * run.key.source.grad_scale
-            # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
-            batch = Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works)
-            by_scale.setdefault(scale, []).append(batch)
-        for scale, batches in by_scale.items():
-            update_(self.rule, batches, grad_scale=scale, stages=self.stages)
+    def begin_(
+        self, ready: Ready, groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]
+    ) -> HookedStep | None:
+        """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states."""
+        if not isinstance(self.rule, HookedUpdate):
+            return None
+        runs = self._runs_by_scale(ready, scale_of_slot)
+        batches = {scale: self._batches(of_scale, ready, groups) for scale, of_scale in runs.items()}
+        ids = {scale: [piece.id for run in of_scale for piece in run.pieces] for scale, of_scale in runs.items()}
+        return begin_(self.rule, batches, ids, stages=self.stages, cut=self.cut)
+
+    @torch.no_grad()
+    def update_(
+        self,
+        ready: Ready,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        scale_of_slot: Sequence[float],
+        begun: HookedStep | None = None,
+    ) -> None:
+        """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot.
+
+        `begun` is what `begin_` returned, with the sums of cut parameters added up.
+        """
+        if begun is not None:
+            begun.finish_()
+        else:
+            for scale, runs in self._runs_by_scale(ready, scale_of_slot).items():
+                update_(self.rule, self._batches(runs, ready, groups), grad_scale=scale, stages=self.stages)
         for piece in ready.pieces:
             piece.step += 1
+
+    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float]) -> dict[float, list["_Run"]]:
+        """The runs by what their gradients are multiplied by."""
+        found: dict[float, list[_Run]] = {}
+        for run in self._runs_of(ready.pieces):
+            found.setdefault(scale_of_slot[run.key.norm_slot] * run.key.source.grad_scale, []).append(run)
+        return found
+
+    def _batches(self, runs: Sequence["_Run"], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
+        batches = []
+        for run in runs:
+            works = run.works(ready.grads)
+            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1, own=getattr(self.rule, "hyper_names", ()))
+            # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
+            batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
+        return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list["_Run"]:
         """The runs that these pieces make now; those of all pieces are kept for as long as they take every step

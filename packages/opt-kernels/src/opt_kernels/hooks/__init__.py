@@ -1,7 +1,7 @@
 """Hooks around the update of any rule, as values: cautious and decoupled weight decay, update clipping, norms, ...
 
 `values` says what each does and in which order, `hooked` puts them on a rule. Elementwise ones become part of the
-rule's formula (`compose`, `elements`); those that see norms take the direction through a buffer (`measured`, `sums`,
+rule's formula (`compose`); those that see norms take the direction through a buffer (`measured`, `sums`,
 `factors`).
 """
 

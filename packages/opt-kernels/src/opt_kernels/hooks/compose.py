@@ -11,7 +11,9 @@ so that where nothing is masked, the bits are those of the formula alone.
 
 import ast
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,12 +21,9 @@ import torch
 
 from opt_kernels.formulas import functions
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import FUNCTIONS, parameters_of, scalar_expressions
-from opt_kernels.formulas.translate import body_and_results
+from opt_kernels.formulas.syntax import FUNCTIONS, body_of, parameters_of, scalar_expressions
 from opt_kernels.hooks.values import CautiousDecay, CoupledDecay, Hook, HookError, LrDecoupledDecay
 from opt_kernels.works import Hyper
-
-_STEP = frozenset({"lr", "weight_decay", "step"})
 
 
 class _Parts(NamedTuple):
@@ -50,7 +49,7 @@ def _parts(hook: Hook) -> _Parts:
 
 @cache
 def with_hook(formula: Formula, hook: Hook) -> Formula:
-    """`formula` with the decay of `hook` in place of its own.
+    """`formula` with the decay of `hook` in place of its own; all else is the same.
 
     Raises HookError for a formula whose update is not p - lr u(g, states) without weight decay, where the hook has to
     see u.
@@ -61,16 +60,10 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
             f"{hook!r} with rule {formula.name!r}: the hook needs an update of the form p - lr u, with u independent "
             "of the weights; leave the hook out for this rule"
         )
-    name = type(hook).__name__
-    return Formula(
-        name=f"{formula.name}_{name}",
-        states=formula.states,
-        numbers=formula.numbers,
-        scalars=_function(_scalars_source(formula, parts), f"scalars of {formula.name} {hook!r}", formula),
-        update=_function(_update_source(formula, parts), f"update of {formula.name} {hook!r}", formula),
-        choices=formula.choices,
-        constants=formula.constants,
-        evaluation=formula.evaluation,
+    return replace(
+        formula,
+        scalars=_function("scalars", _scalars_source(formula, parts), formula, hook),
+        update=_function("update", _update_source(formula, parts), formula, hook),
     )
 
 
@@ -79,50 +72,67 @@ def is_separable(formula: Formula) -> bool:
     generator = torch.Generator().manual_seed(0)
     p, g, *states = (torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(2 + len(formula.states)))
     values = {state.name: x if state.signed else x.square() for state, x in zip(formula.states, states)}
-    own = {name: 0.5 for name in formula.number_names if name not in _STEP}
-    scalars = formula.scalars_of(Hyper(lr=0.125, weight_decay=0.0, step=3, own=own))
+    scalars = formula.scalars_of(replace(hyper_of(formula), lr=0.125, weight_decay=0.0, step=3))
     at_p, *states_at_p = formula.updated(p, g, values, scalars)
     at_0, *states_at_0 = formula.updated(torch.zeros_like(p), g, values, scalars)
     same_states = all(map(torch.equal, states_at_p, states_at_0))
     return same_states and torch.allclose(at_p - p, at_0, rtol=1e-12, atol=1e-12)
 
 
-def _scalars_source(formula: Formula, parts: _Parts) -> str:
+def hyper_of(formula: Formula) -> Hyper:
+    """Numbers to try a formula at: its defaults, but a momentum that is not 0."""
+    betas = formula.defaults.get("betas")
+    return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
+
+
+def _scalars_source(formula: Formula, parts: _Parts) -> list[str]:
     statements, scalars = scalar_expressions(formula.scalars)
     names = dict.fromkeys((*formula.number_names, "lr", "weight_decay"))
     pairs = [f"{name!r}: {ast.unparse(value)}" for name, value in scalars]
     pairs += ["'hook_scalar': hook_scalar", "'hook_zero': 0.0"]
-    lines = [
-        f"hook_scalar = {parts.scalar}",
-        "weight_decay = 0.0",
-        *(line for statement in statements for line in ast.unparse(statement).splitlines()),
-        f"return {{{', '.join(pairs)}}}",
-    ]
-    return "\n".join([f"def scalars(*, {', '.join(names)}):", *_indented(lines)])
+    lines = [f"hook_scalar = {parts.scalar}", "weight_decay = 0.0", *_lines(statements)]
+    return [f"def scalars(*, {', '.join(names)}):", *_indented([*lines, f"return {{{', '.join(pairs)}}}"])]
 
 
-def _update_source(formula: Formula, parts: _Parts) -> str:
-    positional, named = ("p", "g", *formula.result_names[1:]), parameters_of(formula.update)[1]
-    body, results = body_and_results(formula.update, formula.result_names, dict(formula.constants))
-    added = ["hook_scalar"] if parts.kept is None else ["hook_scalar", "hook_zero"]
-    lines = [*parts.before, *(["hook_p = p", "p = hook_zero"] if parts.kept is not None else [])]
-    lines += [line for statement in body for line in ast.unparse(statement).splitlines()]
-    moved, *states = map(ast.unparse, results)
+def _update_source(formula: Formula, parts: _Parts) -> list[str]:
+    positional, named = parameters_of(formula.update)
+    added, body = ["hook_scalar"], list(body_of(formula.update))
+    before = list(parts.before)
     if parts.kept is not None:
-        lines.append(f"hook_step = {moved}")
-        moved = f"{parts.kept} + hook_step"
-    lines.append(f"return {', '.join([moved, *states])}")
-    return "\n".join([f"def update({', '.join(positional)}, *, {', '.join([*named, *added])}):", *_indented(lines)])
+        added += ["hook_zero"]
+        before += ["hook_p = p", "p = hook_zero"]
+        body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
+    lines = [*before, *_lines(body)]
+    return [f"def update({', '.join(positional)}, *, {', '.join([*named, *added])}):", *_indented(lines)]
 
 
-def _function(source: str, what: str, formula: Formula) -> Callable[..., Any]:
-    """The one function of `source`, which `inspect.getsource` finds again: every backend translates it."""
-    file = f"<opt_kernels {what} {id(formula.update)} {dict(formula.constants)}>"
+class _Returns(ast.NodeTransformer):
+    """Returns `kept` plus the step in place of the step."""
+
+    def __init__(self, kept: str) -> None:
+        self.kept = kept
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        assert node.value is not None
+        step, *states = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+        results = ", ".join([f"{self.kept} + hook_step", *map(ast.unparse, states)])
+        return ast.parse(f"hook_step = {ast.unparse(step)}\nreturn {results}").body
+
+
+def _function(name: str, lines: list[str], formula: Formula, hook: Hook) -> Callable[..., Any]:
+    """The function that the source defines, which `inspect.getsource` finds again: every backend translates it."""
+    source = "\n".join([*lines, ""])
+    file = f"<opt_kernels {name} of {formula.name} with {hook!r} {id(formula.update)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names: dict[str, Any] = {name: getattr(functions, name) for name in FUNCTIONS}
+    names: dict[str, Any] = {function: getattr(functions, function) for function in FUNCTIONS}
+    names["__doc__"] = formula.description
     exec(compile(source, file, "exec"), names)
-    made: Callable[..., Any] = names.get("update") or names["scalars"]
+    made: Callable[..., Any] = names[name]
     return made
+
+
+def _lines(statements: Iterable[ast.AST]) -> list[str]:
+    return [line for statement in statements for line in ast.unparse(statement).splitlines()]
 
 
 def _indented(lines: list[str]) -> list[str]:

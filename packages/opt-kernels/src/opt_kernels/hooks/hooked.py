@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_kernels.hooks.elements import HookedElements, with_hooks
+from opt_kernels.hooks.compose import hyper_of, with_hook
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import CentralizeGradient, CoupledDecay, Hook, HookError, Hooks, checked
 from opt_kernels.rules.base import Needs, Rule
@@ -25,21 +26,27 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
     hooks = checked(hooks)
     if not hooks:
         return rule
+    if hooks_of(rule):
+        raise HookError(
+            f"hooks {hooks!r} for rule {rule.name!r}, which has {hooks_of(rule)!r} already; give all of them together"
+        )
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
-        return with_hooks(rule, hooks)
+        return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
     if all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks):
         return HookedUpdate(rule=rule, hooks=hooks)
     return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks))
 
 
 def bare(rule: Rule) -> Rule:
-    """The rule within its hooks."""
-    return rule.rule if isinstance(rule, HookedElements | HookedUpdate) else rule
+    """The rule within hooks that are not part of its formula."""
+    return rule.rule if isinstance(rule, HookedUpdate) else rule
 
 
 def hooks_of(rule: Rule) -> Hooks:
     """The hooks of a rule."""
-    return rule.hooks if isinstance(rule, HookedElements | HookedUpdate) else ()
+    if isinstance(rule, HookedUpdate):
+        return rule.hooks
+    return tuple(h for h in rule.hooks if isinstance(h, Hook)) if isinstance(rule, ElementwiseRule) else ()
 
 
 def _couples(rule: Rule, hooks: Hooks) -> bool:
@@ -76,19 +83,14 @@ def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(0)
     main, *grads = (torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(3))
     state = rule.init_state(main)
+    inner = bare(rule)
     own = dict.fromkeys(getattr(rule, "hyper_names", ()), 0.5)
+    start = hyper_of(inner.formula) if isinstance(inner, ElementwiseRule) else Hyper(lr=0.0, own=own)
     for step, grad in enumerate(grads, start=1):
-        hyper = Hyper(lr=0.125 * step, weight_decay=weight_decay, step=step, betas=_betas(rule), own=own)
+        hyper = replace(start, lr=0.125 * step, weight_decay=weight_decay, step=step)
         with torch.no_grad():
             rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
         yield main.clone()
-
-
-def _betas(rule: Rule) -> tuple[float, ...]:
-    """As many as the rule reads."""
-    inner = bare(rule)
-    declared = inner.formula.defaults.get("betas") if isinstance(inner, ElementwiseRule) else None
-    return declared if isinstance(declared, tuple) else (0.9, 0.999)
 
 
 def _on_cpu(rule: Any) -> Any:

@@ -122,7 +122,9 @@ class HookedUpdate:
     def begin(self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0) -> Begun:
         """What the bare rule has to update for the directions, zeros in the place of weights. Writes nothing."""
         couples = self.couples and not any(hook.decays for hook in self.hooks)
-        decays = [0.0 if not self._adds_decay(couples) else hyper.weight_decay for hyper, _ in batches]
+        # A rule that maximizes negates what it is given.
+        sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
+        decays = [sign * hyper.weight_decay if self._adds_decay(couples) else 0.0 for hyper, _ in batches]
         centralizes = any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
         changes = centralizes or self._adds_decay(couples)
         directions, updates = [], []
@@ -143,7 +145,9 @@ class HookedUpdate:
         updates = [update for of_batch in begun.updates for update in of_batch] if works else []
         masks = any(isinstance(hook, CautiousUpdate) for hook in self.hooks)
         grads = [work.grad for batch in begun.directions for work in batch.works] if masks else []
-        return sums_of(works, updates, [_mask_(u, g) for u, g in zip(updates, grads)] if masks else None)
+        with_gradient = not getattr(self.rule, "maximize", False)
+        kept = [_mask_(u, g, positive=with_gradient) for u, g in zip(updates, grads)]
+        return sums_of(works, updates, kept if masks else None)
 
     def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
         """Moves the weights. `sums`: as `sums` gives them, of whole parameters."""
@@ -182,9 +186,10 @@ class HookedUpdate:
         ]
 
 
-def _mask_(update: Tensor, grad: Tensor) -> Tensor:
-    """Zeroes what goes against the gradient; returns how many elements are left, 0-d."""
-    mask = update.sign() * grad.sign() > 0
+def _mask_(update: Tensor, grad: Tensor, *, positive: bool) -> Tensor:
+    """Zeroes what has not the gradient's sign, or the other; returns how many elements are left, 0-d."""
+    signs = update.sign() * grad.sign()
+    mask = signs > 0 if positive else signs < 0
     update.mul_(mask)
     return mask.sum()
 

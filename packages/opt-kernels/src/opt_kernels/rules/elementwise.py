@@ -1,6 +1,6 @@
 """The rule that runs a formula: in which dtypes its states are kept, and which of its choices hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class ElementwiseRule:
     maximize: bool = False  # the negative gradient is followed
     stochastic_rounding: bool = False  # a bfloat16 main is rounded up or down stochastically, right on average
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
+    hooks: tuple[Hashable, ...] = ()  # that the formula has been transformed by: see `opt_kernels.hooks`
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")

@@ -1,0 +1,208 @@
+"""Hooks around the update on several ranks: the weights of one process, one collective a step, and what is refused."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Net, Numbers, Spread, Wrapping, dtypes, grads_of, roles_over, train
+
+from opt_checkpoint import load, save, sharded_model
+from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
+from opt_distributed.comm.threads import run_threads
+from opt_kernels.hooks import (
+    CautiousDecay,
+    CautiousUpdate,
+    CentralizeGradient,
+    ClipUpdateRms,
+    CoupledDecay,
+    Hyperball,
+    LrDecoupledDecay,
+    RelativeUpdate,
+    hooked,
+)
+from opt_stack import Registry, RuleEntry, get_optimizer
+from opt_stack.built_in import ADAM
+
+FLAT: dict[str, Any] = {
+    "elementwise": (CautiousDecay(),),
+    "l2": (CoupledDecay(),),
+    "lr-decoupled": (LrDecoupledDecay(0.05),),
+    "clip": (ClipUpdateRms(0.05),),
+    "relative": (RelativeUpdate(), CautiousDecay()),
+    "mask": (CautiousUpdate(), CoupledDecay(), ClipUpdateRms(0.05)),
+}
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_each_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def case(rule: str, size: int, spread: Spread, numbers: Numbers, wrapping: Wrapping) -> Case:
+    return Case(size=size, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+
+
+CASES = [
+    case("adam", 3, Spread.FLAT, Numbers.FP32, Wrapping.PLAIN),
+    case("adam", 2, Spread.FLAT, Numbers.REMAINDER, Wrapping.OVERLAP),
+    case("lion", 2, Spread.FLAT, Numbers.FP16, Wrapping.WRAPPED),
+    case("sgd", 2, Spread.REPLICATED, Numbers.BF16, Wrapping.PLAIN),
+]
+
+
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rank_has_the_weights_of_one_process(case: Case, name: str) -> None:
+    (want,), by_rank = train(case.alone, FLAT[name]), train(case, FLAT[name])
+    for got in by_rank:
+        for weight, dtype in dtypes(case):
+            rtol = 2e-5 + ROUNDING[dtype]
+            torch.testing.assert_close(got.weights[weight], want.weights[weight], rtol=rtol, atol=2e-5)
+        for one, other in zip(got.weights.values(), by_rank[0].weights.values()):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_muon_on_a_hyperball_deals_whole_matrices(size: int) -> None:
+    hooks = {"muon": (Hyperball(), CentralizeGradient()), "adam": (ClipUpdateRms(0.05),)}
+    of_ranks = case("muon", size, Spread.WHOLE, Numbers.REMAINDER, Wrapping.PLAIN)
+    (want,) = train(of_ranks.alone, hooks, weight_decay=0.0)
+    for got in train(of_ranks, hooks, weight_decay=0.0):
+        for name, dtype in dtypes(of_ranks):
+            torch.testing.assert_close(got.weights[name], want.weights[name], rtol=2e-5 + ROUNDING[dtype], atol=2e-5)
+    start = dict(Net(torch.bfloat16).named_parameters())
+    for name in ("first.weight", "second.weight", "qkv.weight"):
+        norm = start[name].detach().float().norm()
+        assert torch.isclose(want.weights[name].float().norm(), norm, rtol=1e-3)  # of bfloat16 weights
+        assert not torch.equal(want.weights[name], start[name])
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(lr=0.02, weight_decay=0.1, **changes)
+
+
+def collectives(hooks: Any, **changes: Any) -> list[str]:
+    """What rank 0 of two calls in its second step."""
+
+    def rank_main(comm: Comm) -> list[str]:
+        recording = RecordingComm(comm)
+        axes = Axes(dp=recording, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=recording)
+        model = Net(torch.float32)
+        optimizer = get_optimizer(config(**changes), [model], {}, pg_collection=roles, hooks=hooks)
+        for step in range(2):
+            recording.calls.clear()
+            model(grads_of(step, comm.rank, comm.size)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [call.kind for call in recording.calls]
+
+    return run_threads(2, rank_main)[0]
+
+
+def test_norms_of_all_parameters_take_one_collective_a_step() -> None:
+    norms = (ClipUpdateRms(), RelativeUpdate())
+    flat = {"use_distributed_optimizer": True}
+    plain = collectives((), **flat)
+    assert sorted(collectives(norms, **flat)) == sorted([*plain, "all_reduce"])
+    assert collectives((CautiousDecay(),), **flat) == plain
+    assert collectives(norms) == collectives(())  # replicas hold whole parameters
+    layer_wise = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
+    both = sorted([*collectives((), **layer_wise), "all_reduce"])
+    assert sorted(collectives(norms, **layer_wise)) == both  # of Adam's parameters
+
+
+def test_hooks_of_some_parameters_are_a_rule_of_ones_own() -> None:
+    def make(config: OptimizerConfig) -> Any:
+        return hooked(ADAM.make(config), [Hyperball()])
+
+    rules = Registry().with_rule(RuleEntry(name="adam_h", summary="Adam on a sphere", make=make, hyper=ADAM.hyper))
+    overrides = {ParamKey(name="first.*"): {"optimizer": "adam_h", "start_wd": 0.0, "end_wd": 0.0, "wd_mult": 0.0}}
+    model = Net(torch.float32)
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = get_optimizer(config(), [model], overrides, rules=rules)
+    model(grads_of(0, 0, 1)).backward()
+    optimizer.step()
+    weights = dict(model.named_parameters())
+    assert torch.isclose(weights["first.weight"].norm(), start["first.weight"].norm(), rtol=1e-6)
+    assert not torch.isclose(weights["second.weight"].norm(), start["second.weight"].norm(), rtol=1e-6)
+    assert "hooks: Hyperball(radius=None)" in str(optimizer.plan)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an unused rule": (
+        {"muon": (CautiousDecay(),)},
+        {},
+        "hooks has 'muon', but the rules that move parameters are adam",
+    ),
+    "a vector on a sphere": ((Hyperball(),), {"weight_decay": 0.0}, "'bias.weight': its shape is (7,), and the hook"),
+    "rows over ranks": (
+        (CentralizeGradient(),),
+        {"use_distributed_optimizer": True},
+        "the mean of a row spans ranks on this layout",
+    ),
+    "decay on a sphere": ({"muon": (Hyperball(),)}, {"optimizer": "muon"}, "weight_decay=0.1, but Hyperball() keeps"),
+    "not a hook": (("cautious",), {}, "which is not a hook"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
+    hooks, changes, words = REFUSED[name]
+    settings = OptimizerConfig(**{"lr": 0.02, "weight_decay": 0.1, **changes})
+
+    def rank_main(comm: Comm) -> str:
+        with pytest.raises(ConfigError) as caught:
+            get_optimizer(settings, [Net(torch.float32)], {}, pg_collection=roles_over(comm), hooks=hooks)
+        return str(caught.value)
+
+    for told in run_threads(2, rank_main):
+        assert words in told
+
+
+def test_zeros_on_a_sphere_are_refused() -> None:
+    model = Net(torch.float32, {"first": (4, 4), "embedding": (4, 4), "qkv": (12, 4)})
+    with torch.no_grad():
+        model.qkv.weight.zero_()
+    settings = OptimizerConfig(optimizer="muon", lr=0.02, weight_decay=0.0)
+    with pytest.raises(ConfigError, match=r"'qkv\.weight' is all zeros; give Hyperball"):
+        get_optimizer(settings, [model], {}, hooks={"muon": (Hyperball(),)})
+    get_optimizer(settings, [model], {}, hooks={"muon": (Hyperball(radius=1.0),)})
+
+
+def trained(hooks: Any) -> tuple[Net, Any]:
+    model = Net(torch.float32)
+    optimizer = get_optimizer(config(), [model], {}, hooks=hooks)
+    model(grads_of(0, 0, 1)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["state_dict", "sharded"])
+def test_other_hooks_at_resume_are_named(sharded: bool, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hooks = (CautiousDecay(), ClipUpdateRms(0.5))
+    model, optimizer = trained(hooks)
+    weights = sharded_model(model)
+    save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, str(tmp_path / "saved"))
+    for now, told in ((hooks, "none"), ((CautiousDecay(),), "CautiousDecay()"), ((), "none")):
+        other_model, other = trained(now)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="opt_stack"):
+            if sharded:
+                weights = sharded_model(other_model)
+                state = {"model": weights, "optimizer": other.sharded_state_dict(weights)}
+                other.load_state_dict(load(state, str(tmp_path / "saved")).state["optimizer"])
+            else:
+                other.load_state_dict(optimizer.state_dict())
+        saved_with = "but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)"
+        assert (f"goes on with hooks {told}, {saved_with}" in caplog.text) is (now != hooks)
+        assert ("goes on with" in caplog.text) is (now != hooks)
+        assert all(group.get("hooks", ()) == tuple(map(repr, now)) for group in other.param_groups)

@@ -1,0 +1,108 @@
+"""Hooks that see norms, over parameters of which ranks own parts: their sums are added up over ranks once a step.
+
+directions of every hooked unit ─▶ sums over the elements here ─▶ one all-reduce for each group of ranks that
+parameters are cut over, whatever their number ─▶ the weights of every unit move
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm.collectives import Comm, group_of
+from opt_distributed.comm.joined import sum_together_
+from opt_distributed.step.compute import ComputeStage, update_
+from opt_kernels.hooks import HookedUpdate
+from opt_kernels.hooks.measured import Begun
+from opt_kernels.hooks.sums import NUM_SUMS
+from opt_kernels.works import Batch
+from opt_paramgroups import ParamId
+
+
+class CutParams(NamedTuple):
+    """Parameters of a unit that are cut over the same ranks: all of these hold the same ids in this order."""
+
+    ids: tuple[ParamId, ...]
+    comms: tuple[Comm, ...]  # one for each axis that the parameters are cut over
+
+
+class Call(NamedTuple):
+    """Works of one gradient scale, whose directions are known."""
+
+    begun: Begun
+    sums: Tensor  # (works, NUM_SUMS) float64; of whole parameters once `add_over_ranks_` has run
+    ids: Sequence[ParamId]  # of the works
+
+
+class HookedStep(NamedTuple):
+    """A hooked unit's step between its directions and its weights."""
+
+    rule: HookedUpdate
+    calls: Sequence[Call]
+    cut: Sequence[CutParams]
+
+    def finish_(self, *, skip: Tensor | None = None) -> None:
+        """Moves the weights."""
+        for call in self.calls:
+            self.rule.finish_(call.begun, call.sums, skip=skip)
+
+
+def begin_(
+    rule: HookedUpdate,
+    batches: Mapping[float, Sequence[Batch]],  # by gradient scale
+    ids: Mapping[float, Sequence[ParamId]],  # of the works
+    *,
+    stages: Sequence[ComputeStage],
+    cut: Sequence[CutParams],
+) -> HookedStep:
+    """Runs the bare rule for the directions; writes its states."""
+    calls = []
+    for scale, of_scale in batches.items():
+        begun = rule.begin(of_scale, grad_scale=scale)
+        update_(rule.rule, begun.directions, grad_scale=begun.grad_scale, stages=stages)
+        calls.append(Call(begun, rule.sums(begun), ids[scale]))
+    return HookedStep(rule, calls, cut)
+
+
+def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device) -> None:
+    """Adds up the sums of parameters that are cut, over all ranks that hold parts. Every rank calls it with its units.
+
+    Raises CollectiveError where a peer is lost.
+    """
+    vectors = [
+        (step, cut, _gathered(step.calls, cut, device))
+        for step in steps
+        if step is not None and step.rule.sums_norms
+        for cut in step.cut
+    ]
+    by_comm: dict[int, tuple[Comm, list[Tensor]]] = {}
+    for _, cut, vector in vectors:
+        for comm in cut.comms:
+            by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
+    for comm, joined in by_comm.values():
+        try:
+            sum_together_(joined, comm)
+        except Exception as error:  # whatever a backend raises when a peer is gone
+            raise CollectiveError(f"sum of the hooks' norms: {error}") from error
+    for step, cut, vector in vectors:
+        for call in step.calls:
+            here, there = _rows(call, cut)
+            call.sums[here] = vector[there]
+
+
+def _gathered(calls: Sequence[Call], cut: CutParams, device: torch.device) -> Tensor:
+    """(len(cut.ids), NUM_SUMS): what this rank has of each."""
+    vector = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=device)
+    for call in calls:
+        here, there = _rows(call, cut)
+        vector.index_add_(0, torch.tensor(there, dtype=torch.int64, device=device), call.sums[here])
+    return vector
+
+
+def _rows(call: Call, cut: CutParams) -> tuple[list[int], list[int]]:
+    """Rows of the call's sums, and the rows of the vector that they belong to."""
+    places = {id: place for place, id in enumerate(cut.ids)}
+    here = [row for row, id in enumerate(call.ids) if id in places]
+    return here, [places[call.ids[row]] for row in here]
