@@ -41,12 +41,15 @@ PACKAGES = [
     "opt-stack",
 ]
 WITHOUT_TORCH = ["opt-scheduler"]
-# Tests that a package's own session skips because they need an extra (triton, yaml, rich, matplotlib): "all" runs them.
+# Tests that a package's own session skips because they need an extra (triton, yaml, rich, matplotlib, obstore): "all"
+# runs them.
 NEED_EXTRAS = [
     "opt-kernels/tests/test_triton_*.py",
     "opt-config/tests/test_files.py",
     "opt-paramgroups/tests/test_table.py",
     "opt-scheduler/tests/test_cli.py",
+    "opt-checkpoint/tests/test_object_stores.py",
+    "opt-checkpoint/tests/faults/test_object_faults.py",
 ]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]

@@ -18,6 +18,7 @@ from opt_checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
+from opt_checkpoint.objects.path import ObjectPath
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
 from opt_checkpoint.run.manager import CheckpointManager, committed_steps
 from opt_checkpoint.run.save_load import LoadReport, load, save
@@ -92,6 +93,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "NameRule",
     "NotLoaded",
+    "ObjectPath",
     "Opaque",
     "OptimizerLoadReport",
     "PerMatrix",

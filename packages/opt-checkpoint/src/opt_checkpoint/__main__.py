@@ -21,8 +21,10 @@ from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.lease import is_leftover, leftovers, remove_leftover, writer_of
-from opt_checkpoint.disk.verify import verify_checkpoint
+from opt_checkpoint.disk.object_target import Leftover, leftovers_of
+from opt_checkpoint.disk.verify import size_problems, verify_checkpoint
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import Location, ObjectPath, location_of, subdirectories
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
 
@@ -72,8 +74,15 @@ def _commands() -> dict[str, _Command]:
     }
 
 
+def _location(text: str) -> Location:
+    try:
+        return location_of(text)
+    except CheckpointingException as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _one_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path)
+    parser.add_argument("path", type=_location, help="a path, or the URL of an object store")
 
 
 def _size(nbytes: int) -> str:
@@ -87,9 +96,9 @@ def _size(nbytes: int) -> str:
 def _ls(options: argparse.Namespace) -> int:
     """Sizes and manifests are checked, values are not read."""
     found = False
-    for entry in sorted(Path(options.path).iterdir()):
-        if not entry.is_dir():
-            continue
+    if isinstance(options.path, Path):
+        options.path.stat()  # a directory that is missing is an error, not an empty one
+    for entry in subdirectories(options.path):
         found = True
         print(f"{entry.name:<28} {_summary(entry)}")
     if not found:
@@ -97,14 +106,14 @@ def _ls(options: argparse.Namespace) -> int:
     return FINE
 
 
-def _summary(path: Path) -> str:
+def _summary(path: Location) -> str:
     if is_leftover(path.name):
         return "temporary directory of a save or deletion; `gc` removes it once nobody writes to it"
     try:
         index = read_index(path)
     except CheckpointingException as error:
         return f"not a whole checkpoint: {error}"
-    wrong = [n for n, f in index.files.items() if not (path / n).is_file() or (path / n).stat().st_size != f.size]
+    wrong = size_problems(index)
     state = f"damaged: {', '.join(wrong)}" if wrong else "committed"
     return f"{_size(index.nbytes):>10}  {len(index.tensors):>6} tensors  {index.kind.value}  {state}"
 
@@ -155,8 +164,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
+    parser.add_argument("first", type=_location)
+    parser.add_argument("second", type=_location)
     parser.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
 
 
@@ -196,19 +205,37 @@ def _gc_arguments(parser: argparse.ArgumentParser) -> None:
 def _gc(options: argparse.Namespace) -> int:
     """List what interrupted saves left, ask, delete; what a running save may still write to is kept."""
     dead = []
-    for path in leftovers(options.path):
-        writer = writer_of(path, time.time())
-        print(f"{path}" if writer is None else f"{path}: kept, {writer} may still write to it")
-        if writer is None:
-            dead.append(path)
+    for left in _leftovers(options.path):
+        print(f"{left.place}" if left.writer is None else f"{left.place}: kept, {left.writer} may still write to it")
+        if left.writer is None:
+            dead.append(left)
     if not dead or options.dry_run:
         return FINE
     if not options.yes and not _agreed_to(f"delete {len(dead)} directories?"):
         print("nothing was deleted; --yes deletes without asking")
         return FINE
-    for path in dead:
-        remove_leftover(LocalFiles(), path)
+    for left in dead:
+        left.remove()
     return FINE
+
+
+class _LeftDirectory(NamedTuple):
+    """A temporary directory, and who may still write to it."""
+
+    place: Path
+    writer: str | None
+
+    def remove(self) -> None:
+        remove_leftover(LocalFiles(), self.place)
+
+
+def _leftovers(directory: Location) -> Iterator[_LeftDirectory | Leftover]:
+    if not isinstance(directory, ObjectPath):
+        for path in leftovers(directory):
+            yield _LeftDirectory(path, writer_of(path, time.time()))
+        return
+    for place in directory.folders():
+        yield from leftovers_of(place, time.time())
 
 
 def _agreed_to(question: str) -> bool:

@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import stores
 from checkpoint_ranks import function_at, join_world, new_meeting
 from disks import dying_at
 from states import state_at
+from stores import faulty
 
-from opt_checkpoint import CheckpointManager, save
+from opt_checkpoint import CheckpointManager, ObjectPath, save
 from opt_checkpoint.run.manager import step_name
 
 
@@ -38,6 +40,14 @@ def train_and_save(rank: int, size: int, meeting: str, folder: str, background: 
 def save_and_die(folder: str, step: int, call: int) -> None:
     """A save that is killed before its given call to the file system."""
     save(state_at(step, 0, 1), Path(folder) / step_name(step), files=dying_at(call))
+    os._exit(0)
+
+
+def save_to_store_and_die(folder: str, step: int, number: int) -> None:
+    """A save to a store that is killed before the given request that writes."""
+    place, client = faulty(ObjectPath.at(f"file://{folder}/{step_name(step)}"))
+    client.before = stores.dying_at(number)
+    save(state_at(step, 0, 1), place)
     os._exit(0)
 
 

@@ -125,8 +125,8 @@ def test_the_newest_is_found_without_a_look_at_older_ones(tmp_path: Path, monkey
     for step in (1, 2, 3):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
     read: list[str] = []
-    plain = manager_module.read_manifest
-    monkeypatch.setattr(manager_module, "read_manifest", lambda path: read.append(path.name) or plain(path))
+    plain = manager_module.read_committed
+    monkeypatch.setattr(manager_module, "read_committed", lambda path: read.append(path.name) or plain(path))
     assert CheckpointManager(tmp_path, in_background=False).latest() == 3
     assert read == [step_name(3)]
 
@@ -136,7 +136,7 @@ import sys, time
 from pathlib import Path
 from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.lease import Lease
-Lease(LocalFiles(), Path(sys.argv[1]), "step-000000009")
+Lease.in_directory(LocalFiles(), Path(sys.argv[1]), "step-000000009")
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -34,7 +34,6 @@ from opt_checkpoint.disk.read_region import FilePosition, Readable, Region, read
 from opt_checkpoint.disk.torch_zip_reader import find_values, load_archive
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 
-_NEAR_BYTES = 16 << 10  # reading so many bytes for nothing costs less than another call
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 4 << 20
 _MAX_THREADS = 4
@@ -99,7 +98,7 @@ class CheckpointReader(StorageReader):
         Raises:
             CheckpointingException: `checkpoint_id` names another path.
         """
-        if checkpoint_id is not None and Path(checkpoint_id) != self.index.path:
+        if checkpoint_id is not None and str(checkpoint_id) != str(self.index.path):
             raise CheckpointingException(f"this reader reads {self.index.path}; make another one for {checkpoint_id}")
 
     @classmethod
@@ -152,7 +151,7 @@ class CheckpointReader(StorageReader):
         """
         with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
             reads = sorted((self._read_of(files, item) for item in plan.items), key=lambda r: (r.file, r.start))
-            batches = list(_batches(reads))
+            batches = list(_batches(reads, files))
             for done in [pool.submit(self._carry_out, files[b[0].file], b, planner) for b in batches]:
                 done.result()
             self.count.read += files.bytes_read
@@ -269,12 +268,12 @@ def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor
     return tensor.reshape(-1)[chunk.first : chunk.first + chunk.box.numel].view(chunk.box.sizes)
 
 
-def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
+def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
     """Small reads that lie near each other, together; those of one large chunk, together; every other one alone."""
     batch: list[_Read] = []
     end = 0
     for read in reads:
-        if batch and not _belongs(batch, end, read):
+        if batch and not _belongs(batch, end, read, files[read.file].read_sizes.near_bytes):
             yield batch
             batch, end = [], 0
         batch.append(read)
@@ -283,11 +282,11 @@ def _batches(reads: list[_Read]) -> Iterator[list[_Read]]:
         yield batch
 
 
-def _belongs(batch: list[_Read], end: int, read: _Read) -> bool:
+def _belongs(batch: list[_Read], end: int, read: _Read, near_bytes: int) -> bool:
     first = batch[0]
     if read.file != first.file or read.chunk != first.chunk:
         return False
     if read.chunk is not None:
         return True
-    near = read.start - end <= _NEAR_BYTES and read.start + read.nbytes - first.start <= _BATCH_BYTES
+    near = read.start - end <= near_bytes and read.start + read.nbytes - first.start <= _BATCH_BYTES
     return near and max(read.nbytes, first.nbytes) <= _SMALL_BYTES

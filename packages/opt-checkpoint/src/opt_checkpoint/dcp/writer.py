@@ -1,15 +1,14 @@
-"""The storage writer: one file per rank, checksums while writing, one rename as the commit.
+"""The storage writer: one file per rank, checksums while writing, one step as the commit.
 
-A save is written to a temporary directory next to its target (`disk.lease`). Every rank writes and syncs its own file;
-the coordinator adds `.metadata` for stock readers and the manifest, syncs the directory, and renames it. Before the
-rename there is no checkpoint, after it there is a whole one.
+A save is written to a temporary place (`disk.save_target`). Every rank writes and syncs its own file; the coordinator
+adds `.metadata` for stock readers and the manifest, and commits. Before the commit there is no checkpoint, after it
+there is a whole one.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,24 +27,24 @@ from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter, ItemSums
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_megatron_mark
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
-from opt_checkpoint.disk.files import Files, LocalFiles, new_file, write_file
+from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import MANIFEST, encode_manifest
-from opt_checkpoint.disk.new_directory import NewDirectory
+from opt_checkpoint.disk.object_target import target_of
 from opt_checkpoint.disk.read_region import is_plain_memory
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import Location
 
 _SMALL_BYTES = 256 << 10
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 
 
 class WriteTo(NamedTuple):
-    """Where a rank writes: sent to it by the coordinator."""
+    """What a rank writes: sent to it by the coordinator."""
 
-    directory: Path
     file: str
     save_id: str
 
@@ -77,7 +76,7 @@ class CheckpointWriter(StorageWriter):
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         *,
         save_id: str,
         details: MappingProxyType[str, Any] = MappingProxyType({}),
@@ -87,13 +86,13 @@ class CheckpointWriter(StorageWriter):
         self._save_id = save_id
         self._details = details
         self._files: Files = files or LocalFiles()
-        self._directory = NewDirectory(path, save_id, self._files)
+        self._target = target_of(path, save_id, self._files)
         self.index: CheckpointIndex | None = None
 
     @property
-    def temporary(self) -> Path:
-        """The directory written to until the commit."""
-        return self._directory.temporary
+    def temporary(self) -> Location:
+        """The place written to until the commit."""
+        return self._target.temporary
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Refuse another target: a writer serves one save.
@@ -101,13 +100,13 @@ class CheckpointWriter(StorageWriter):
         Raises:
             CheckpointingException: `checkpoint_id` names another path.
         """
-        if checkpoint_id is not None and Path(checkpoint_id) != self.path:
+        if checkpoint_id is not None and str(checkpoint_id) != str(self.path):
             raise CheckpointingException(f"this writer writes {self.path}; make another one for {checkpoint_id}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint could be at `checkpoint_id`: any path of a mounted file system, no URL."""
-        return "://" not in str(checkpoint_id)
+        """Whether a checkpoint could be at `checkpoint_id`: any path."""
+        return True
 
     def storage_meta(self) -> StorageMeta | None:
         """Path and save id."""
@@ -121,15 +120,10 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the temporary directory, remove those of dead saves, and give each rank its file; on the coordinator.
-
-        Raises:
-            CheckpointExistsError: something is at the target already.
-            OSError: the directory cannot be made.
-        """
-        self._directory.make()
+        """Begin at the target, and give each rank its file; on the coordinator; raises as `SaveTarget.begin`."""
+        self._target.begin()
         return [
-            SavePlan(plan.items, WriteTo(self.temporary, f"__{rank}_0.distcp", self._save_id), plan.planner_data)
+            SavePlan(plan.items, WriteTo(f"__{rank}_0.distcp", self._save_id), plan.planner_data)
             for rank, plan in enumerate(plans)
         ]
 
@@ -142,26 +136,24 @@ class CheckpointWriter(StorageWriter):
         Raises:
             OSError: the file system refuses.
         """
-        target: WriteTo = plan.storage_data
-        with (
-            Hasher() as hasher,
-            new_file(self._files, target.directory / target.file) as fd,
-        ):
-            output = DataFileWriter(files=self._files, fd=fd, hasher=hasher)
-            output.put(file_header(target.save_id))
+        own: WriteTo = plan.storage_data
+        target = target_of(self.path, own.save_id, self._files)
+        with Hasher() as hasher, target.new_file(own.file) as file:
+            output = DataFileWriter(output=file, hasher=hasher)
+            output.put(file_header(own.save_id))
             resolve = planner.resolve_data
             placed = [_put_item(output, item.index.fqn, resolve(item)) for item in plan.items]
             whole = output.finish()
-        written = _written_file(target.file, whole, plan.planner_data, placed)
+        written = _written_file(own.file, whole, plan.planner_data, placed)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), whole.size, written)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, then commit by renaming; on the coordinator.
+        """Write the manifest, then commit; on the coordinator.
 
         Raises:
-            CheckpointingException: some planned item was not written.
+            CheckpointingException: some planned item was not written, or as `SaveTarget.commit`.
             OSError: the file system refuses.
         """
         planned: Planned = metadata.planner_data
@@ -180,19 +172,19 @@ class CheckpointWriter(StorageWriter):
             (METADATA, encode_dcp_metadata(stored.tensors, stored.objects, list(index.files), stored.archives, paths)),
             (MEGATRON_MARK, encode_megatron_mark()),
         ):
-            write_file(self._files, self.temporary / name, content)
+            self._target.write_file(name, content)
             index.files[name] = StoredFile(size=len(content), crc=crc32(content))
-        write_file(self._files, self.temporary / MANIFEST, encode_manifest(index))
-        self._directory.commit()
+        self._target.write_file(MANIFEST, encode_manifest(index))
+        self._target.commit(index)
         self.index = index
 
     def release(self) -> None:
-        """Give up the lease on the temporary directory; called by `finish` and `abandon`."""
-        self._directory.release()
+        """Give up the lease on the temporary place; called by `finish` and `abandon`."""
+        self._target.release()
 
     def abandon(self) -> None:
-        """Remove the temporary directory of a failed save; on the coordinator, when all ranks are done."""
-        self._directory.abandon()
+        """Remove the files of a failed save; on the coordinator, when all ranks are done."""
+        self._target.abandon()
 
 
 def _put_item(output: DataFileWriter, key: str, data: Tensor | io.BytesIO) -> _Placed:

@@ -7,9 +7,8 @@ from typing import NoReturn
 from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, crc32
 from opt_checkpoint.disk.data_file import DataFile
 from opt_checkpoint.disk.index import ByteRange
+from opt_checkpoint.disk.object_data_file import ReadSizes
 from opt_checkpoint.errors import CheckpointCorruptError
-
-_READ_BYTES = 4 * PIECE_BYTES  # read at once; little enough to be hashed while it is in the cache of the processor
 
 
 class CheckedValues:
@@ -30,6 +29,11 @@ class CheckedValues:
         small = place.crc is not None and place.nbytes <= PIECE_BYTES
         self._pieces = place.pieces or ((place.crc,) if small and place.crc is not None else ())
         self._kept: tuple[int, memoryview] | None = None
+
+    @property
+    def read_sizes(self) -> ReadSizes:
+        """What reads of the file cost."""
+        return self._file.read_sizes
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of the file from `start` on, a position in the file.
@@ -60,7 +64,7 @@ class CheckedValues:
     def _read_aligned(self, number: int, view: memoryview) -> int:
         """Read whole pieces straight to where they belong; how many bytes."""
         offset = number * PIECE_BYTES
-        count = min(len(view), _READ_BYTES)
+        count = min(len(view), self._file.read_sizes.at_once_bytes)
         if offset + count != self._place.nbytes:
             count -= count % PIECE_BYTES
         self._file.read_into(self._place.start + offset, view[:count])
@@ -85,8 +89,9 @@ class CheckedValues:
 
     def _read_whole(self, view: memoryview, crc: int) -> None:
         found = 0
-        for start in range(0, len(view), _READ_BYTES):
-            part = view[start : start + _READ_BYTES]
+        size = self._file.read_sizes.at_once_bytes
+        for start in range(0, len(view), size):
+            part = view[start : start + size]
             self._file.read_into(self._place.start + start, part)
             found = crc32(part, found)
         if found != crc:
@@ -97,15 +102,16 @@ class CheckedValues:
 
 
 def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:
-    """Read all of a chunk or object, a few megabytes at a time, and compare it with its checksums.
+    """Read all of a chunk or object, some megabytes at a time, and compare it with its checksums.
 
     Raises:
         CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
         OSError: it cannot be read.
     """
     sums = PieceSums()
-    for start in range(0, place.nbytes, _READ_BYTES):
-        sums.add(memoryview(file.read(place.start + start, min(_READ_BYTES, place.nbytes - start))))
+    size = file.read_sizes.at_once_bytes
+    for start in range(0, place.nbytes, size):
+        sums.add(memoryview(file.read(place.start + start, min(size, place.nbytes - start))))
     right = tuple(sums.pieces) == place.pieces if place.pieces else sums.whole == place.crc
     if not right:
         raise CheckpointCorruptError(f"{file.path} is damaged: the values of {key} have changed")

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
+from typing import Protocol
 
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.object_data_file import ObjectDataFile, ReadSizes
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.objects.path import Location, ObjectPath
 
 FILE_MARK = b"opt-checkpoint data 1 "
 
@@ -49,14 +52,44 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return fd
 
 
-def read_small_file(path: Path, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file; takes `follow` and raises as `open_regular`."""
+def read_small_file(path: Location, *, follow: bool = False) -> bytes:
+    """All bytes of a regular file or an object; takes `follow` and raises as `open_regular`."""
+    if isinstance(path, ObjectPath):
+        return path.read_bytes()
     with open(open_regular(path, follow=follow), "rb") as stream:
         return stream.read()
 
 
-class DataFile:
-    """One data file of a checkpoint, for positional reads by any number of threads; it is opened when first read.
+class DataFile(Protocol):
+    """One data file of a checkpoint, for positional reads by any number of threads."""
+
+    bytes_read: int
+
+    @property
+    def path(self) -> Location:
+        """Where it is."""
+
+    @property
+    def read_sizes(self) -> ReadSizes:
+        """What reads cost."""
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from `start` on.
+
+        Raises:
+            CheckpointCorruptError: the file is missing, belongs to another save, or ends before.
+            OSError: it cannot be read.
+        """
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
+
+    def check_header(self) -> None:
+        """Raise as `read_into` where the file is missing or belongs to another save."""
+
+
+class LocalDataFile:
+    """A data file of a mounted file system; it is opened when first read.
 
     Args:
         path: the file.
@@ -65,6 +98,7 @@ class DataFile:
     """
 
     __slots__ = ("_files", "_header", "bytes_read", "fd", "path", "readers")
+    read_sizes = ReadSizes(near_bytes=16 << 10, at_once_bytes=4 << 20)  # little enough for the processor's cache
 
     def __init__(self, path: Path, header: bytes | None, files: DataFiles) -> None:
         self.path, self._header, self._files = path, header, files
@@ -93,12 +127,6 @@ class DataFile:
         return fd
 
     def read_into(self, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `start` on.
-
-        Raises:
-            CheckpointCorruptError: the file is missing, belongs to another save, or ends before.
-            OSError: it cannot be read.
-        """
         with self._files.reading(self) as fd:
             self.bytes_read += len(view)
             while len(view):
@@ -107,8 +135,10 @@ class DataFile:
                     raise CheckpointCorruptError(f"data file {self.path} ends at {start}, where more was stored")
                 start, view = start + count, view[count:]
 
+    def check_header(self) -> None:
+        os.close(self.open())
+
     def read(self, start: int, nbytes: int) -> bytes:
-        """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
         with self._files.reading(self) as fd:
             if start + nbytes > os.fstat(fd).st_size:
                 raise CheckpointCorruptError(
@@ -128,11 +158,11 @@ class DataFiles:
     """
 
     def __init__(self, index: CheckpointIndex, limit: int = 64) -> None:
-        self._path, self._limit = index.path, limit
+        self._index, self._limit = index, limit
         self.follow = index.kind is Kind.SAFETENSORS
         self._header = None if index.save_id is None else file_header(index.save_id)
         self._files: dict[str, DataFile] = {}
-        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the one read longest ago first
+        self._open: OrderedDict[str, LocalDataFile] = OrderedDict()  # the one read longest ago first
         self._lock = Lock()
 
     def __enter__(self) -> DataFiles:
@@ -148,7 +178,14 @@ class DataFiles:
 
     def __getitem__(self, name: str) -> DataFile:
         with self._lock:
-            return self._files.setdefault(name, DataFile(self._path / name, self._header, self))
+            if name not in self._files:
+                self._files[name] = self._new(self._index.path / name)
+            return self._files[name]
+
+    def _new(self, path: Location) -> DataFile:
+        if isinstance(path, ObjectPath):
+            return ObjectDataFile(path, self._header)
+        return LocalDataFile(path, self._header, self)
 
     @property
     def bytes_read(self) -> int:
@@ -156,7 +193,7 @@ class DataFiles:
         return sum(file.bytes_read for file in self._files.values())
 
     @contextmanager
-    def reading(self, file: DataFile) -> Iterator[int]:
+    def reading(self, file: LocalDataFile) -> Iterator[int]:
         """The descriptor of a file, which stays open for the time of the block."""
         with self._lock:
             if file.fd is None:
@@ -178,7 +215,7 @@ class DataFiles:
             _close(file)
 
 
-def _close(file: DataFile) -> None:
+def _close(file: LocalDataFile) -> None:
     if file.fd is not None:
         os.close(file.fd)
         file.fd = None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from opt_checkpoint.disk.checksums import PieceSums, crc32, crc32_combine, pieces
-from opt_checkpoint.disk.files import Files, write_all, write_all_at
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import StoredFile
+from opt_checkpoint.disk.save_target import Output
 from opt_checkpoint.disk.torch_zip_writer import Framing
 
 _BUFFER_BYTES = 4 << 20
@@ -54,14 +54,12 @@ class DataFileWriter:
     """A file being written.
 
     Args:
-        files: the file system.
-        fd: the file, open for writing.
+        output: the file, open for writing.
         hasher: hashes large items.
         position: bytes put so far.
     """
 
-    files: Files
-    fd: int
+    output: Output
     hasher: Hasher
     position: int = 0
     _parts: list[_Part] = field(default_factory=list)
@@ -96,9 +94,12 @@ class DataFileWriter:
         self._parts.append(_Part(item, nbytes))
 
     def put_trailer(self, framing: Framing, item: ItemSums) -> None:
-        """Append what follows an item's values; where their sum is not known yet, room for it."""
-        if item.last is None:
-            self.put(framing.trailer(item.sums.whole))
+        """Append what follows an item's values; where their sum is not known yet, room for it.
+
+        An output that cannot be rewritten waits for the sum.
+        """
+        if item.last is None or not self.output.can_rewrite:
+            self.put(framing.trailer(item.settled().whole))
             return
         self.flush()
         room = framing.trailer(0)  # as long as the true one
@@ -116,17 +117,17 @@ class DataFileWriter:
 
     def _write(self, data: bytes | memoryview) -> None:
         """Append to the file, and let the disk begin with what is there of whole `_WRITEBACK_BYTES`."""
-        write_all(self.files, self.fd, data)
+        self.output.append(data)
         self._written += len(data)
         if ready := (self._written - self._sent) // _WRITEBACK_BYTES * _WRITEBACK_BYTES:
-            self.files.start_writeback(self.fd, self._sent, ready)
+            self.output.start_writeback(self._sent, ready)
             self._sent += ready
 
     def finish(self) -> StoredFile:
         """Fill in what was left open; size and CRC-32 of the whole file. Syncing the last of it is the caller's."""
         self.flush()
         if any(isinstance(part.crc, _Trailer) for part in self._parts):
-            self.files.fsync(self.fd)
+            self.output.sync()
         total = 0
         for part in self._parts:
             total = crc32_combine(total, self._settled(part.crc), part.nbytes)
@@ -139,5 +140,5 @@ class DataFileWriter:
         if isinstance(crc, ItemSums):
             return crc.settled().whole
         content = crc.framing.trailer(crc.item.settled().whole)
-        write_all_at(self.files, self.fd, content, crc.position)
+        self.output.rewrite(content, crc.position)
         return crc32(content)

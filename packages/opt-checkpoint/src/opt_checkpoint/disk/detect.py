@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,10 @@ from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, open_regular, re
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.manifest import MANIFEST, has_manifest, read_manifest
+from opt_checkpoint.disk.object_target import COMMIT, committed_place
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +27,23 @@ class Opened:
     common: Any
 
 
-def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
+def read_index(path: AnyPath) -> CheckpointIndex:
     """The index of the checkpoint at a path.
 
     A manifest decides; only where there is none, `.metadata` is read, as that of a stock or Megatron-Core directory.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its place in an object store, where only our own checkpoints are read.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptError: it is damaged.
     """
-    where = Path(path)
-    if has_manifest(where):
-        return read_manifest(where)
+    where = location_of(path)
+    if has_commit(where):
+        return read_committed(where)
+    if isinstance(where, ObjectPath):
+        raise CheckpointNotFoundError(f"{where} is not a checkpoint of opt-checkpoint: none was committed there")
     if not where.is_dir():
         raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory")
     if not (where / METADATA).exists():
@@ -47,6 +51,36 @@ def read_index(path: str | os.PathLike[str]) -> CheckpointIndex:
     if any(_is_our_data(p) for p in where.glob("*.distcp")):
         raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
     return read_dcp_index(where)
+
+
+def has_commit(path: Location) -> bool:
+    """Whether a checkpoint of ours was committed at a path; a damaged one counts too.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    if not isinstance(path, ObjectPath):
+        return has_manifest(path)
+    return (path / COMMIT).exists() or (path / MANIFEST).exists()
+
+
+def read_committed(path: Location) -> CheckpointIndex:
+    """The index of a checkpoint of ours.
+
+    Raises:
+        CheckpointCorruptError: it is damaged.
+        FileNotFoundError: none was committed at the path.
+        OSError: it cannot be read.
+    """
+    if not isinstance(path, ObjectPath):
+        return read_manifest(path)
+    place = committed_place(path)
+    if place is None:
+        raise FileNotFoundError(errno.ENOENT, "no checkpoint was committed there", str(path))
+    try:
+        return read_manifest(place)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{path} was committed, but {place / MANIFEST} is gone") from None
 
 
 def _is_our_data(path: Path) -> bool:
@@ -69,7 +103,7 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
     """
     if COMMON_KEY in index.objects:
         return read_object(index, COMMON_KEY, safe_globals=safe_globals)
-    if index.kind is Kind.MEGATRON and (index.path / MEGATRON_COMMON).exists():
+    if index.kind is Kind.MEGATRON and isinstance(index.path, Path) and (index.path / MEGATRON_COMMON).exists():
         return load_object(read_small_file(index.path / MEGATRON_COMMON), allowed=safe_globals)
     return {}
 
@@ -110,7 +144,7 @@ def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
     return loaded
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, safe_globals: SafeGlobals = ()) -> Opened:
+def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
     """Index and common state of the checkpoint at a path; raises as `read_index` and `read_common`."""
     index = read_index(path)
     return Opened(index=index, common=read_common(index, safe_globals=safe_globals))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.disk.read_region import Region
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.objects.path import Location
 from opt_checkpoint.state.sharded import Shape
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
@@ -161,7 +161,7 @@ class CheckpointIndex:
     """All that is known of a checkpoint without reading its values.
 
     Args:
-        path: its directory.
+        path: its directory, or the place of its files in an object store.
         kind: who wrote it.
         tensors: stored tensors by key.
         objects: stored objects by unique key, the common state among them.
@@ -170,7 +170,7 @@ class CheckpointIndex:
         details: what the writer recorded beside (versions, sizes of the worlds); for people.
     """
 
-    path: Path
+    path: Location
     kind: Kind
     tensors: Mapping[str, StoredTensor]
     objects: dict[str, ByteRange]

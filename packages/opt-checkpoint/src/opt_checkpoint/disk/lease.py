@@ -16,7 +16,7 @@ import socket
 import threading
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.files import Files, discard, write_all
@@ -81,36 +81,69 @@ def _start_of(pid: int) -> str | None:
         return None
 
 
+class LeaseFile(Protocol):
+    """The file or object of a lease."""
+
+    def create(self, content: bytes) -> None:
+        """Write it."""
+
+    def renew(self) -> None:
+        """Set its modification time to now."""
+
+    def renewed(self) -> float:
+        """Its modification time, by the clock of the file system or store."""
+
+
+class _DirectoryLease(NamedTuple):
+    """The lease on a temporary directory, which exists."""
+
+    files: Files
+    path: Path
+
+    def create(self, content: bytes) -> None:
+        fd = self.files.create(self.path)
+        try:
+            write_all(self.files, fd, content)
+        finally:
+            self.files.close(fd)
+
+    def renew(self) -> None:
+        self.files.touch(self.path)
+
+    def renewed(self) -> float:
+        return self.path.stat().st_mtime
+
+
 class Lease:
-    """This process writes to a temporary directory, until `release`.
+    """This process writes to a temporary place, until `release`.
 
     Args:
-        files: the file system.
-        directory: the temporary directory; it exists.
+        file: where the lease is written.
+        place: name of the temporary place.
         target: name of the checkpoint, for people.
     """
 
-    def __init__(self, files: Files, directory: Path, target: str) -> None:
-        self._files, self.path = files, directory / LEASE
+    def __init__(self, file: LeaseFile, place: str, target: str) -> None:
+        self._file = file
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name=_thread_name(directory), daemon=True)
-        content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
-        fd = files.create(self.path)
-        try:
-            write_all(files, fd, content)
-        finally:
-            files.close(fd)
+        self._thread = threading.Thread(target=self._renew, name=_thread_name(place), daemon=True)
+        file.create(json.dumps({"target": target, **Process.this()._asdict()}).encode())
         self._thread.start()
+
+    @classmethod
+    def in_directory(cls, files: Files, directory: Path, target: str) -> Lease:
+        """A lease on a temporary directory, which exists."""
+        return cls(_DirectoryLease(files, directory / LEASE), directory.name, target)
 
     @property
     def renewed(self) -> float:
         """When the lease was last renewed, by the clock of the file system."""
-        return self.path.stat().st_mtime
+        return self._file.renewed()
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
             try:
-                self._files.touch(self.path)
+                self._file.renew()
             except OSError:  # the save itself will meet what is wrong
                 continue
 
@@ -120,8 +153,8 @@ class Lease:
         self._thread.join()
 
 
-def _thread_name(directory: Path) -> str:
-    return f"opt-checkpoint lease {directory.name}"
+def _thread_name(place: str) -> str:
+    return f"opt-checkpoint lease {place}"
 
 
 def writer_of(directory: Path, now: float) -> str | None:
@@ -136,31 +169,48 @@ def writer_of(directory: Path, now: float) -> str | None:
     """
     if _DELETING.fullmatch(directory.name):
         return None
-    held = _read_lease(directory)
+    return holder_of(_read_lease(directory), directory.name, now - _last_change(directory))
+
+
+def holder_of(held: Process | None, place: str, age: float) -> str | None:
+    """Who may still write to a temporary place; None when it is certain that nobody does.
+
+    Args:
+        held: what its lease says, where there is one.
+        place: its name.
+        age: seconds since the last change in it.
+    """
     if held is not None and held.boot and (held.boot, held.namespace) == _machine():
-        return _running(held, directory)
-    age = now - _last_change(directory)
+        return _running(held, place)
     if age > EXPIRED_S:
         return None
     who = f"process {held.pid} on {held.host}" if held is not None else "an unknown process"
     return f"{who}, which wrote {max(0.0, age):.0f} s ago"
 
 
-def _running(process: Process, directory: Path) -> str | None:
+def _running(process: Process, place: str) -> str | None:
     """A process of this machine, where it is still the same one."""
     if process.pid == os.getpid():
         names = {thread.name for thread in threading.enumerate()}
-        return "this process" if _thread_name(directory) in names else None
+        return "this process" if _thread_name(place) in names else None
     return f"process {process.pid} on this machine" if _start_of(process.pid) == process.started else None
 
 
 def _read_lease(directory: Path) -> Process | None:
     """The process that holds the lease; None where there is no readable one, as after a loss of power."""
     try:
-        content = json.loads(read_small_file(directory / LEASE))
+        return process_in(read_small_file(directory / LEASE))
+    except (FileNotFoundError, CheckpointCorruptError):
+        return None
+
+
+def process_in(raw: bytes) -> Process | None:
+    """The process that the content of a lease names; None where it is damaged."""
+    try:
+        content = json.loads(raw)
         host, boot, namespace, pid, started = (content[name] for name in Process._fields)
         return Process(str(host), str(boot), int(namespace), int(pid), str(started))
-    except (FileNotFoundError, CheckpointCorruptError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -8,7 +8,6 @@ does not know are ignored; a newer format is refused. Format 1 was JSON (`manife
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
@@ -17,6 +16,7 @@ from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFi
 from opt_checkpoint.disk.manifest_json import OLD_MANIFEST, decode_old_manifest
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.objects.path import Location
 
 MANIFEST = "manifest.bin"
 FORMAT = 2
@@ -24,7 +24,7 @@ _FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
 
 
-def has_manifest(path: Path) -> bool:
+def has_manifest(path: Location) -> bool:
     """Whether a directory has a manifest of any format; that of a damaged checkpoint counts too."""
     return any((path / name).exists() for name in (MANIFEST, OLD_MANIFEST))
 
@@ -42,7 +42,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
     return encode_columns(_FIRST_LINE % FORMAT, header, tensors.columns)
 
 
-def read_manifest(path: Path) -> CheckpointIndex:
+def read_manifest(path: Location) -> CheckpointIndex:
     """The index of a checkpoint of ours, of format 1 or 2.
 
     Args:
@@ -60,7 +60,7 @@ def read_manifest(path: Path) -> CheckpointIndex:
     return decode_manifest(path, raw)
 
 
-def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
+def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
     """The index in the bytes of a manifest; raises as `read_manifest`."""
     what = str(path / MANIFEST)
     first = _ANY_FIRST_LINE.match(raw)
@@ -79,7 +79,7 @@ def decode_manifest(path: Path, raw: bytes) -> CheckpointIndex:
     return index
 
 
-def _index_of(path: Path, header: dict[str, Any], columns: dict[str, Any]) -> CheckpointIndex:
+def _index_of(path: Location, header: dict[str, Any], columns: dict[str, Any]) -> CheckpointIndex:
     files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
     if any(not 0 <= file.size < 1 << 62 for file in files.values()):
         raise ValueError("a file has an impossible size")

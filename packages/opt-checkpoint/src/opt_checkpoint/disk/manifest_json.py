@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from pathlib import Path
 from typing import Any
 
 from opt_checkpoint.boxes.box import Box
@@ -21,6 +20,7 @@ from opt_checkpoint.disk.index import (
     check_index,
 )
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.objects.path import Location
 from opt_checkpoint.state.sharded import Shape
 
 OLD_MANIFEST = "manifest.json"
@@ -28,7 +28,7 @@ FORMAT = 1
 _LAST_LINE = re.compile(rb"\n#crc32=([0-9a-f]{8})\n\Z")
 
 
-def decode_old_manifest(path: Path, raw: bytes) -> CheckpointIndex:
+def decode_old_manifest(path: Location, raw: bytes) -> CheckpointIndex:
     """The index in the bytes of a manifest of format 1.
 
     Raises:
@@ -47,7 +47,7 @@ def decode_old_manifest(path: Path, raw: bytes) -> CheckpointIndex:
     return index
 
 
-def _checked_content(path: Path, raw: bytes) -> dict[str, Any]:
+def _checked_content(path: Location, raw: bytes) -> dict[str, Any]:
     match = _LAST_LINE.search(raw)
     if match is None or zlib.crc32(raw[: match.start()]) != int(match[1], 16):
         raise CheckpointCorruptError(f"{path / OLD_MANIFEST} is damaged: its checksum is wrong or missing")
@@ -60,7 +60,7 @@ def _checked_content(path: Path, raw: bytes) -> dict[str, Any]:
     return content
 
 
-def _index_of(path: Path, content: dict[str, Any]) -> CheckpointIndex:
+def _index_of(path: Location, content: dict[str, Any]) -> CheckpointIndex:
     known = ("format", "save_id", "files", "objects", "tensors")
     return CheckpointIndex(
         path=path,

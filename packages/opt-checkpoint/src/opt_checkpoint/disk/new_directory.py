@@ -41,7 +41,7 @@ class NewDirectory:
             )
         make_parents(self._files, self.path)
         self._files.make_dir(self.temporary)
-        self._lease = Lease(self._files, self.temporary, self.path.name)
+        self._lease = Lease.in_directory(self._files, self.temporary, self.path.name)
         remove_leftovers(self._files, self.path.parent, self._lease.renewed)
 
     def commit(self) -> None:

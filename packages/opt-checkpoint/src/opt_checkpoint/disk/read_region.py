@@ -10,9 +10,9 @@ from torch import Tensor
 
 from opt_checkpoint.boxes.box import row_major_strides
 from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.object_data_file import ReadSizes
 from opt_checkpoint.state.sharded import Shape
 
-_GAP_BYTES = 16 << 10  # rows nearer than this are read together with what is between them
 _BOUNCE_BYTES = 32 << 20
 
 
@@ -68,6 +68,10 @@ class Region(NamedTuple):
 class Readable(Protocol):
     """Something bytes can be read from at a position."""
 
+    @property
+    def read_sizes(self) -> ReadSizes:
+        """What reads cost."""
+
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `start` on."""
 
@@ -77,6 +81,11 @@ class FilePosition(NamedTuple):
 
     file: Readable
     start: int
+
+    @property
+    def near_bytes(self) -> int:
+        """Rows nearer than this are read together with what is between them."""
+        return self.file.read_sizes.near_bytes
 
 
 def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: FilePosition) -> None:
@@ -93,7 +102,7 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: File
     nbytes = (region.span.stop - region.span.start) * dtype.itemsize
     if region.is_run and target.dtype == dtype and is_plain_memory(target):
         source.file.read_into(source.start, bytes_view(target))
-    elif nbytes <= _BOUNCE_BYTES and (region.is_run or _largest_gap(region) * dtype.itemsize <= _GAP_BYTES):
+    elif nbytes <= _BOUNCE_BYTES and (region.is_run or _largest_gap(region) * dtype.itemsize <= source.near_bytes):
         raw = memoryview(bytearray(nbytes))
         source.file.read_into(source.start, raw)
         target.copy_(region.of_bytes(raw, dtype))
@@ -117,7 +126,7 @@ def _read_rows(target: Tensor, region: Region, dtype: torch.dtype, source: FileP
     """Cut the outermost axis in two or more, and fill each part."""
     axis = next(d for d, n in enumerate(region.sizes) if n > 1)  # one value alone is a run, and small
     stride = row_major_strides(region.chunk)[axis] * dtype.itemsize
-    near = region.is_run or _largest_gap(region) * dtype.itemsize <= _GAP_BYTES
+    near = region.is_run or _largest_gap(region) * dtype.itemsize <= source.near_bytes
     step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // stride)) if near else 1
     for start in range(0, region.sizes[axis], step):
         count = min(step, region.sizes[axis] - start)

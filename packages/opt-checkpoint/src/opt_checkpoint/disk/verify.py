@@ -14,19 +14,23 @@ from typing import NamedTuple
 
 from opt_checkpoint.disk.checked_values import check_bytes
 from opt_checkpoint.disk.checksums import PieceSums
-from opt_checkpoint.disk.data_file import DataFile, DataFiles, open_regular
+from opt_checkpoint.disk.data_file import DataFiles, open_regular
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.manifest import MANIFEST
 from opt_checkpoint.disk.manifest_json import OLD_MANIFEST
+from opt_checkpoint.disk.object_data_file import ObjectDataFile
+from opt_checkpoint.disk.object_target import stored_sizes
 from opt_checkpoint.disk.stored_objects import load_object
 from opt_checkpoint.disk.torch_zip_reader import check_archive_size
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
 
 _THREADS = 8  # opening thousands of files on a network file system takes long one by one
 _BUFFERS, _BUFFER_BYTES = 4, 2 << 20
+_OBJECT_BYTES = 16 << 20
 
 
 class Finding(NamedTuple):
@@ -47,14 +51,14 @@ class Finding(NamedTuple):
         return f"{self.file}: {self.problem}{keys}"
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> list[Finding]:
+def verify_checkpoint(path: AnyPath) -> list[Finding]:
     """Read every byte of a checkpoint and compare it with what its manifest, or for stock directories its zips, tell.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or its URL in an object store.
 
     Returns:
-        What is wrong; empty for a whole checkpoint. Never more than 16 MB of it are in memory.
+        What is wrong; empty for a whole checkpoint. Never more than 64 MB of it are in memory.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -62,11 +66,17 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[Finding]:
     try:
         index = read_index(path)
     except CheckpointCorruptError as error:
-        name = next((n for n in (MANIFEST, OLD_MANIFEST) if os.path.lexists(Path(path) / n)), METADATA)
-        return [Finding(name, str(error))]
+        return [Finding(_damaged_name(location_of(path)), str(error))]
     if index.save_id is None:
         return list(_check_archives(index))
     return [*_check_sizes(index), *_check_files(index), *_check_strangers(index)]
+
+
+def _damaged_name(path: Location) -> str:
+    """The file that could not be read as an index."""
+    if isinstance(path, ObjectPath):
+        return MANIFEST
+    return next((name for name in (MANIFEST, OLD_MANIFEST) if os.path.lexists(path / name)), METADATA)
 
 
 def check_sizes(index: CheckpointIndex) -> None:
@@ -76,43 +86,63 @@ def check_sizes(index: CheckpointIndex) -> None:
         raise CheckpointCorruptError(f"{index.path} is damaged: {findings[0]}")
     names = [name for name in index.files if name.endswith(".distcp")]
     with DataFiles(index) as files, ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(_check_header, files[name]) for name in names]:
+        for done in [pool.submit(files[name].check_header) for name in names]:
             done.result()
 
 
-def _check_header(file: DataFile) -> None:
-    """Open a file, which compares the save id at its beginning, and close it."""
-    os.close(file.open())
-
-
 def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
-    for name, file in index.files.items():
-        problem = _size_problem(index.path / name, file.size)
-        if problem:
-            yield Finding(name, problem)
+    for name, problem in size_problems(index).items():
+        yield Finding(name, problem)
 
 
-def _size_problem(path: Path, size: int) -> str | None:
-    """What is wrong with a file, without opening it.
+def size_problems(index: CheckpointIndex) -> dict[str, str]:
+    """What is wrong with files, by name, without opening them.
 
     Raises:
         OSError: that cannot be found out.
     """
+    path, sizes = index.path, {name: file.size for name, file in index.files.items()}
+    if isinstance(path, ObjectPath):
+        stored = stored_sizes(path, list(sizes))
+        problems = {name: _difference(stored.get(name), size) for name, size in sizes.items()}
+    else:
+        problems = {name: _size_problem(path / name, size) for name, size in sizes.items()}
+    return {name: problem for name, problem in problems.items() if problem}
+
+
+def _size_problem(path: Path, size: int) -> str | None:
     try:
         found = path.lstat()
     except FileNotFoundError:
-        return "is missing"
+        return _difference(None, size)
     if not stat.S_ISREG(found.st_mode):
         return "is not a regular file"
-    return None if found.st_size == size else f"has {found.st_size} bytes, {size} were saved"
+    return _difference(found.st_size, size)
+
+
+def _difference(found: int | None, size: int) -> str | None:
+    """What is wrong with the size of a file; `found` is None where it is missing."""
+    if found is None:
+        return "is missing"
+    return None if found == size else f"has {found} bytes, {size} were saved"
 
 
 def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
     """A whole file is hashed once; only where it is damaged, its items are, to name them."""
+    wrong = size_problems(index)
     for name, file in index.files.items():
         path = index.path / name
-        if _size_problem(path, file.size) is None and _file_crc(path) != file.crc:
+        if name in wrong:
+            continue
+        if (_object_crc(path, file.size) if isinstance(path, ObjectPath) else _file_crc(path)) != file.crc:
             yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
+
+
+def _object_crc(path: ObjectPath, size: int) -> int:
+    file, sums = ObjectDataFile(path, None), PieceSums()
+    for start in range(0, size, _OBJECT_BYTES):
+        sums.add(memoryview(file.read(start, min(_OBJECT_BYTES, size - start))))
+    return sums.whole
 
 
 def _file_crc(path: Path) -> int:
@@ -145,9 +175,11 @@ def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
 
 def _check_strangers(index: CheckpointIndex) -> Iterator[Finding]:
     """Data files that the manifest does not know of were not part of the save."""
-    for path in sorted(index.path.iterdir()):
-        if path.name not in index.files and path.name.endswith(".distcp"):
-            yield Finding(path.name, "is no part of this checkpoint")
+    path = index.path
+    names = path.listing() if isinstance(path, ObjectPath) else [entry.name for entry in path.iterdir()]
+    for name in sorted(names):
+        if name not in index.files and name.endswith(".distcp"):
+            yield Finding(name, "is no part of this checkpoint")
 
 
 def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.ranks import everyone, leave, ranks_of, same_everywhere
-from opt_checkpoint.run.save_load import NO_DETAILS, PathLike, save
+from opt_checkpoint.run.save_load import NO_DETAILS, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
 
@@ -30,7 +30,7 @@ class SaveHandle:
         blocked_s: seconds that the snapshot took, for which training stood still.
     """
 
-    def __init__(self, path: Path, blocked_s: float) -> None:
+    def __init__(self, path: Location, blocked_s: float) -> None:
         self.path, self.blocked_s = path, blocked_s
         self._finished = threading.Event()
         self._error: BaseException | None = None
@@ -39,7 +39,7 @@ class SaveHandle:
         """Whether it has ended, well or not."""
         return self._finished.is_set()
 
-    def wait(self, timeout_s: float | None = None) -> Path:
+    def wait(self, timeout_s: float | None = None) -> Location:
         """Wait until the checkpoint is committed; its path.
 
         Raises:
@@ -90,7 +90,7 @@ class AsyncSaver:
     def save(
         self,
         state: ShardedStateDict,
-        path: PathLike,
+        path: AnyPath,
         *,
         common: Literal["equal", "first_rank"] = "equal",
         details: Mapping[str, Any] = NO_DETAILS,
@@ -112,7 +112,7 @@ class AsyncSaver:
         if self._closed:
             raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
         self.wait()
-        target = Path(path).absolute()
+        target = location_of(path)
         same_everywhere(self._ranks, "saving", path=target, common=common)
         started = time.perf_counter()
         error: Exception | None = None
@@ -199,7 +199,7 @@ def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alo
 
 def async_save(
     state: ShardedStateDict,
-    path: PathLike,
+    path: AnyPath,
     *,
     saver: AsyncSaver | None = None,
     process_group: dist.ProcessGroup | None = None,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import uuid
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -15,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.disk.files import Files, LocalFiles, discard
-from opt_checkpoint.disk.manifest import has_manifest, read_manifest
+from opt_checkpoint.disk.detect import has_commit, read_committed
+from opt_checkpoint.disk.files import Files, LocalFiles
+from opt_checkpoint.disk.object_target import discard_checkpoint, remove_leftovers_below
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of, subdirectories
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, load, save
@@ -34,18 +33,18 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def committed_steps(directory: str | os.PathLike[str]) -> list[int]:
+def committed_steps(directory: AnyPath) -> list[int]:
     """The steps whose checkpoint is committed and whole by its manifest and file sizes, in order.
 
     A damaged checkpoint is passed over with a warning in the log.
 
     Raises:
-        OSError: a directory or file cannot be looked at, so that it is not known whether a checkpoint is there.
+        OSError: a directory, file or object cannot be looked at, so that it is not known whether a checkpoint is there.
     """
-    return [step for step, path in named_steps(directory) if _is_whole(path)]
+    return [step for step, path in named_steps(location_of(directory)) if _is_whole(path)]
 
 
-def latest_step(directory: str | os.PathLike[str]) -> int | None:
+def latest_step(directory: AnyPath) -> int | None:
     """The newest such step; None where no checkpoint was ever committed. Older ones are not looked at.
 
     Raises:
@@ -53,10 +52,10 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
         OSError: as `committed_steps`.
     """
     damaged = []
-    for step, path in reversed(named_steps(directory)):
+    for step, path in reversed(named_steps(location_of(directory))):
         if _is_whole(path):
             return step
-        if has_manifest(path):
+        if has_commit(path):
             damaged.append(path.name)
     if damaged:
         raise CheckpointCorruptError(
@@ -66,23 +65,19 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
     return None
 
 
-def named_steps(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+def named_steps(directory: Location) -> list[tuple[int, Location]]:
     """Step and path of every directory that is named like a step, whatever it holds, in order."""
-    try:
-        entries = list(Path(directory).iterdir())
-    except FileNotFoundError:
-        return []
-    found = []
-    for entry in entries:
+    found: list[tuple[int, Location]] = []
+    for entry in subdirectories(directory):
         match = _STEP.fullmatch(entry.name)
-        if match and entry.name == step_name(int(match[1])) and entry.is_dir():
+        if match and entry.name == step_name(int(match[1])):
             found.append((int(match[1]), entry))
-    return sorted(found)
+    return sorted(found, key=lambda named: named[0])
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Location) -> bool:
     try:
-        check_sizes(read_manifest(path))
+        check_sizes(read_committed(path))
     except FileNotFoundError:
         return False
     except CheckpointCorruptError as error:
@@ -99,7 +94,8 @@ class CheckpointManager:
     to load, next to a training run, deletes nothing.
 
     Args:
-        directory: where the steps are; made when needed.
+        directory: where the steps are; made when needed. A directory, or a place in an object store: its URL, or an
+            `ObjectPath` for one with options.
         keep: how many of the newest checkpoints to keep, at least 1.
         keep_every: steps that are multiples of this are kept for good; None for none.
         in_background: whether `save` returns after the snapshot.
@@ -114,7 +110,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: AnyPath,
         *,
         keep: int = 3,
         keep_every: int | None = None,
@@ -123,7 +119,7 @@ class CheckpointManager:
         files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = location_of(directory)
         self._group, self._ranks = process_group, ranks_of(process_group)
         own = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
         same_everywhere(self._ranks, "opening", path=self.directory, **own)
@@ -138,7 +134,7 @@ class CheckpointManager:
         self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
 
-    def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Path:
+    def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step; in the background, first wait for the save before and raise its failure.
 
         Once the checkpoint is committed, rank 0 removes the older ones that are not to be kept, in the background where
@@ -250,17 +246,23 @@ class CheckpointManager:
         """
         return load_optimizer(model, optimizer, self._path_of(step), process_group=self._group, **options)
 
-    def _path_of(self, step: int | None) -> Path:
+    def _path_of(self, step: int | None) -> Location:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
         return self.directory / step_name(chosen)
 
     def _retire(self) -> None:
-        """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at."""
+        """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at.
+
+        In an object store this also removes what dead saves of other steps left; on disks each save sees all of it.
+        """
         try:
-            for step in committed_steps(self.directory)[: -self._keep]:
+            steps = committed_steps(self.directory)
+            if isinstance(self.directory, ObjectPath):
+                remove_leftovers_below(self.directory, self.directory / step_name(steps[-1]))
+            for step in steps[: -self._keep]:
                 if self._keep_every is None or step % self._keep_every:
-                    discard(self._files, self.directory / step_name(step), uuid.uuid4().hex)
-        except OSError as error:
+                    discard_checkpoint(self._files, self.directory / step_name(step))
+        except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

@@ -7,8 +7,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, cast
 
@@ -32,11 +31,12 @@ from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
 from opt_checkpoint.run.failures import Failure, as_ours, crossing
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_everywhere
 from opt_checkpoint.state.sharded import ShardedStateDict
 
-PathLike: TypeAlias = str | os.PathLike[str]
+PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
 Verify: TypeAlias = Literal["sizes", "chunks", "none"]
 _CHECKS: Mapping[str, Literal["reading", "before", "never"]] = MappingProxyType(
     {"sizes": "reading", "chunks": "before", "none": "never"}
@@ -70,7 +70,7 @@ class LoadReport:
 
 def save(
     state: ShardedStateDict,
-    path: PathLike,
+    path: AnyPath,
     *,
     process_group: dist.ProcessGroup | None = None,
     common: Literal["equal", "first_rank"] = "equal",
@@ -87,7 +87,8 @@ def save(
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
             plain values (what `torch.load(weights_only=True)` accepts).
-        path: the checkpoint's directory, on a file system that all ranks share; it must not exist. The same on all
+        path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
+            or an `ObjectPath` for one with options. Nothing may be there. The same on all
             ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
         common: what to do where a plain value differs between ranks: refuse, or store rank 0's.
@@ -102,7 +103,7 @@ def save(
             or ranks were given different paths or `common`.
         CheckpointFailedError: a rank failed otherwise; `.causes` has an exception for each such rank.
     """
-    ranks, target = ranks_of(process_group), Path(path).absolute()
+    ranks, target = ranks_of(process_group), location_of(path)
     same_everywhere(ranks, "saving", path=target, common=common)
     system = files or LocalFiles()
     writer = CheckpointWriter(
@@ -121,7 +122,7 @@ class _Abandonable(Protocol):
     """A storage writer that fills a temporary directory."""
 
     @property
-    def temporary(self) -> Path:
+    def temporary(self) -> Location:
         """The directory."""
 
     def abandon(self) -> None:
@@ -169,7 +170,7 @@ def _abandon(writer: _Abandonable) -> None:
 
 def load(
     state: ShardedStateDict,
-    path: PathLike,
+    path: AnyPath,
     *,
     process_group: dist.ProcessGroup | None = None,
     strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
@@ -188,7 +189,8 @@ def load(
 
     Args:
         state: what is wanted, in the form that `save` takes. Plain values say which of the stored ones to return.
-        path: a checkpoint of ours, a stock DCP directory, or one of the reference's `torch_dist`.
+        path: a checkpoint of ours, in a directory or at the URL of an object store (`ObjectPath` for one with options);
+            a stock DCP directory, or one of the reference's `torch_dist`.
         process_group: the ranks that load.
         strict: what to do about keys on one side only: a `StrictHandling` or its name.
         dtype: whether another stored dtype is an error or is converted.
@@ -213,10 +215,10 @@ def load(
         CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
         CheckpointFailedError: a rank failed otherwise.
     """
-    ranks, source = ranks_of(process_group), Path(path).absolute()
+    ranks, source = ranks_of(process_group), location_of(path)
     same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
     what = f"loading {source}"
-    opened = agreed(ranks, lambda: _opened(source, verify, safe_globals), what)
+    opened = with_client(agreed(ranks, lambda: _opened(source, verify, safe_globals), what), source)
     planner = ShardedLoadPlanner(
         state,
         opened.index,
@@ -252,7 +254,15 @@ def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: Checkpoint
     )
 
 
-def _opened(path: Path, verify: Verify, safe_globals: SafeGlobals) -> Opened:
+def with_client(opened: Opened, source: Location) -> Opened:
+    """What rank 0 opened, read by this rank's own client of the object store."""
+    place = opened.index.path
+    if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
+        return replace(opened, index=replace(opened.index, path=source.bound(place)))
+    return opened
+
+
+def _opened(path: Location, verify: Verify, safe_globals: SafeGlobals) -> Opened:
     opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in _CHECKS:
         raise ValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.objects.path import AnyPath, location_of
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of
-from opt_checkpoint.run.save_load import PathLike, Verify, load
+from opt_checkpoint.run.save_load import Verify, load, with_client
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -169,7 +170,7 @@ def _names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 def load_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
-    path: PathLike,
+    path: AnyPath,
     *,
     at: tuple[str, ...] = ("optimizer",),
     process_group: dist.ProcessGroup | None = None,
@@ -199,7 +200,8 @@ def load_optimizer(
         CheckpointingException: as `load`, and as `apply_saved_groups`.
     """
     ranks = ranks_of(process_group)
-    opened = agreed(ranks, lambda: open_checkpoint(path), f"opening {path}")
+    source = location_of(path)
+    opened = with_client(agreed(ranks, lambda: open_checkpoint(source), f"opening {path}"), source)
     saved: SavedOptimizer | None = None
     error: Exception | None = None
     named: list[_Named] = []
@@ -246,7 +248,7 @@ def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
 
 
-def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: PathLike) -> None:
+def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: AnyPath) -> None:
     """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
     known = {field for group in optimizer.param_groups for field in group}
     strange = sorted({field for group in saved.groups for field in group} - known)

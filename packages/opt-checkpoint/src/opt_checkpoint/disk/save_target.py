@@ -1,0 +1,141 @@
+"""Where one save puts its files, and how it commits them: one protocol, and the mounted file system's form of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from opt_checkpoint.disk.files import Files, new_file, write_all, write_all_at, write_file
+from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.new_directory import NewDirectory
+from opt_checkpoint.objects.path import Location
+
+
+class Output(Protocol):
+    """A new file, written from its beginning to its end."""
+
+    @property
+    def can_rewrite(self) -> bool:
+        """Whether `rewrite` works. Where it does not, bytes are only appended."""
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Write bytes at the end. Their memory may not change until the file is complete."""
+
+    def start_writeback(self, start: int, nbytes: int) -> None:
+        """Let the disk begin with bytes that were appended, without waiting for it; promises nothing."""
+
+    def rewrite(self, data: bytes, position: int) -> None:
+        """Write over bytes that were appended."""
+
+    def sync(self) -> None:
+        """Make what was appended survive a loss of power."""
+
+
+class SaveTarget(Protocol):
+    """One save, from its first file to its commit.
+
+    Every rank has one and writes to it. `begin`, `commit` and `abandon` are called on the coordinator.
+    """
+
+    @property
+    def path(self) -> Location:
+        """Where the checkpoint shall be."""
+
+    @property
+    def temporary(self) -> Location:
+        """Where the files are until the commit."""
+
+    def begin(self) -> None:
+        """Make room, take a lease on it, and remove what dead saves left.
+
+        Raises:
+            CheckpointExistsError: something is at the target already.
+            OSError: there cannot be room.
+        """
+
+    def new_file(self, name: str) -> AbstractContextManager[Output]:
+        """A new file of the checkpoint, safely stored when the block ends without an error."""
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """A whole new small file of the checkpoint, safely stored."""
+
+    def commit(self, index: CheckpointIndex) -> None:
+        """Make the checkpoint appear, in one step, once all its files are there.
+
+        Raises:
+            CheckpointExistsError: another save made one appear in the meantime.
+            CheckpointCorruptError: files are gone.
+            OSError: the file system or store refuses.
+        """
+
+    def release(self) -> None:
+        """Give up the lease; called by `commit` and `abandon`, and may be called again."""
+
+    def abandon(self) -> None:
+        """Remove the files of a failed save, unless it may have been committed."""
+
+
+class FileOutput(NamedTuple):
+    """`Output` to a file descriptor."""
+
+    files: Files
+    fd: int
+
+    @property
+    def can_rewrite(self) -> bool:
+        return True
+
+    def append(self, data: bytes | memoryview) -> None:
+        write_all(self.files, self.fd, data)
+
+    def start_writeback(self, start: int, nbytes: int) -> None:
+        self.files.start_writeback(self.fd, start, nbytes)
+
+    def rewrite(self, data: bytes, position: int) -> None:
+        write_all_at(self.files, self.fd, data, position)
+
+    def sync(self) -> None:
+        self.files.fsync(self.fd)
+
+
+class DirectoryTarget:
+    """A save to a mounted file system; see `SaveTarget`.
+
+    Args:
+        path: where the checkpoint shall be; nothing may be there.
+        save_id: 32 hexadecimal digits that name this save.
+        files: the file system.
+    """
+
+    def __init__(self, path: Path, save_id: str, files: Files) -> None:
+        self._directory, self._files = NewDirectory(path, save_id, files), files
+
+    @property
+    def path(self) -> Path:
+        return self._directory.path
+
+    @property
+    def temporary(self) -> Path:
+        return self._directory.temporary
+
+    def begin(self) -> None:
+        self._directory.make()
+
+    @contextmanager
+    def new_file(self, name: str) -> Iterator[Output]:
+        with new_file(self._files, self.temporary / name) as fd:
+            yield FileOutput(self._files, fd)
+
+    def write_file(self, name: str, content: bytes) -> None:
+        write_file(self._files, self.temporary / name, content)
+
+    def commit(self, index: CheckpointIndex) -> None:
+        self._directory.commit()
+
+    def release(self) -> None:
+        self._directory.release()
+
+    def abandon(self) -> None:
+        self._directory.abandon()

@@ -1,0 +1,1 @@
+"""Object stores: one protocol, its client by obstore, and paths in it."""

@@ -1,0 +1,163 @@
+"""Places in object stores, used like `pathlib.Path` where both may stand."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self, TypeAlias
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.client import Listed, ObjectClient
+from opt_checkpoint.objects.obstore_client import open_url
+from opt_checkpoint.objects.retrying import RetryingClient
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.*", re.DOTALL)
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "file", "memory")
+_FLATTENED_URL = re.compile(rf"(?:{'|'.join(_SCHEMES)}):/[^/]")
+
+
+class _NoClient:
+    """What a path has in place of a client after it was sent to another process."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("this ObjectPath came from another process; use `bound` before it is read")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPath:
+    """An object, or the common beginning of the keys of several, in an object store.
+
+    It may be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling leaves
+    the client, and with it credentials, behind.
+
+    Args:
+        client: makes the requests.
+        root: URL of the key "", for messages and comparisons.
+        key: the place within the store, without a slash at either end.
+    """
+
+    client: ObjectClient
+    root: str
+    key: str = ""
+
+    @classmethod
+    def at(cls, url: str, **options: Any) -> ObjectPath:
+        """The place that a URL names.
+
+        Args:
+            url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://...`, `file:///directory`, `memory://name/prefix`.
+            options: passed to `obstore.store.from_url`: `region=`, `endpoint=`, `access_key_id=`, ...,
+                `credential_provider=`, `client_options=`, `retry_config=`. What is not given is taken from the
+                environment, as obstore does.
+
+        Raises:
+            CheckpointingException: obstore is not installed, or does not accept the URL or the options.
+        """
+        match = _URL.fullmatch(url)
+        if match is None or match[1].lower() not in _SCHEMES:
+            raise CheckpointingException(
+                f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
+            )
+        opened = open_url(url, options)
+        return cls(RetryingClient(opened.client), opened.root, opened.key)
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}" if self.key else self.root
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.client, self.root, f"{self.key}/{name}" if self.key else name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unbound, (self.root, self.key)
+
+    def bound(self, other: ObjectPath) -> ObjectPath:
+        """Another place of the same store, with the client of this one."""
+        if other.root != self.root:
+            raise RuntimeError(f"{other} is not in the store of {self}")
+        return ObjectPath(self.client, self.root, other.key)
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return str(self).rpartition("/")[2]
+
+    def read_bytes(self) -> bytes:
+        """All of a small object.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: the store did not answer.
+        """
+        return self.client.get(self.key)
+
+    def exists(self) -> bool:
+        """Whether there is an object; raises OSError where the store does not answer."""
+        try:
+            self.client.head(self.key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def listing(self) -> dict[str, Listed]:
+        """All objects below, by the rest of their keys."""
+        start = len(self.key) + 1 if self.key else 0
+        return {found.key[start:]: found for found in self.client.listing(self.key)}
+
+    def folders(self) -> list[ObjectPath]:
+        """The places right below that have objects below them."""
+        return [self / name for name in sorted(self.client.folders(self.key))]
+
+    def delete(self, names: list[str]) -> None:
+        """Delete objects right below; those that are absent do not matter."""
+        self.client.delete([(self / name).key for name in names])
+
+    def absolute(self) -> Self:
+        """Itself."""
+        return self
+
+
+def _unbound(root: str, key: str) -> ObjectPath:
+    return ObjectPath(_NoClient(), root, key)
+
+
+Location: TypeAlias = Path | ObjectPath
+AnyPath: TypeAlias = str | os.PathLike[str] | ObjectPath
+
+
+def location_of(path: AnyPath) -> Location:
+    """A path as an absolute `Path`, or for a URL as an `ObjectPath` with the options of the environment.
+
+    Raises:
+        CheckpointingException: a URL cannot be opened, or was made a `pathlib.Path`.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    text = os.fspath(path)
+    if _URL.fullmatch(text):
+        return ObjectPath.at(text)
+    if _FLATTENED_URL.match(text):
+        raise CheckpointingException(f"{text!r} was a URL before pathlib dropped a slash; pass the URL as a str")
+    return Path(text).absolute()
+
+
+def subdirectories(directory: Location) -> Sequence[Location]:
+    """What lies right below a directory and may hold files itself, sorted; nothing where there is no directory.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    if isinstance(directory, ObjectPath):
+        return directory.folders()
+    try:
+        return sorted(entry for entry in directory.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,281 @@
+"""Checkpoints in object stores: the public functions with URLs in place of paths."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool
+from states import LARGE_NUMEL, assert_is_step, state_at, whole_at
+from stores import faulty
+
+from opt_checkpoint import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ObjectPath,
+    ShardedTensor,
+    async_save,
+    committed_steps,
+    load,
+    load_optimizer,
+    read_index,
+    save,
+    sharded_like,
+    sharded_model,
+    sharded_optimizer,
+    verify_checkpoint,
+)
+from opt_checkpoint.__main__ import main
+from opt_checkpoint.disk.object_target import COMMIT
+from opt_checkpoint.run.manager import step_name
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def bucket() -> ObjectPath:
+    """An empty store of this process."""
+    return ObjectPath.at(f"memory://{uuid.uuid4().hex}/runs")
+
+
+def test_what_was_saved_is_loaded_bit_equal_from_every_kind_of_store(tmp_path: Path, bucket: ObjectPath) -> None:
+    for place in (str(bucket / "one"), bucket / "two", f"file://{tmp_path}/three", ObjectPath.at(f"file://{tmp_path}")):
+        save(state_at(3, 0, 1), place)
+        report = load(state_at(0, 0, 1, filled=False), place)
+        assert_is_step(report.state, 3, 0, 1)
+        assert report.missing == report.unexpected == ()
+        assert verify_checkpoint(place) == []
+
+
+def _save_and_load(rank: int, size: int, url: str) -> None:
+    if size > 1:
+        save(state_at(7, rank, size), url)
+    assert_is_step(load(state_at(0, rank, size, filled=False), url).state, 7, rank, size)
+
+
+def test_a_world_loads_what_another_world_saved(tmp_path: Path, ranks: RankPool) -> None:
+    url = f"file://{tmp_path}/run/step"
+    ranks.run(3, _save_and_load, url)
+    ranks.run(2, _load_only, url)
+    _load_only(0, 1, url)
+
+
+def _load_only(rank: int, size: int, url: str) -> None:
+    assert_is_step(load(state_at(0, rank, size, filled=False), url).state, 7, rank, size)
+
+
+def _manage(rank: int, size: int, url: str) -> list[int]:
+    with CheckpointManager(url, keep=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step, rank, size))
+    with CheckpointManager(url) as manager:
+        assert_is_step(manager.load(state_at(0, rank, size, filled=False)).state, 3, rank, size)
+        return manager.steps()
+
+
+def test_a_manager_saves_in_the_background_keeps_the_newest_and_resumes(tmp_path: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, _manage, f"file://{tmp_path}/run") == [[2, 3], [2, 3]]
+
+
+def test_files_in_a_store_are_those_of_a_directory(bucket: ObjectPath, tmp_path: Path) -> None:
+    """A checkpoint that was downloaded, or a directory that was uploaded, is read as it is."""
+    save(state_at(4, 0, 1), bucket / "one")
+    downloaded = tmp_path / "downloaded"
+    downloaded.mkdir()
+    place = read_index(bucket / "one").path
+    assert isinstance(place, ObjectPath)
+    for name in place.listing():
+        (downloaded / name).write_bytes((place / name).read_bytes())
+    assert verify_checkpoint(downloaded) == []
+    assert_is_step(load(state_at(0, 0, 1, filled=False), downloaded).state, 4, 0, 1)
+    uploaded = bucket / "uploaded"
+    for file in downloaded.iterdir():
+        uploaded.client.put((uploaded / file.name).key, file.read_bytes())
+    assert_is_step(load(state_at(0, 0, 1, filled=False), uploaded).state, 4, 0, 1)
+    with pytest.raises(CheckpointExistsError):
+        save(state_at(5, 0, 1), uploaded)
+
+
+def test_an_optimizer_and_its_model_go_on_from_a_store(bucket: ObjectPath) -> None:
+    torch.manual_seed(0)
+    model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, bucket)
+    again = torch.optim.AdamW(other.parameters(), lr=0.2)
+    load({"model": sharded_model(other)}, bucket)
+    load_optimizer(other, again, bucket)
+    assert torch.equal(other.weight, model.weight)
+    assert again.param_groups[0]["lr"] == 0.1
+    for a, b in zip(optimizer.state.values(), again.state.values(), strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_checkpoint_is_never_written_over(bucket: ObjectPath) -> None:
+    save(state_at(1, 0, 1), bucket)
+    with pytest.raises(CheckpointExistsError, match="never written over"):
+        save(state_at(2, 0, 1), bucket)
+    assert_is_step(load(state_at(0, 0, 1, filled=False), bucket).state, 1, 0, 1)
+
+
+def test_a_snapshot_in_the_background_keeps_the_values_of_the_call(bucket: ObjectPath) -> None:
+    weights = torch.arange(1_000_000.0)
+    handle = async_save({"w": sharded_like("w", weights)}, bucket)
+    weights.zero_()
+    handle.wait()
+    loaded = torch.zeros_like(weights)
+    load({"w": sharded_like("w", loaded)}, bucket)
+    assert torch.equal(loaded, torch.arange(1_000_000.0))
+
+
+def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPath) -> None:
+    numel = 24 << 20  # 96 MB, more than one request
+    save({"w": sharded_like("w", torch.arange(numel, dtype=torch.float32))}, bucket)
+    place, client = faulty(bucket)
+    start, stop = numel // 4, numel // 2
+    part = torch.zeros(stop - start)
+    wanted = ShardedTensor("w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop))
+    report = load({"w": wanted}, place)
+    assert torch.equal(part, torch.arange(start, stop, dtype=torch.float32))
+    large = [span for span in client.spans if span.end - span.start > 4096]  # not headers and the common state
+    assert sum(span.end - span.start for span in large) == report.bytes_read == 4 * (stop - start)
+    assert max(span.end - span.start for span in large) <= 8 << 20
+    in_one_call = [key for name, key in client.requests if name == "get_spans"]
+    assert len(large) > len(in_one_call) - 4  # several requests under way at a time
+
+
+def test_small_tensors_near_each_other_come_by_one_request(bucket: ObjectPath) -> None:
+    tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(200)}
+    save({name: sharded_like(name, tensor) for name, tensor in tensors.items()}, bucket)
+    place, client = faulty(bucket)
+    loaded = {name: torch.zeros(100) for name in tensors}
+    load({name: sharded_like(name, tensor) for name, tensor in loaded.items()}, place)
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert len(client.requests) < 20
+
+
+def test_columns_are_read_with_what_lies_between_rather_than_row_by_row(bucket: ObjectPath) -> None:
+    whole = torch.arange(64 * 65_536, dtype=torch.float32).view(64, -1)  # rows of 256 KiB
+    save({"w": sharded_like("w", whole)}, bucket)
+    place, client = faulty(bucket)
+    part = torch.zeros(64, 16)
+    wanted = ShardedTensor("w", part, torch.float32, (64, 16), tuple(whole.shape), (0, 32), None)
+    load({"w": wanted}, place)
+    assert torch.equal(part, whole[:, 32:48])
+    assert sum(name == "get_spans" for name, _ in client.requests) < 8
+
+
+def test_a_reader_writes_nothing(bucket: ObjectPath) -> None:
+    for step in (1, 2, 3, 4):
+        save(state_at(step, 0, 1), bucket / step_name(step))
+    half = bucket / step_name(5) / uuid.uuid4().hex / "__0_0.distcp"
+    half.client.put(half.key, b"half")
+    before = bucket.listing()
+    place, client = faulty(bucket)
+    with CheckpointManager(place, keep=1) as manager:
+        assert manager.latest() == 4
+        manager.load(state_at(0, 0, 1, filled=False))
+    verify_checkpoint(place / step_name(4))
+    assert bucket.listing() == before
+    assert {name for name, _ in client.requests} <= {"get", "get_spans", "head", "listing", "folders"}
+
+
+def test_where_nothing_was_committed_there_is_nothing(bucket: ObjectPath) -> None:
+    assert committed_steps(bucket) == []
+    assert CheckpointManager(bucket).latest() is None
+    with pytest.raises(CheckpointNotFoundError, match="none was committed"):
+        load(state_at(0, 0, 1), bucket)
+
+
+BAD_URLS = {
+    "unknown scheme": ("ftp://host/run", "not the URL of an object store"),
+    "no bucket": ("s3://", "cannot be opened"),
+    "a query": ("memory://name/run?versionId=3", "query"),
+    "a host": ("file://host/run", "names a host"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_URLS)
+def test_a_url_that_cannot_be_opened_is_refused(case: str) -> None:
+    url, text = BAD_URLS[case]
+    with pytest.raises(CheckpointingException, match=text):
+        save({"step": 1}, url)
+
+
+def test_a_url_that_was_made_a_path_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="pathlib dropped a slash"):
+        save({"step": 1}, Path("s3://bucket/run"))
+
+
+def test_options_that_the_store_does_not_know_are_refused() -> None:
+    with pytest.raises(CheckpointingException, match="cannot be opened"):
+        ObjectPath.at("s3://bucket/run", regoin="eu-central-1")
+    with pytest.raises(CheckpointingException, match="takes no options; given: region"):
+        ObjectPath.at("memory://bucket/run", region="eu-central-1")
+
+
+def test_a_path_that_is_sent_to_another_process_leaves_its_credentials_behind() -> None:
+    import pickle
+
+    path = ObjectPath.at("s3://bucket/run", access_key_id="abc", secret_access_key="hidden", region="x")
+    raw = pickle.dumps(path)
+    assert b"hidden" not in raw
+    again = pickle.loads(raw)
+    assert again == path
+    with pytest.raises(RuntimeError, match="another process"):
+        again.read_bytes()
+
+
+WITHOUT_OBSTORE = """
+import sys
+sys.modules["obstore"] = None
+from opt_checkpoint import CheckpointingException, save
+save({"step": 1}, sys.argv[1])
+try:
+    save({"step": 1}, "s3://bucket/run")
+except CheckpointingException as error:
+    print(error)
+"""
+
+
+def test_without_obstore_paths_work_and_urls_name_the_extra(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_OBSTORE, str(tmp_path / "run")]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "pip install 'opt-checkpoint[cloud]'" in answer.stdout
+
+
+def test_the_command_line_takes_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/run"
+    for step in (1, 2):
+        save(state_at(step, 0, 1), f"{url}/{step_name(step)}")
+    dead = ObjectPath.at(f"{url}/{step_name(3)}/{uuid.uuid4().hex}/__0_0.distcp")
+    dead.client.put(dead.key, b"half")
+    assert main(["ls", url]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count("committed\n") == 2
+    assert "step-000000003" in listed
+    assert main(["show", f"{url}/{step_name(1)}", "--stats"]) == 0
+    assert f"large  float32  {LARGE_NUMEL}" in capsys.readouterr().out
+    assert main(["verify", f"{url}/{step_name(1)}"]) == 0
+    assert main(["diff", f"{url}/{step_name(1)}", f"{url}/{step_name(2)}"]) == 1
+    assert main(["extract", f"{url}/{step_name(2)}", "w", str(tmp_path / "w.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "w.pt"), whole_at(2))
+    assert main(["gc", url, "--yes"]) == 0
+    assert "may still write to it" in capsys.readouterr().out
+    assert dead.exists()
+    with pytest.raises(SystemExit):
+        main(["ls", "ftp://nowhere"])
+
+
+def test_the_commit_is_the_last_object_written(bucket: ObjectPath) -> None:
+    place, client = faulty(bucket)
+    save(state_at(1, 0, 1), place)
+    writes = [(name, key) for name, key in client.requests if name in ("put", "create", "upload", "delete")]
+    assert writes[-1] == ("create", (place / COMMIT).key)
