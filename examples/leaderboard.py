@@ -39,6 +39,7 @@ class Contender:
     lr: float
     options: dict[str, Any] = field(default_factory=dict)
     matrices: bool = False  # given the model, and moves what is not a matrix by Adam
+    is_scheduled: bool = True  # False: a constant learning rate
 
     def build(self, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
         kind = getattr(optim, self.optimizer)
@@ -48,7 +49,7 @@ class Contender:
 
 
 STEPS, BATCH, WARMUP, DECAY = 200, 16, 20, 0.1
-MODEL = {"dim": 128, "depth": 3, "num_heads": 4}
+MODEL = {"dim": 96, "depth": 3, "num_heads": 4}
 FACTOR, MOST_RATES, SEEDS = 3.0, 5, (0, 1, 2)
 EVAL_EVERY = 10
 BETAS = (0.9, 0.95)
@@ -57,7 +58,26 @@ BASELINE = "AdamW"
 CONTENDERS = [
     Contender(name=BASELINE, optimizer="AdamW", lr=3e-3, options={"betas": BETAS}),
     Contender(name="SGD, Nesterov", optimizer="SGD", lr=0.3, options={"momentum": 0.9, "nesterov": True}),
-    Contender(name="Lion", optimizer="Lion", lr=5e-4, options={"betas": (0.9, 0.99)}),
+    Contender(name="Lion", optimizer="Lion", lr=5e-4),
+    Contender(name="Signum", optimizer="Signum", lr=5e-4),
+    Contender(name="NAdam", optimizer="NAdam", lr=3e-3, options={"betas": BETAS, "decoupled_weight_decay": True}),
+    Contender(name="RAdam", optimizer="RAdam", lr=3e-3, options={"betas": BETAS, "decoupled_weight_decay": True}),
+    Contender(name="LaProp", optimizer="LaProp", lr=1e-3, options={"betas": BETAS}),
+    Contender(name="Adan", optimizer="Adan", lr=3e-3),
+    Contender(
+        name="AdEMAMix",
+        optimizer="AdEMAMix",
+        lr=3e-3,
+        options={"betas": (*BETAS, 0.99), "alpha_steps": STEPS, "beta3_steps": STEPS},
+    ),
+    Contender(name="MARS-AdamW", optimizer="MARSAdamW", lr=3e-3),
+    Contender(
+        name="schedule-free AdamW",
+        optimizer="AdamWScheduleFree",
+        lr=3e-3,
+        options={"betas": BETAS, "warmup_steps": WARMUP},
+        is_scheduled=False,
+    ),
     Contender(
         name="AdamW, 8-bit",
         optimizer="AdamW",
@@ -79,6 +99,9 @@ CONTENDERS = [
         matrices=True,
     ),
     Contender(name="SOAP", optimizer="SOAP", lr=3e-3, matrices=True),
+    Contender(
+        name="SOAP, Megatron-Core's order", optimizer="SOAP", lr=3e-3, options={"order": "megatron"}, matrices=True
+    ),
 ]
 
 
@@ -119,7 +142,7 @@ def train(run: Run, directory: Path) -> None:
     curve: list[tuple[int, float]] = []
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = schedule(step + 1)
+            group["lr"] = schedule(step + 1) if run.contender.is_scheduled else run.lr
         loss = model(batch_at(step + STEPS * run.seed, train_text, size=BATCH, context=CONTEXT))
         optimizer.zero_grad()
         loss.backward()
