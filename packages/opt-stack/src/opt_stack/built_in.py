@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_kernels.formulas import Formula, NumberError
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
@@ -60,13 +60,25 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
 
 
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`optimizer_options`, where they are for this formula. Raises ConfigError for an option that has a field."""
+    """`optimizer_options`, where they are for this formula.
+
+    Raises ConfigError for an option that does not exist, or has a field of its own.
+    """
     options = config.optimizer_options or {} if config.optimizer == formula.name else {}
     for name in ("lr", "weight_decay", "decoupled_weight_decay", "backend", "stochastic_rounding", *of_fields):
         if name in options:
             raise ConfigError(
                 f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} the configuration's "
                 "own fields say it, or it is not offered"
+            )
+    known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
+    known += [choice.name for choice in formula.choices if choice.off_at_zero is None]
+    known += ["maximize", *(f"{state.name}_dtype" for state in formula.declared)]
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"optimizer_options has {name!r}={value!r}, which optimizer={formula.name!r} does not read; allowed "
+                f"are {', '.join(known)}.{did_you_mean(name, known)}"
             )
     return options
 

@@ -18,16 +18,18 @@ never on elements (`where` chooses between elements). Every operation is rounded
 once.
 """
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import sha256
 from typing import Any
 
 from torch import Tensor
 
 from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberValue, unknown
-from opt_kernels.formulas.syntax import FormulaError, parameters_of, scalar_expressions
+from opt_kernels.formulas.syntax import FormulaError, body_of, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Hyper
 
@@ -44,7 +46,7 @@ class State:
     when: str | None = None  # a choice under which alone it is kept
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Formula:
     """An elementwise rule: a value, from which drop-ins, configurations and the sweeps of every backend are made.
 
@@ -78,6 +80,12 @@ class Formula:
         self._check_names(chosen)
         check_scalars(self.scalars, dict(self.constants))
         check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+
+    def __repr__(self) -> str:
+        """Equal in all processes that have the same source: ranks compare it."""
+        numbers = ", ".join(f"{name}={default!r}" for name, default in self.defaults.items())
+        choices = "".join(f", {name}={value!r}" for name, value in self.constants)
+        return f"Formula({self.name!r}, {numbers}{choices}, source={_digest(self.scalars, self.update)})"
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -205,6 +213,12 @@ class Formula:
         new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
         return [results[name] for name in self.result_names]
+
+
+@cache
+def _digest(*functions: Callable[..., Any]) -> str:
+    text = "".join(f"{parameters_of(one)}{[ast.dump(node) for node in body_of(one)]}" for one in functions)
+    return sha256(text.encode()).hexdigest()[:8]
 
 
 @cache  # a formula is translated once to be checked
