@@ -23,6 +23,7 @@ from opt_checkpoint import (
     GroupMismatchError,
     load,
     load_optimizer,
+    read_index,
     save,
     sharded_like,
     sharded_model,
@@ -103,6 +104,83 @@ def test_from_each_to_each_the_losses_go_on(ranks: RankPool, tmp_path: Path, bef
                 assert resumed == losses[STEPS:]
             # Averaging equal gradients over three ranks rounds: a few units of float32 in the third digit of Adam.
             assert resumed == pytest.approx(losses[STEPS:], rel=1e-4)
+
+
+class HalvesApart(torch.optim.SGD):
+    """Keeps a moment of local shards as code; its state_dict hands out DTensors of plain numbers."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            local = param.to_local() if isinstance(param, DTensor) else param
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            state = self.state[param]
+            code = state.setdefault("code", torch.zeros_like(local, dtype=torch.int32).detach())
+            code += (grad * 1024).round().int()
+            with torch.no_grad():
+                local.sub_(0.01 * code.float() / 1024)
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        params = self.param_groups[0]["params"]
+        packed["state"] = {
+            i: {"moment": distributed(self.state[p]["code"].float() / 1024, p)}
+            for i, p in enumerate(params)
+            if self.state[p]
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for number, states in state_dict["state"].items():
+            if states["moment"].dtype != torch.float32:
+                raise ValueError("the moment must be float32")
+            param, moment = self.param_groups[0]["params"][number], states["moment"]
+            local = moment.to_local() if isinstance(moment, DTensor) else moment
+            self.state[param] = {"code": (local * 1024).round().int()}
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"]):
+            group.update({k: v for k, v in loaded.items() if k != "params"})
+
+
+def distributed(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def train_coded(rank: int, size: int, kind: str, path: str, start: int) -> list[torch.Tensor]:
+    model = network()
+    if size > 1:
+        mesh = init_device_mesh("cpu", (size,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for name, param in list(model[3].named_parameters()):
+            model[3].register_parameter(name, nn.Parameter(DTensor.from_local(param, mesh, [Replicate()])))
+    optimizer = HalvesApart(model.parameters(), lr=0.5 if start else 0.25)
+    if start:
+        load({"model": sharded_model(model)}, path)
+        load_optimizer(model, optimizer, path)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) * (start + 1)
+    optimizer.step()
+    if not start:
+        save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_an_optimizer_that_keeps_local_codes_is_saved_as_it_hands_its_state_out(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
+    """It was refused beside DTensors, and without them its codes were saved, which other layouts could not read."""
+    path = str(tmp_path / "x")
+    ranks.run(before, train_coded, "", path, 0)
+    (index, moment) = (read_index(path), torch.zeros(7, 5))
+    assert not any("code" in key for key in index.tensors)
+    load({"m": sharded_like("optimizer.state.moment.0.weight", moment)}, path)
+    assert torch.equal(moment, torch.ones(7, 5))
+    (first, *_) = ranks.run(after, train_coded, "", path, 1)
+    (again, *_) = ranks.run(1, train_coded, "", path, 1)
+    for ours, expected in zip(first, again, strict=True):
+        assert torch.equal(ours, expected)
 
 
 # ----- FSDP2 of tensor-parallel parameters

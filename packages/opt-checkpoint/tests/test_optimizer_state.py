@@ -39,6 +39,7 @@ from opt_checkpoint import (
     make_sharded_optimizer_tensor,
     make_sharded_state,
     optim_state_to_sharding_state,
+    sharded_model,
 )
 from opt_checkpoint.state.dtensor import sharded_like
 
@@ -111,6 +112,15 @@ def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed() -> None:
         get_param_id_to_sharded_param_map(detached, module.parameters())
     assert get_param_id_to_sharded_param_map(detached, module.parameters(), strict=False) == {}
     assert get_param_id_to_sharded_param_map(detached, []) == {}
+
+
+def test_a_plain_state_dict_is_refused_with_what_to_pass_instead() -> None:
+    """The message advised `keep_vars=True` to callers who had passed it."""
+    module = model()
+    with pytest.raises(CheckpointingException, match=r"plain tensors, as .*weight.*\.sharded_model\(model\)") as error:
+        get_param_id_to_sharded_param_map(module.state_dict(keep_vars=True), module.parameters())
+    assert "keep_vars" not in str(error.value)
+    assert get_param_id_to_sharded_param_map(sharded_model(module), module.parameters())[0].data is not None
 
 
 def test_state_takes_over_all_but_key_data_and_dtype() -> None:

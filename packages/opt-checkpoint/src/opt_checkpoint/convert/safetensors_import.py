@@ -46,6 +46,7 @@ def load_safetensors(
     strict: str | StrictHandling = StrictHandling.RAISE_ALL,
     dtype: Literal["exact", "cast"] = "exact",
     threads: int = 4,
+    share_reads: bool = False,
 ) -> LoadReport:
     """Load the tensors of a folder of safetensors files into a state; all ranks call this together.
 
@@ -62,6 +63,7 @@ def load_safetensors(
         strict: what to do about tensors on one side only, as for `opt_checkpoint.load`; all are an error by default.
         dtype: whether a conversion that rounds is an error or done.
         threads: how many reads a rank has under way.
+        share_reads: as for `opt_checkpoint.load`.
 
     Returns:
         What was loaded and what was not, by our names.
@@ -74,12 +76,14 @@ def load_safetensors(
         CheckpointingException: ranks were given different arguments.
     """
     ranks, source = ranks_of(process_group), Path(folder).absolute()
-    same_everywhere(ranks, "loading", folder=source, names=tuple(map(repr, names)), strict=strict, dtype=dtype)
+    rules = tuple(map(repr, names))
+    same_everywhere(ranks, "loading", folder=source, names=rules, strict=strict, dtype=dtype, share_reads=share_reads)
     index = agreed(ranks, lambda: safetensors_index(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(
         state, index, {}, strict=StrictHandling.parse(strict), dtype=DtypeRule.parse(dtype), aliases={}
     )
-    return carry_out_load(ranks, planner, CheckpointReader(index, threads=threads, check="never", describe=False))
+    reader = CheckpointReader(index, threads=threads, check="never", describe=False)
+    return carry_out_load(ranks, planner, reader, share_reads=share_reads)
 
 
 def safetensors_index(folder: Path, names: Sequence[NameRule] = SAME_NAMES) -> CheckpointIndex:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
@@ -42,6 +43,12 @@ class Ranks(Protocol):
     def gather_everywhere(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
 
+    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        """Send bytes to one rank and receive bytes from another at the same time; None for nothing to send or receive.
+
+        Ranks call this in pairs: what one sends to another, that one receives. Writes `received`.
+        """
+
 
 class OneProcess(NamedTuple):
     """A world of one rank, without torch.distributed."""
@@ -53,6 +60,9 @@ class OneProcess(NamedTuple):
 
     def gather_everywhere(self, value: T) -> list[T]:
         return [value]
+
+    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        raise RuntimeError("one process has no rank to swap with")
 
 
 class GroupRanks(NamedTuple):
@@ -70,6 +80,31 @@ class GroupRanks(NamedTuple):
         except RuntimeError as error:  # gloo's and nccl's timeouts and lost connections
             raise CheckpointFailedError(f"a rank did not answer: {error}") from error
         return values
+
+    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
+        device = self._message_device()
+        incoming = None if received is None else received.to(device)
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent.to(device), self._global(to), self.group))
+        if incoming is not None:
+            operations.append(dist.P2POp(dist.irecv, incoming, self._global(source), self.group))
+        try:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        except RuntimeError as error:
+            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
+        if received is not None and incoming is not None:
+            received.copy_(incoming)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _message_device(self) -> torch.device:
+        """The CPU, or the accelerator where the group sends nothing else."""
+        if "cpu:" in dist.get_backend_config(self.group):
+            return torch.device("cpu")
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.plan_cache import PlanCache
@@ -34,6 +34,7 @@ from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
 from opt_checkpoint.run.failures import Failure, as_ours, crossing
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.shared_reads import HeldBack, read_shared
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
@@ -179,6 +180,7 @@ def load(
     aliases: Mapping[str, str] = NO_ALIASES,
     safe_globals: SafeGlobals = (),
     threads: int = 4,
+    share_reads: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
 
@@ -203,6 +205,8 @@ def load(
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
             loaded, and asking for one is an error.
         threads: how many reads a rank has under way.
+        share_reads: whether values that several ranks want, as replicas do, are read by one of them and sent to the
+            others over `process_group`. Faster where the network between ranks is faster than the file system.
 
     Returns:
         What was loaded and what was not.
@@ -216,7 +220,9 @@ def load(
         CheckpointFailedError: a rank failed otherwise.
     """
     ranks, source = ranks_of(process_group), location_of(path)
-    same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify)
+    same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
+    if share_reads and verify == "chunks":
+        raise ValueError("verify='chunks' reads every value on every rank, which share_reads avoids; give one of them")
     what = f"loading {source}"
     opened = with_client(agreed(ranks, lambda: _opened(source, verify, safe_globals), what), source)
     planner = ShardedLoadPlanner(
@@ -228,20 +234,25 @@ def load(
         aliases=aliases,
         safe_globals=safe_globals,
     )
-    return carry_out_load(
-        ranks, planner, CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
-    )
+    reader = CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
+    return carry_out_load(ranks, planner, reader, share_reads=share_reads)
 
 
-def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+def carry_out_load(
+    ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader, *, share_reads: bool = False
+) -> LoadReport:
     """Plan a load, prove it, and read; all ranks call this together, with one index.
 
     Raises:
         CheckpointingException: as `load`.
     """
     what = f"loading {reader.index.path}"
+    held_back = HeldBack(reader)
+    storage = cast(StorageReader, crossing(held_back if share_reads else reader))
     with _failures_as_ours(what), _quiet_alone(ranks):
-        dcp_load({}, storage_reader=crossing(reader), planner=crossing(planner), process_group=ranks.group)
+        dcp_load({}, storage_reader=storage, planner=crossing(planner), process_group=ranks.group)
+    if share_reads:
+        read_shared(ranks, reader, planner, held_back.items, what)
     everyone(ranks, error_of(planner.assemble), what)
     return LoadReport(
         state=planner.assembled,

@@ -3,6 +3,8 @@ loaded.
 
 Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer were not sharded. What is loaded is what
 the checkpoint holds: state that does not exist yet is made in its stored dtype, never by a step on made-up gradients.
+An optimizer with a `state_dict` and `load_state_dict` of its own may keep its state otherwise (as codes, as local
+shards); it is saved and loaded in their form.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.objects.path import AnyPath, location_of
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of
-from opt_checkpoint.run.save_load import Verify, load, with_client
+from opt_checkpoint.run.save_load import Verify, error_of, load, with_client
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -120,8 +122,9 @@ def sharded_optimizer(
     tensors: dict[str, dict[str, ShardedTensor]] = defaultdict(dict)
     plain: dict[str, dict[str, Any]] = defaultdict(dict)
     named = list(_named(model, optimizer))
+    state = _state_by_param(optimizer)
     for own in named:
-        for state_name, value in optimizer.state.get(own.param, {}).items():
+        for state_name, value in state.get(own.param, {}).items():
             if isinstance(value, Tensor):
                 tensors[own.name][state_name] = _sharded_state(own, state_name, value, rank)
             else:
@@ -129,11 +132,19 @@ def sharded_optimizer(
     parts = {
         "state": dict(tensors),
         "plain_state": dict(plain),
-        "state_names": {own.name: sorted(optimizer.state.get(own.param, {})) for own in named},
+        "state_names": {own.name: sorted(state.get(own.param, {})) for own in named},
         "param_shapes": {own.name: list(own.param.shape) for own in named},
         **groups_to_saved(optimizer.param_groups, _names_by_group(model, optimizer)),
     }
     return ScopedState(parts, replaces=OPTIMIZER)
+
+
+def _state_by_param(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
+    """State as the optimizer hands it out; torch's own hands out what it keeps."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return optimizer.state
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {params[index]: states for index, states in optimizer.state_dict()["state"].items()}
 
 
 def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> ShardedTensor:
@@ -177,6 +188,7 @@ def load_optimizer(
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
     verify: Verify = "sizes",
+    share_reads: bool = False,
 ) -> OptimizerLoadReport:
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
 
@@ -193,6 +205,7 @@ def load_optimizer(
         on_conflict: as for `apply_saved_groups`.
         override: as for `apply_saved_groups`, as `{"lr": 1e-4}`.
         verify: as for `load`.
+        share_reads: as for `load`.
 
     Raises:
         CheckpointKeyError: no optimizer is there, or one of its states is incomplete.
@@ -221,9 +234,16 @@ def load_optimizer(
         for name, states in fresh.items()
         for state_name, tensor in states.items()
     }
-    load(wanted, path, process_group=process_group, verify=verify)
-    groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
-    _install_(optimizer, named, fresh, saved.plain_state)
+    load(wanted, path, process_group=process_group, verify=verify, share_reads=share_reads)
+    state = {own.param: {**fresh[own.name], **saved.plain_state.get(own.name, {})} for own in named}
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
+        _install_(optimizer, state)
+    else:
+        copied = _copied(optimizer.param_groups)
+        groups = _set_groups(copied, model, optimizer, saved, on_conflict, override)
+        error = error_of(lambda: optimizer.load_state_dict(_packed(copied, state)))
+        everyone(ranks, error, f"{type(optimizer).__name__}.load_state_dict of what {path} holds")
     return OptimizerLoadReport(
         groups=groups,
         uninitialised=tuple(own.name for own in named if not saved.state_names.get(own.name)),
@@ -287,12 +307,17 @@ def _step_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def _install_(
-    optimizer: Optimizer, named: list[_Named], fresh: dict[str, dict[str, Tensor]], plain: Mapping[str, Any]
-) -> None:
+def _install_(optimizer: Optimizer, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
     """Replace the optimizer's state; the last step, which cannot fail."""
-    for own in named:
-        state = {**fresh[own.name], **plain.get(own.name, {})}
-        optimizer.state.pop(own.param, None)
-        if state:
-            optimizer.state[own.param] = state
+    for param, own in state.items():
+        optimizer.state.pop(param, None)
+        if own:
+            optimizer.state[param] = own
+
+
+def _packed(param_groups: list[dict[str, Any]], state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[str, Any]:
+    """Groups and state in the form of `state_dict`: parameters by their number."""
+    params = [param for group in param_groups for param in group["params"]]
+    numbers = iter(range(len(params)))
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in param_groups]
+    return {"state": {i: state[param] for i, param in enumerate(params) if state.get(param)}, "param_groups": groups}

@@ -28,7 +28,7 @@ from opt_checkpoint.state.sharded import (
     StateDict,
 )
 from opt_checkpoint.state.state_spec import LikeParam, PerParam, StateSpec, shard_by_spec
-from opt_checkpoint.state.tree import sharded_values
+from opt_checkpoint.state.tree import leaves, path_text, sharded_values
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +103,21 @@ def get_param_id_to_sharded_param_map(
             found[index] = entry
     if strict and positions and not found:
         raise CheckpointingException(
-            f"none of the optimizer's {len(positions)} parameters is in the model state dict.{KEEP_VARS_HINT}"
+            f"none of the optimizer's {len(positions)} parameters is in the model state dict."
+            f"{_plain_tensor_hint(model_sharded_state_dict) or KEEP_VARS_HINT}"
         )
     return found
+
+
+def _plain_tensor_hint(state: ShardedStateDict) -> str:
+    """What to do about a plain `state_dict()`, which `keep_vars=True` would not help."""
+    plain = next((leaf for leaf in leaves(state) if isinstance(leaf.value, Tensor)), None)
+    if plain is None:
+        return ""
+    return (
+        f" It holds plain tensors, as {path_text(plain.path)}, which do not say what part of a global tensor they are."
+        f" Pass opt_checkpoint.sharded_model(model), or a ShardedTensor of each parameter."
+    )
 
 
 def _tensors_of(state: ShardedStateDict) -> Iterable[ShardedParam]:
