@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -24,9 +24,12 @@ from opt_checkpoint.boxes.box import Box, boxes_of, split_rows
 from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
 from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, INDEX, Layout, PlacedArray, layout_of
+from opt_checkpoint.dcp.global_plan import GlobalPlan
+from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.data_file import DataFiles
+from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.files import Files, LocalFiles, shared_file, write_file
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.disk.new_directory import NewDirectory
@@ -104,7 +107,7 @@ class _Export(NamedTuple):
 
 
 class _TensorPlanner(SavePlanner):
-    """Plans the save of a state that holds tensors only; the coordinator's first plan has their description."""
+    """Plans the save of a state that holds tensors only."""
 
     def __init__(self, planner: ShardedSavePlanner) -> None:
         self._planner = planner
@@ -129,16 +132,49 @@ class _TensorPlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = self._planner.create_global_plan(all_plans)
-        tensors = [[item for item in plan.items if item.type is not WriteItemType.BYTE_IO] for plan in plans]
-        return [SavePlan(items, planner_data=metadata if rank == 0 else None) for rank, items in enumerate(tensors)], (
-            metadata
-        )
+        plan: GlobalPlan = metadata.planner_data.plan
+        described = _described(plan.held)
+        names = [plan.held.keys[key] for key in plan.held.key[plan.held.owner[plan.parts.box]].tolist()]
+        keys: list[dict[str, None]] = [{} for _ in plans]
+        for rank, name in zip(plan.parts.rank.tolist(), names, strict=True):
+            keys[rank][name] = None
+        return [
+            SavePlan([], _Planned(described, list(own)), one.planner_data) for one, own in zip(plans, keys, strict=True)
+        ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        plan = self._planner.finish_plan(new_plan)
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        return SavePlan(tensors, plan.storage_data, plan.planner_data)
+
+    def box_of(self, write_item: WriteItem) -> Box:
+        """The box of its tensor that an item is."""
+        assert write_item.index.index is not None
+        return self._planner.part_of(write_item.index.index)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         return self._planner.resolve_data(write_item)
+
+
+class _Planned(NamedTuple):
+    """What the coordinator plans for a rank.
+
+    Args:
+        described: all tensors, by our names.
+        keys: those that this rank writes.
+    """
+
+    described: dict[str, Described]
+    keys: list[str]
+
+
+def _described(held: HeldTensors) -> dict[str, Described]:
+    """Every tensor that ranks hold, by name."""
+    described: dict[str, Described] = {}
+    for key, dtype, ndim, shape in zip(held.key.tolist(), held.dtype.tolist(), held.ndim.tolist(), held.shape.tolist()):
+        own = Described(tuple(shape[:ndim]), dtype_from_name(held.dtype_names[dtype]))
+        described.setdefault(held.keys[key], own)
+    return described
 
 
 class _WriteTo(NamedTuple):
@@ -200,25 +236,20 @@ class SafetensorsWriter(StorageWriter):
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
             OSError: the file system refuses.
         """
-        stored: Metadata = plans[0].planner_data
-        ours = {
-            key: Described(tuple(tensor.size), tensor.properties.dtype)
-            for key, tensor in stored.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        }
-        mapped = to_theirs(self._export.names, ours)
+        planned: list[_Planned] = [plan.storage_data for plan in plans]
+        mapped = to_theirs(self._export.names, planned[0].described)
         layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
         self._directory.make()
         for file, header in layout.headers.items():
             write_file(self._files, self.temporary / file, header.raw)
         self._layout = layout
         prepared = []
-        for plan in plans:
-            keys = dict.fromkeys(item.index.fqn for item in plan.items)
-            pieces = {key: mapped.pieces[key] for key in keys if key in mapped.pieces}
-            wanted = {p.theirs for own in (*pieces.values(), *mapped.tied.values()) for p in own}
+        for plan, own in zip(plans, planned, strict=True):
+            pieces = {key: mapped.pieces[key] for key in own.keys if key in mapped.pieces}
+            wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
             places = {name: layout.places[name] for name in wanted}
-            prepared.append(SavePlan(plan.items, _WriteTo(self.temporary, pieces, mapped.tied, places)))
+            to = _WriteTo(self.temporary, pieces, mapped.tied, places)
+            prepared.append(SavePlan(plan.items, to, plan.planner_data))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -229,10 +260,11 @@ class SafetensorsWriter(StorageWriter):
         """
         to: _WriteTo = plan.storage_data
         self._write_to = to
+        box_of: Callable[[WriteItem], Box] = planner.box_of  # type: ignore[attr-defined]
         by_file: dict[str, list[tuple[WriteItem, Piece]]] = defaultdict(list)
         for item in plan.items:
             for piece in to.pieces.get(item.index.fqn, ()):
-                if piece.box.overlap(_box_of(item)) is not None:
+                if piece.box.overlap(box_of(item)) is not None:
                     by_file[to.places[piece.theirs].file].append((item, piece))
         written = 0
         for file, parts in by_file.items():
@@ -240,7 +272,7 @@ class SafetensorsWriter(StorageWriter):
                 for item, piece in parts:
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor)
-                    for part in _parts(values, _box_of(item), piece):
+                    for part in _parts(values, box_of(item), piece):
                         array = to.places[piece.theirs].array
                         stored = part.stored(array.dtype)
                         written += write_region(self._files, fd, stored, part.region(), array.start)
@@ -287,11 +319,6 @@ class SafetensorsWriter(StorageWriter):
     def abandon(self) -> None:
         """Remove the temporary directory of a failed export; on the coordinator, when all ranks are done."""
         self._directory.abandon()
-
-
-def _box_of(item: WriteItem) -> Box:
-    assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
 class _Part(NamedTuple):

@@ -241,13 +241,17 @@ class ShardedSavePlanner(SavePlanner):
             if index.fqn in self._stock_values:
                 return _bare_archive(self._stock_values[index.fqn])
             return io.BytesIO(dump_object(self._object(index.fqn), index.fqn))
-        number, offsets, sizes = self._parts[index.index]
-        shard, held = self._boxes[number]
-        axes = len(held.box.sizes)
-        part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+        shard, held = self._boxes[self._parts[index.index][0]]
+        part = self.part_of(index.index)
         if part != held.box and held.box.overlap(part) != part:
             raise CheckpointingException(f"{shard.key}: the plan wants {part} of the box {held.box}")
         return view_of(shard, held, part)
+
+    def part_of(self, number: int) -> Box:
+        """The box of its tensor that a planned part is, by its number among those of this rank."""
+        box, offsets, sizes = self._parts[number]
+        axes = len(self._boxes[box].held.box.sizes)
+        return Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
 
     def _object(self, key: str) -> Any:
         if key == COMMON_KEY:
