@@ -22,13 +22,14 @@ from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
 
-F32, BF16, F16, I8, U8, E4M3 = (
+F32, BF16, F16, I8, U8, E4M3, E5M2 = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
     torch.int8,
     torch.uint8,
     torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )
 CHUNK = 16384
 
@@ -330,7 +331,8 @@ def all_variants() -> list[Variant]:
         adam("remainder-g16-bf16-state", BF16, BF16, grad=BF16, **remainder),
         adam("bf16-by-chance", BF16, BF16, grad=BF16, main=BF16, by_chance=True),
         adam("remainder-g16-fp16-state", F16, F16, grad=BF16, **remainder),
-        adam("remainder-g16-fp8-state", E4M3, E4M3, grad=BF16, **remainder),
+        adam("remainder-g16-e4m3-state", E4M3, E4M3, grad=BF16, **remainder),
+        adam("remainder-g16-e5m2-state", E5M2, E5M2, grad=BF16, **remainder),
         adam("remainder-g16-8-bit-state", I8, U8, grad=BF16, **remainder),
         adam("bf16-by-chance-8-bit-state", I8, U8, grad=BF16, main=BF16, by_chance=True),
         lion("fp32", F32),

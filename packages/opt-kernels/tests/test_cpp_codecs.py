@@ -22,6 +22,7 @@ from opt_kernels.works import Batch, Hyper, Work
 DTYPES = {
     "fp16": (torch.float16, torch.float16),
     "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
     "8-bit": (torch.int8, torch.uint8),
 }
 CODECS = {

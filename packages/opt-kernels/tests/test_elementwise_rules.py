@@ -253,6 +253,7 @@ NARROW = {
     "bf16": (torch.bfloat16, torch.bfloat16, 2.0**-8),
     "fp16": (torch.float16, torch.float16, 2.0**-11),
     "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn, 2.0**-4),
+    "e5m2": (torch.float8_e5m2, torch.float8_e5m2, 2.0**-3),
     "8 bit": (torch.int8, torch.uint8, 2.0**-6),
 }
 

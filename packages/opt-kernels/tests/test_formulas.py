@@ -43,6 +43,7 @@ STATES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
     "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
     "8-bit": (torch.int8, torch.uint8),
 }
 needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")

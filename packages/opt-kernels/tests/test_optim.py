@@ -127,6 +127,7 @@ NARROW = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
     "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
     "8 bit": (torch.int8, torch.uint8),
 }
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import nearest
-from opt_kernels.backends.triton.quantize import from_e4m3, read_state, scheme, to_e4m3, write_state
+from opt_kernels.backends.triton.quantize import from_fp8, read_state, scheme, to_fp8, write_state
 from opt_kernels.backends.triton.remainder import join, lower_half, upper_half
 from opt_kernels.backends.triton.rounding import noise
 from opt_kernels.backends.triton.sweep import triton_dtype
@@ -42,11 +42,11 @@ def nearest_kernel(x: tl.tensor, y: tl.tensor, DTYPE: tl.constexpr, BLOCK: tl.co
 
 
 @jit
-def e4m3_kernel(x: tl.tensor, codes: tl.tensor, back: tl.tensor, BLOCK: tl.constexpr) -> None:
+def fp8_kernel(x: tl.tensor, codes: tl.tensor, back: tl.tensor, SCHEME: tl.constexpr, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    code = to_e4m3(tl.load(x + at))
+    code = to_fp8(tl.load(x + at), SCHEME)
     tl.store(codes + at, code)
-    tl.store(back + at, from_e4m3(code))
+    tl.store(back + at, from_fp8(code, SCHEME))
 
 
 @jit
@@ -104,13 +104,18 @@ def test_rounding_to_nearest_is_torchs(dtype: torch.dtype, kernel_device: torch.
     assert y[~ordinary].isnan().all()
 
 
-def test_e4m3_codes_are_torchs_over_their_whole_range(kernel_device: torch.device) -> None:
+FP8 = {"e4m3": (torch.float8_e4m3fn, 256), "e5m2": (torch.float8_e5m2, 2**15)}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_codes_are_torchs_over_their_whole_range(name: str, kernel_device: torch.device) -> None:
+    dtype, end = FP8[name]
     x = every_upper_half()
-    x = x[x.abs() < 256]
+    x = x[x.abs() < end]
     x = torch.cat([x, x.new_zeros(-x.numel() % 65536)]).to(kernel_device)
     codes, back = torch.empty_like(x, dtype=torch.uint8), torch.empty_like(x)
-    e4m3_kernel[(x.numel() // 65536,)](x, codes, back, BLOCK=65536)
-    expected = x.to(torch.float8_e4m3fn)
+    fp8_kernel[(x.numel() // 65536,)](x, codes, back, SCHEME=name, BLOCK=65536)
+    expected = x.to(dtype)
     assert torch.equal(codes, expected.view(torch.uint8))
     assert torch.equal(back, expected.float())
 
@@ -132,6 +137,8 @@ CODECS = {
     "fp16-root": codec_for("v", torch.float16, signed=False),
     "fp8-signed": codec_for("m", torch.float8_e4m3fn, signed=True),
     "fp8-root": codec_for("v", torch.float8_e4m3fn, signed=False),
+    "e5m2-signed": codec_for("m", torch.float8_e5m2, signed=True),
+    "e5m2-root": codec_for("v", torch.float8_e5m2, signed=False),
     "int8": codec_for("m", torch.int8, signed=True),
     "uint8-root": codec_for("v", torch.uint8, signed=False),
 }
@@ -155,7 +162,7 @@ def state_through_the_kernel(codec: StateCodec, x: Tensor, *, signed: bool) -> t
     codes = torch.empty_like(x, dtype=codec.dtype)
     scales = torch.empty(-(-x.numel() // 128), device=x.device)
     back = torch.empty_like(x)
-    raw = codes.view(torch.uint8) if codec.dtype is torch.float8_e4m3fn else codes
+    raw = codes.view(torch.uint8) if codec.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else codes
     state_kernel[(1,)](
         raw, scales, x, back, x.numel(),
         DTYPE=triton_dtype(codec.dtype), SCHEME=scheme(codec), SIGNED=signed, BLOCK=BLOCK,
@@ -188,10 +195,10 @@ def test_a_narrow_state_is_written_and_read_as_its_codec_does(name: str, n: int,
 
 def test_codecs_are_told_apart_by_their_dtype(kernel_device: torch.device) -> None:
     # e5m2 below 2^15 has float16's exponent, and was read as float16.
-    other = Scaled(dtype=torch.float8_e5m2, exponent=15, smallest=2.0**-16, signed=True)
+    other = Scaled(dtype=torch.bfloat16, exponent=15, smallest=2.0**-133, signed=True)
     with pytest.raises(LayoutError, match="backend='torch'"):
         scheme(other)
-    for dtype, name in ((torch.float16, "half"), (torch.float8_e4m3fn, "e4m3")):
+    for dtype, name in ((torch.float16, "half"), (torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")):
         assert scheme(codec_for("exp_avg", dtype, signed=True)) == name
 
 

@@ -96,6 +96,7 @@ STORAGES = {
     "bf16-state": Storage(state=torch.bfloat16),
     "fp16-state": Storage(state=torch.float16),
     "fp8-state": Storage(state=torch.float8_e4m3fn),
+    "e5m2-state": Storage(state=torch.float8_e5m2),
     "int8-state-remainder": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, state=torch.int8),
 }
 

@@ -152,13 +152,16 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
             return Scaled(dtype=dtype, exponent=15, smallest=2.0**-24, signed=signed)
         case torch.float8_e4m3fn:
             return Scaled(dtype=dtype, exponent=8, smallest=2.0**-9, signed=signed)
+        case torch.float8_e5m2:
+            return Scaled(dtype=dtype, exponent=15, smallest=2.0**-16, signed=signed)
         case torch.int8 if signed:
             return Companded()
         case torch.uint8 if not signed:
             return Root()
     eight = "int8" if signed else "uint8"
     raise CodecError(
-        f"{name}_dtype={dtype} has no codec; give torch.float32, float64, bfloat16, float16, float8_e4m3fn or {eight}"
+        f"{name}_dtype={dtype} has no codec; give torch.float32, float64, bfloat16, float16, float8_e4m3fn, "
+        f"float8_e5m2 or {eight}"
     )
 
 

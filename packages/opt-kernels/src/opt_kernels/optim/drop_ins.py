@@ -87,6 +87,5 @@ def _parameter(name: str, default: Any, kind: Any) -> Parameter:
 
 def _states_in_words(formula: Formula) -> str:
     names = ", ".join(f"`{state.name}_dtype`" for state in formula.declared)
-    return (
-        f"{names}: float32, bfloat16, float16, float8_e4m3fn, or 8-bit codes (int8; uint8 for what is never negative)."
-    )
+    floats = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"
+    return f"{names}: {floats}, or 8-bit codes (int8; uint8 for what is never negative)."

@@ -44,7 +44,7 @@ class Muon:
     fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True  # compute half of a symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
-    momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, int8
+    momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
 
     def __post_init__(self) -> None:

@@ -62,6 +62,7 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
         torch.int8: tl.int8,
         torch.uint8: tl.uint8,
         torch.float8_e4m3fn: tl.uint8,  # bytes: see quantize.py
+        torch.float8_e5m2: tl.uint8,
     }
     if dtype not in names:
         allowed = ", ".join(map(str, names))

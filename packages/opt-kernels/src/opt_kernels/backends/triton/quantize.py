@@ -1,8 +1,8 @@
 """Reading and writing a state as its codec keeps it, inside a sweep; the formulas stand in `opt_kernels.codecs.codec`.
 
-A codec is named by its scheme: "plain" (the values), "half" and "e4m3" (`Scaled`), "companded", "root". e4m3 codes are
-bytes put together from the float32's bits: Triton's own cast exists on some architectures only, and on one of them
-means another format of the same width.
+A codec is named by its scheme: "plain" (the values), "half", "e4m3" and "e5m2" (`Scaled`), "companded", "root". fp8
+codes are bytes put together from the float32's bits: Triton's own casts exist on some architectures only, and on one of
+them mean other formats of the same width.
 """
 
 import torch
@@ -25,6 +25,8 @@ def scheme(codec: StateCodec) -> str:
             return "half"
         case Scaled(dtype=torch.float8_e4m3fn, block=GROUP.value, exponent=8):
             return "e4m3"
+        case Scaled(dtype=torch.float8_e5m2, block=GROUP.value, exponent=15):
+            return "e5m2"
         case Companded(block=GROUP.value):
             return "companded"
         case Root(block=GROUP.value):
@@ -61,7 +63,7 @@ def read_state(
             y = divide(stored.to(tl.float32), 255.0, IEEE) * scale
             return y * y
         else:
-            y = (from_e4m3(stored) if SCHEME == "e4m3" else stored.to(tl.float32)) * scale
+            y = (stored.to(tl.float32) if SCHEME == "half" else from_fp8(stored, SCHEME)) * scale
             return y if SIGNED else y * y
 
 
@@ -98,15 +100,18 @@ def code(
     x: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, SCHEME: tl.constexpr, SIGNED: tl.constexpr, IEEE: tl.constexpr
 ) -> tl.tensor:
     """The codes of a tile under the scales of its groups; zero where the scale is NaN."""
-    if SCHEME == "half" or SCHEME == "e4m3":
+    if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         # Powers of two: the reciprocal is exact, and made from the exponent, 254 less the scale's own.
         word = scale.to(tl.int32, bitcast=True)
         inverse = tl.where(scale > 0.0, (254 << 23) - word, 0).to(tl.float32, bitcast=True)
         y = tl.where(spread(scale, BLOCK) >= 0.0, x * spread(inverse, BLOCK), 0.0)
         if not SIGNED:
-            smallest = 0.001953125 if SCHEME == "e4m3" else 5.960464477539063e-08  # 2^-9, 2^-24
+            # 2^-9, 2^-16, 2^-24
+            smallest = (
+                0.001953125 if SCHEME == "e4m3" else 1.52587890625e-05 if SCHEME == "e5m2" else 5.960464477539063e-08
+            )
             y = tl.where(x > 0.0, tl.maximum(y, smallest), y)
-        return to_e4m3(y) if SCHEME == "e4m3" else y.to(tl.float16)
+        return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
     else:
         divisor = spread(tl.where(scale == 0.0, 1.0, scale), BLOCK)
         y = divide(x, divisor, IEEE)
@@ -130,8 +135,8 @@ def largest_of_groups(x: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 @jit
 def scale_of(largest: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
     """The scale of a group whose largest value has this size: 0 for 0, NaN for what is not finite."""
-    if SCHEME == "half" or SCHEME == "e4m3":
-        exponent = 15 if SCHEME == "half" else 8
+    if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
+        exponent = 8 if SCHEME == "e4m3" else 15
         biased = (largest.to(tl.int32, bitcast=True) >> 23) + (1 - exponent)
         scale = (tl.maximum(biased, 1) << 23).to(tl.float32, bitcast=True)
     else:
@@ -147,20 +152,26 @@ def spread(of_groups: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def to_e4m3(y: tl.tensor) -> tl.tensor:
-    """float32 below 2^8 in size as e4m3 bytes, to nearest, ties to even."""
+def to_fp8(y: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
+    """float32 below 2^8 (e4m3) or 2^15 (e5m2) in size as bytes of this format, to nearest, ties to even."""
+    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21  # 23 less the bits of the mantissa
+    bias: tl.constexpr = 120 << 3 if SCHEME == "e4m3" else 112 << 2  # 127 less the format's own, as a code
     word = y.to(tl.uint32, bitcast=True)
     size = word & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # 2^14 has units in the last place of 2^-9, the step of e4m3's subnormals: the sum rounds as they must.
-    small = (tl.abs(y) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
-    magnitude = tl.where(tl.abs(y) < 0.015625, small, normal)
+    normal = ((size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift) - bias
+    # The power of two whose unit in the last place is that of the format's subnormals: the sum rounds as they must.
+    power = 16384.0 if SCHEME == "e4m3" else 128.0
+    small = (tl.abs(y) + power).to(tl.uint32, bitcast=True) & 0xF
+    smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
+    magnitude = tl.where(tl.abs(y) < smallest_normal, small, normal)
     return (((word >> 24) & 0x80) | magnitude).to(tl.uint8)
 
 
 @jit
-def from_e4m3(codes: tl.tensor) -> tl.tensor:
-    """e4m3 bytes as float32; exact, subnormals included."""
+def from_fp8(codes: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
+    """Bytes of e4m3 or e5m2 as float32; exact, subnormals included."""
+    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21
+    between = 1.329227995784916e36 if SCHEME == "e4m3" else 5.192296858534828e33  # the biases: 2^120, 2^112
     word = codes.to(tl.uint32)
-    size = ((word & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, between the two biases
+    size = ((word & 0x7F) << shift).to(tl.float32, bitcast=True) * between
     return tl.where((word & 0x80) != 0, -size, size)
