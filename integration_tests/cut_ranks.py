@@ -16,8 +16,8 @@ from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.groups import Axes, Roles
+from opt_kernels.hooks import GivenHooks
 from opt_stack import Optimizer, get_optimizer
-from opt_stack.hooks import GivenHooks
 
 STEPS = 3
 Shapes = Mapping[str, tuple[int, int]]

@@ -16,8 +16,8 @@ from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
+from opt_kernels.hooks import GivenHooks
 from opt_stack import get_optimizer
-from opt_stack.hooks import GivenHooks
 
 LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
 STEPS = 3

@@ -14,10 +14,9 @@ from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, RelativeUpdate
+from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, GivenHooks, RelativeUpdate
 from opt_kernels.rules.soap import SOAP
 from opt_stack import get_optimizer
-from opt_stack.hooks import GivenHooks
 
 TP, DP = 2, 2
 

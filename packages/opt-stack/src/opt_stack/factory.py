@@ -15,6 +15,7 @@ from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
 from opt_distributed.comm.collectives import Comm, agreed
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
     ParamId,
@@ -29,7 +30,7 @@ from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.entries import check_entries, check_numbers, checked_hyper
 from opt_stack.given_groups import complete_groups
-from opt_stack.hooks import GivenHooks, check_weight_decay, record_hooks_, with_hooks
+from opt_stack.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.optimizer import Optimizer
 from opt_stack.peers import check_peers, check_same_config
 from opt_stack.plan import Plan

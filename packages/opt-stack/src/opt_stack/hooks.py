@@ -12,15 +12,23 @@ from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of
 from opt_distributed.step.dtensor import mesh_comms
 from opt_distributed.step.hooked import CutParams
-from opt_kernels.hooks import Hook, HookedUpdate, HookError, Hyperball, described, hooked, hooks_of
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.hooks import (
+    GivenHooks,
+    Hook,
+    HookedUpdate,
+    HookError,
+    Hyperball,
+    described,
+    hooked,
+    hooks_of,
+    shape_problem,
+)
+from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.plan import BufferPlan, Spread, UnitPlan
 
 logger = logging.getLogger("opt_stack")
 
-GivenHooks = Sequence[Hook] | Mapping[str, Sequence[Hook]]
-"""Hooks of every rule, or by the rules' names."""
 HOOKS = "hooks"  # the entry of a group that records them
 
 
@@ -124,15 +132,10 @@ def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles) -> 
 
 def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) -> str:
     """Why a hook cannot be had on a parameter; empty where it can."""
-    dims = len(meta.shape)
-    if hook.needs_matrices and dims < 2:
-        return (
-            f"its shape is {meta.shape}, and the hook is for matrices; give it to the rule of the matrices alone: "
-            "hooks={'muon': ...}, or an entry of one's own in rules"
-        )
-    if unit.rule.needs is Needs.MATRICES and dims > 2 and not hook.is_elementwise and not hook.needs_rows:
-        return f"its shape {meta.shape} is a stack of matrices, whose norms are not taken one by one; give matrices"
-    if hook.needs_rows and dims > 1 and _cuts_rows(meta, buffer):
+    problem = shape_problem(hook, unit.rule.needs, meta.shape)
+    if problem:
+        return f"its shape is {meta.shape}, and {problem}"
+    if hook.needs_rows and len(meta.shape) > 1 and _cuts_rows(meta, buffer):
         return (
             "the mean of a row spans ranks on this layout; replicate the state, deal whole parameters, or shard by rows"
         )

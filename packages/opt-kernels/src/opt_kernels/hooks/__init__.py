@@ -5,7 +5,7 @@ rule's formula (`compose`); those that see norms take the direction through a bu
 `factors`).
 """
 
-from opt_kernels.hooks.hooked import bare, hooked, hooks_of
+from opt_kernels.hooks.hooked import bare, hooked, hooks_of, shape_problem
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import (
     CautiousDecay,
@@ -13,6 +13,7 @@ from opt_kernels.hooks.values import (
     CentralizeGradient,
     ClipUpdateRms,
     CoupledDecay,
+    GivenHooks,
     Hook,
     HookError,
     Hooks,
@@ -24,7 +25,7 @@ from opt_kernels.hooks.values import (
 )
 
 __all__ = [
-    "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay", "Hook", "HookError",
-    "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "bare", "checked", "described",
-    "hooked", "hooks_of",
+    "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay", "GivenHooks", "Hook",
+    "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "bare", "checked",
+    "described", "hooked", "hooks_of", "shape_problem",
 ]  # fmt: skip

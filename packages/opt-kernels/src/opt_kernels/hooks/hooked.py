@@ -49,6 +49,18 @@ def hooks_of(rule: Rule) -> Hooks:
     return tuple(h for h in rule.hooks if isinstance(h, Hook)) if isinstance(rule, ElementwiseRule) else ()
 
 
+def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
+    """Why `hook` cannot be had on a parameter of this shape; empty where it can. It continues a sentence."""
+    if hook.needs_matrices and len(shape) < 2:
+        return (
+            "it is for matrices; give it to them alone: to groups of their own, by the rule's name as in "
+            "hooks={'muon': ...}, or with a rule of their own"
+        )
+    if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and not hook.needs_rows:
+        return "it is a stack of matrices, whose norms are not taken one by one; leave the hook out for stacks"
+    return ""
+
+
 def _couples(rule: Rule, hooks: Hooks) -> bool:
     """Whether `rule` adds its decay to the gradient. Raises HookError for a rule of another form."""
     needs = [repr(hook) for hook in hooks if not isinstance(hook, CentralizeGradient)]

@@ -11,7 +11,7 @@ d = lr wd, a step is, in this order whatever the order in the tuple except withi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -127,6 +127,8 @@ class CentralizeGradient(Hook):
 
 
 Hooks = tuple[Hook, ...]
+GivenHooks = Sequence[Hook] | Mapping[str, Sequence[Hook]]
+"""Hooks of every rule, or by the rules' names."""
 
 
 def checked(hooks: Sequence[Hook]) -> Hooks:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.optim.base import Params
@@ -44,6 +45,7 @@ class AdaptiveMuon(MatrixOptimizer):
         mains: str = "param",
         max_norm: float | None = None,
         backend: str | None = None,
+        hooks: GivenHooks = (),
     ) -> None:
         muon = MuonRule(
             nesterov=nesterov,
@@ -66,4 +68,5 @@ class AdaptiveMuon(MatrixOptimizer):
             mains=mains,
             max_norm=max_norm,
             backend=backend,
+            hooks=hooks,
         )

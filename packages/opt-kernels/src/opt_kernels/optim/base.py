@@ -15,7 +15,17 @@ from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.formulas.formula import OF_HYPER
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
+from opt_kernels.optim.hooks import (
+    HOOKS,
+    check_names,
+    check_param_hooks,
+    checked_hooks,
+    recorded,
+    warn_of_other_hooks,
+    with_hooks,
+)
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
@@ -34,6 +44,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     With `max_norm` the gradients' total norm is clipped at it within the update, as if by `clip_grad_norm_`, and a step
     whose gradients are not all finite changes nothing.
+
+    `hooks` stand around the update: see `opt_kernels.hooks`. A group may have others, under "hooks". A state_dict
+    records them as text; loading one that was saved under others logs a warning, and keeps those of this optimizer.
     """
 
     # Options of torch.optim's groups that here are the rule's, and so of all groups.
@@ -50,6 +63,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         *,
         mains: str = "param",
         max_norm: float | None = None,
+        hooks: GivenHooks = (),  # of all groups that have none of their own
         flags: Mapping[str, object] = MappingProxyType({}),  # torch.optim's, which say how a step is computed
     ) -> None:
         check_flags(flags)
@@ -57,13 +71,20 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self.rule = rule
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
+        self.hooks = checked_hooks(hooks)
+        check_names(self.hooks, self.rules)
         self.grad_norm: float | None = None  # of the last step, before clipping; None without max_norm
         self._roster: Roster | None = None  # made anew whenever it does not hold
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that may move its parameters."""
+        return (self.rule,)
+
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that moves `param`; the same at every step."""
+        """The rule that moves `param`, without hooks; the same at every step."""
         return for_dtype(self.rule, param)
 
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
@@ -97,6 +118,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
+        for of_group in packed["param_groups"]:
+            hooks = recorded(of_group.pop(HOOKS, self.hooks))
+            of_group |= {HOOKS: hooks} if hooks else {}
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -111,6 +135,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             replaced = before(self, loaded)
             loaded = loaded if replaced is None else replaced
         groups = loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
+        for number, (group, of_saved) in enumerate(zip(self.param_groups, loaded["param_groups"])):
+            warn_of_other_hooks(number, group.get(HOOKS, self.hooks), of_saved)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         found = [
             Saved(self.rule_of(group, param), self.mains, param, loaded["state"][index])
@@ -133,7 +159,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """As torch's. Raises ValueError for an option that is unknown, not allowed or not the groups' own, and for a
         parameter that no step could update."""
         if isinstance(param_group, dict):  # else torch says what it wants
-            check_keys(param_group, self.defaults)
+            check_keys(param_group, {**self.defaults, HOOKS: ()})
             self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         try:
@@ -145,19 +171,26 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
-        own["_roster"] = None
+        own |= {"hooks": self.hooks, "_roster": None}
         return super().__getstate__() | own
 
     def _check_group(self, group: ParamGroup) -> None:
         """Raises ValueError for a group that this optimizer cannot have."""
         check_options(group)
         check_fixed(group, self.defaults, self.fixed)
+        check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         """Raises ValueError for a parameter that no step could update."""
         if is_lazy(param):
             return  # its shape is not known yet
-        check_param(param, self.rule_of(group, param), self.mains)
+        rule = self._hooked_rule_of(group, param)
+        check_param(param, rule, self.mains)
+        check_param_hooks(param, rule, group)
+
+    def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that moves `param`, with its hooks."""
+        return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
         if not self.state and self._only_makes_state():
@@ -209,7 +242,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
         of_group = self.param_groups[group]
-        rule, state = self.rule_of(of_group, param), self.state[param]
+        rule, state = self._hooked_rule_of(of_group, param), self.state[param]
         if not state:
             state.update(init_state(rule, self.mains, param))
         return Member(

@@ -2,6 +2,7 @@
 import torch
 from torch import Tensor
 
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
@@ -39,6 +40,7 @@ class AdamW(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -65,6 +67,7 @@ class Adam(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -87,6 +90,7 @@ class SGD(MomentumOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -107,6 +111,7 @@ class Lion(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -132,6 +137,7 @@ class Adan(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -158,6 +164,7 @@ class AdEMAMix(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -180,6 +187,7 @@ class LaProp(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -204,6 +212,7 @@ class MARSAdamW(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -228,6 +237,7 @@ class NAdam(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -251,6 +261,7 @@ class RAdam(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -274,6 +285,7 @@ class AdamWScheduleFree(AveragedOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
@@ -294,6 +306,7 @@ class Signum(FormulaOptimizer):
         mains: str = "param",
         stochastic_rounding: bool = False,
         max_norm: float | None = None,
+        hooks: GivenHooks = (),
         backend: str | None = None,
         foreach: bool | None = None,
         maximize: bool = False,

@@ -17,7 +17,7 @@ from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 
 OF_EVERY_DROP_IN: Mapping[str, object] = MappingProxyType(
     {
-        "mains": "param", "stochastic_rounding": False, "max_norm": None, "backend": None, "foreach": None,
+        "mains": "param", "stochastic_rounding": False, "max_norm": None, "hooks": (), "backend": None, "foreach": None,
         "maximize": False, "capturable": False, "differentiable": False, "fused": None,
     }
 )  # fmt: skip
@@ -26,7 +26,8 @@ COMMON = """
 
 `mains`: "param" updates the parameters themselves; "float32" keeps a float32 copy of each narrower one; "remainder"
 keeps the 16 bits that a bfloat16 parameter lacks of float32. {states} `stochastic_rounding`: bfloat16 parameters that
-have no other main are rounded stochastically. `max_norm`: clip the gradients' total norm within the update. `maximize`:
+have no other main are rounded stochastically. `max_norm`: clip the gradients' total norm within the update. `hooks`:
+what stands around the update, see `opt_kernels.hooks`; a group may have its own. `maximize`:
 follow the negative gradient. `backend`: "reference", "torch", "cpp" or "triton"; None chooses by device. The states of
 a float64 parameter are float64 where those of others are float32. `foreach` and `fused` change nothing: every step is
 fused. Raises ValueError for `capturable` and `differentiable`, which are not offered, and for an option that is not

@@ -36,13 +36,14 @@ class FormulaOptimizer(RuleOptimizer):
             {**numbers, **kept, "maximize": rule.maximize},
             mains=values["mains"],
             max_norm=values["max_norm"],
+            hooks=values["hooks"],
             flags={name: values[name] for name in FLAGS if name in values},
         )
 
     def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
         """The rule at these arguments."""
         numbers = {number.name for number in self.formula.numbers}
-        others = {"params", "mains", "max_norm", *FLAGS, *numbers}
+        others = {"params", "mains", "max_norm", "hooks", *FLAGS, *numbers}
         # torch takes None for a choice that is left at its default.
         options = {name: value for name, value in values.items() if name not in others and value is not None}
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})

@@ -100,7 +100,7 @@ def _plain(value: object) -> object:
 def loaded_groups(
     groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], defaults: Mapping[str, Any]
 ) -> list[ParamGroup]:
-    """`saved` with the parameters of `groups`, and `defaults` for what it does not have.
+    """`saved` with the parameters and hooks of `groups`, and `defaults` for what it does not have.
 
     Raises StateDictError where there are other numbers of groups or parameters, and for options of torch.optim that
     these optimizers do not have.
@@ -117,8 +117,13 @@ def loaded_groups(
                 raise StateDictError(
                     f"the state_dict was saved with {name}=True, which is not offered; train on without it"
                 )
+    hooks_of_groups = [{"hooks": group["hooks"]} if "hooks" in group else {} for group in groups]
     names = [{"param_names": group["param_names"]} if "param_names" in group else {} for group in groups]
     return [
-        {**defaults, **own_names, **copy.deepcopy(of_saved), "params": group["params"]}
-        for group, of_saved, own_names in zip(groups, saved, names)
+        {**defaults, **own, **_without_hooks(copy.deepcopy(of_saved)), **hooks, "params": group["params"]}
+        for group, of_saved, own, hooks in zip(groups, saved, names, hooks_of_groups)
     ]
+
+
+def _without_hooks(group: ParamGroup) -> ParamGroup:
+    return {name: value for name, value in group.items() if name != "hooks"}

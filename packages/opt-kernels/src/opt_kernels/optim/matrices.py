@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.stacks import MatrixError, check
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
@@ -32,6 +33,8 @@ class MatrixOptimizer(RuleOptimizer, ABC):
 
     `scalar_options` are those of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
     `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
+
+    `hooks` are of both rules, or by their names: `{"muon": [...], "adam": [...]}`.
     """
 
     def __init__(
@@ -45,12 +48,17 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         mains: str,
         max_norm: float | None,
         backend: str | None,
+        hooks: GivenHooks = (),
     ) -> None:
         self.scalar_rule = _scalar_rule(scalar_optimizer, scalar_options or {}, backend)
         of_groups: ParamGroup = {"use_matrix_rule": None, "split_rows": ()}
         given = groups_of(params) if isinstance(params, nn.Module) else params
-        super().__init__(given, rule, defaults | of_groups, mains=mains, max_norm=max_norm)
+        super().__init__(given, rule, defaults | of_groups, mains=mains, max_norm=max_norm, hooks=hooks)
         warn_of_suspects(self.param_groups)
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return (self.rule,) if self.scalar_rule is None else (self.rule, self.scalar_rule)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         chosen = group["use_matrix_rule"]

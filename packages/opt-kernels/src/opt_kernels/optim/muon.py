@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.optim.base import Params
@@ -65,6 +66,7 @@ class Muon(MatrixOptimizer):
         mains: str = "param",
         max_norm: float | None = None,
         backend: str | None = None,
+        hooks: GivenHooks = (),
     ) -> None:
         mode, factor = _scale(adjust_lr_fn, scale_mode)
         kind, steps = _coefficients(ns_coefficients, coefficient_type, custom_coefficients)
@@ -102,6 +104,7 @@ class Muon(MatrixOptimizer):
             mains=mains,
             max_norm=max_norm,
             backend=backend,
+            hooks=hooks,
         )
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.matrices import MatrixOptimizer
 from opt_kernels.rules.soap import SOAP as SOAPRule
@@ -40,6 +41,7 @@ class SOAP(MatrixOptimizer):
         mains: str = "param",
         max_norm: float | None = None,
         backend: str | None = None,
+        hooks: GivenHooks = (),
     ) -> None:
         rule = SOAPRule(
             use_kl_shampoo=use_kl_shampoo,
@@ -62,4 +64,5 @@ class SOAP(MatrixOptimizer):
             mains=mains,
             max_norm=max_norm,
             backend=backend,
+            hooks=hooks,
         )

@@ -14,7 +14,7 @@ from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 STUB = Path(__file__).with_name("catalogue.pyi")
 _TYPES = {
     "params": "Params", "lr": "float | Tensor", "max_norm": "float | None", "backend": "str | None",
-    "foreach": "bool | None", "fused": "bool | None",
+    "foreach": "bool | None", "fused": "bool | None", "hooks": "GivenHooks",
 }  # fmt: skip
 
 
@@ -29,6 +29,7 @@ def _header(classes: dict[str, type[FormulaOptimizer]]) -> Iterator[str]:
     yield "import torch"
     yield "from torch import Tensor"
     yield ""
+    yield "from opt_kernels.hooks import GivenHooks"
     for base in sorted({cls.__mro__[1] for cls in classes.values()}, key=lambda base: base.__module__):
         yield f"from {base.__module__} import {base.__name__}"
     yield "from opt_kernels.optim.base import Params"

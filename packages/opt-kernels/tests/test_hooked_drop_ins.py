@@ -1,0 +1,268 @@
+"""Hooks of drop-in optimizers: for all groups or one, in state_dicts, and what is refused."""
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.hooks import (
+    CautiousDecay,
+    CentralizeGradient,
+    ClipUpdateRms,
+    CoupledDecay,
+    HookError,
+    Hyperball,
+    RelativeUpdate,
+    hooked,
+)
+from opt_kernels.optim import SGD, SOAP, Adam, AdamW, Lion, Muon
+from opt_kernels.rules.adam import Adam as AdamRule
+from opt_kernels.works import Batch, Hyper, Work
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for seed in range(times):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def trained(make: Callable[[nn.Sequential], torch.optim.Optimizer], times: int = 3) -> list[Tensor]:
+    net = model()
+    step(net, make(net), times)
+    return weights(net)
+
+
+def test_a_drop_in_moves_as_its_hooked_rule() -> None:
+    hooks = (CautiousDecay(), ClipUpdateRms(0.5))
+    net, rule = model(), hooked(AdamRule(), hooks)
+    optimizer = AdamW(net.parameters(), lr=0.01, weight_decay=0.1, hooks=hooks)
+    before = weights(net)
+    step(net, optimizer)
+    for param, start in zip(net.parameters(), before):
+        assert param.grad is not None
+        work = Work(grad=param.grad, main=start, state=rule.init_state(start))
+        rule.update_([Batch(Hyper(lr=0.01, weight_decay=0.1, step=1), [work])])
+        assert torch.equal(param.detach(), start)
+
+
+def test_coupled_decay_makes_adamw_adam() -> None:
+    adam = trained(lambda net: Adam(net.parameters(), lr=0.01, weight_decay=0.1))
+    adamw = trained(lambda net: AdamW(net.parameters(), lr=0.01, weight_decay=0.1, hooks=(CoupledDecay(),)))
+    assert all(map(torch.equal, adam, adamw))
+
+
+def test_a_group_may_have_hooks_of_its_own() -> None:
+    def make(net: nn.Sequential) -> torch.optim.Optimizer:
+        matrices = {"params": [net[0].weight], "hooks": [Hyperball()], "weight_decay": 0.0}
+        rest = {"params": [net[0].bias, net[1].weight], "hooks": ()}
+        return AdamW([matrices, rest, {"params": [net[1].bias]}], lr=0.01, hooks=(CautiousDecay(),))
+
+    def plain(net: nn.Sequential) -> torch.optim.Optimizer:
+        return AdamW(net.parameters(), lr=0.01)
+
+    def cautious(net: nn.Sequential) -> torch.optim.Optimizer:
+        return AdamW(net.parameters(), lr=0.01, hooks=(CautiousDecay(),))
+
+    norm = model()[0].weight.detach().norm()
+    assert torch.isclose(trained(make)[0].norm(), norm, rtol=1e-6)
+    assert not torch.isclose(trained(plain)[0].norm(), norm, rtol=1e-6)
+    one = trained(make, 1)
+    assert torch.equal(one[1], trained(plain, 1)[1])
+    assert torch.equal(one[3], trained(cautious, 1)[3])
+
+
+def test_hooks_of_muon_are_by_rule() -> None:
+    hooks = {"muon": (Hyperball(),), "adam": (RelativeUpdate(),)}
+    start = weights(model())
+    got = trained(lambda net: Muon(net, lr=0.02, weight_decay=0.0, scalar_optimizer="adam", hooks=hooks))
+    for before, after in zip(start[::2], got[::2]):
+        assert torch.isclose(before.norm(), after.norm(), rtol=1e-6)
+    assert not torch.isclose(start[1].norm(), got[1].norm(), rtol=1e-4)
+
+
+def test_clipping_and_scaling_go_with_hooks() -> None:
+    """`max_norm` and a loss scale change gradients, before hooks see anything."""
+    nets = [model(), model()]
+    optimizers = [
+        SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, max_norm=0.01, hooks=(ClipUpdateRms(1e-3),))
+        for net in nets
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    scaler.scale(nets[0](x).square().mean()).backward()
+    scaler.step(optimizers[0])
+    nets[1](x).square().mean().backward()
+    optimizers[1].step()
+    for one, other in zip(weights(nets[0]), weights(nets[1])):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+    before = weights(nets[0])
+    nets[0][0].weight.grad.fill_(torch.inf)
+    scaler.update()
+    scaler.step(optimizers[0])
+    assert all(map(torch.equal, weights(nets[0]), before))
+
+
+@pytest.mark.parametrize("mains", ["param", "float32", "remainder"])
+def test_bfloat16_parameters_take_hooks(mains: str) -> None:
+    net = model().bfloat16()
+    start = weights(net)
+    options: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    options["stochastic_rounding"] = mains == "param"
+    optimizer = AdamW(
+        net.parameters(), lr=0.01, weight_decay=0.0, mains=mains, hooks=(RelativeUpdate(),), **options
+    )  # fmt: skip
+    for _ in range(10):
+        optimizer.zero_grad()
+        net(torch.ones(5, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+    for before, after in zip(start, weights(net)):
+        # Ten steps of a hundredth of the norm, about in one direction; bfloat16 has 8 bits.
+        assert float((after - before).float().norm() / before.float().norm()) == pytest.approx(0.1, rel=0.3)
+
+
+def test_float64_parameters_have_float64_steps() -> None:
+    net = model().double()
+    start = weights(net)
+    optimizer = Lion(net.parameters(), lr=0.01, weight_decay=0.0, hooks=(RelativeUpdate(),))
+    net(torch.randn(5, 8).double()).square().mean().backward()
+    optimizer.step()
+    for before, after in zip(start, weights(net)):
+        assert float((after - before).norm() / before.norm()) == pytest.approx(0.01, rel=1e-12)
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state_dict, through a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def test_a_state_dict_records_hooks_and_loading_names_others(caplog: pytest.LogCaptureFixture) -> None:
+    hooks = (CautiousDecay(), ClipUpdateRms(0.5))
+    net = model()
+    optimizer = AdamW(net.parameters(), hooks=hooks)
+    step(net, optimizer)
+    state = saved(optimizer)
+    assert state["param_groups"][0]["hooks"] == ("CautiousDecay()", "ClipUpdateRms(threshold=0.5)")
+    for now in (hooks, (CautiousDecay(),), ()):
+        other = AdamW(model().parameters(), hooks=now)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="opt_kernels"):
+            other.load_state_dict(state)
+        assert ("goes on with hooks" in caplog.text) is (now != hooks)
+        assert other.hooks == now
+        assert other.state_dict()["param_groups"][0].get("hooks", ()) == tuple(map(repr, now))
+    assert "goes on with hooks none, but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)" in caplog.text
+
+
+def test_a_state_dict_without_hooks_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    net = model()
+    optimizer = AdamW(net.parameters())
+    step(net, optimizer)
+    assert "hooks" not in optimizer.state_dict()["param_groups"][0]
+    assert "hooks" not in optimizer.param_groups[0]
+    theirs = torch.optim.AdamW(net.parameters())
+    step(net, theirs)
+    optimizer.load_state_dict(theirs.state_dict())
+    assert not caplog.records
+
+
+def test_a_group_keeps_its_hooks_over_a_load() -> None:
+    net = model()
+    groups = [{"params": [net[0].weight], "hooks": (ClipUpdateRms(),)}, {"params": [net[1].weight]}]
+    optimizer = AdamW(groups, hooks=(CautiousDecay(),))
+    step(net, optimizer)
+    optimizer.load_state_dict(saved(optimizer))
+    assert [group.get("hooks") for group in optimizer.param_groups] == [(ClipUpdateRms(),), None]
+    recorded = [group["hooks"] for group in optimizer.state_dict()["param_groups"]]
+    assert recorded == [("ClipUpdateRms(threshold=1.0)",), ("CautiousDecay()",)]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_copies_have_the_hooks(copied: Callable[[Any], Any]) -> None:
+    net = model()
+    optimizer = AdamW(net.parameters(), hooks=(CautiousDecay(),))
+    step(net, optimizer)
+    other = copied(optimizer)
+    assert other.hooks == optimizer.hooks
+    for param, of_copy in zip(net.parameters(), other.param_groups[0]["params"]):
+        of_copy.grad = param.grad
+    other.step()
+    optimizer.step()
+    assert all(map(torch.equal, weights(net), [p.detach() for p in other.param_groups[0]["params"]]))
+
+
+def zeros(*shape: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(shape))]
+
+
+BALL = (Hyperball(),)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "vector": (
+        lambda: AdamW(model().parameters(), weight_decay=0.0, hooks=BALL),
+        "parameter of shape (16,): it is for matrices",
+    ),
+    "decay": (
+        lambda: AdamW([model()[0].weight], hooks=BALL),
+        "weight_decay=0.01, in the place of which it keeps the norm; give 0.0",
+    ),
+    "zeros": (
+        lambda: AdamW(zeros(4, 4), weight_decay=0.0, hooks=BALL),
+        "these are all zeros; give Hyperball(radius=...)",
+    ),
+    "unknown rule": (
+        lambda: AdamW(model().parameters(), hooks={"muon": (CautiousDecay(),)}),
+        "hooks has 'muon', which is not a rule of this optimizer; allowed are adam",
+    ),
+    "not a hook": (lambda: AdamW(model().parameters(), hooks=["cautious"]), "'cautious', which is not a hook"),
+    "not a hook, of a group": (
+        lambda: AdamW([{"params": [model()[0].weight], "hooks": [CautiousDecay]}]),
+        "which is not a hook of opt_kernels.hooks; give CautiousDecay()",
+    ),
+    "stack": (
+        lambda: Muon([{"params": zeros(2, 4, 4), "use_matrix_rule": True}], hooks=(RelativeUpdate(),)),
+        "it is a stack of matrices, whose norms are not taken one by one",
+    ),
+    "soap": (lambda: SOAP([model()[0].weight], weight_decay=0.1, hooks=(ClipUpdateRms(),)), "decay is neither"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_when_it_is_built(name: str) -> None:
+    build, words = REFUSED[name]
+    with pytest.raises(HookError) as caught:
+        build()
+    assert words in str(caught.value)
+
+
+def test_rows_of_a_convolution_are_centralized() -> None:
+    net = nn.Conv2d(3, 5, 2)
+    optimizer = SGD(net.parameters(), lr=1.0, hooks=(CentralizeGradient(),))
+    before = weights(net)
+    net(torch.randn(2, 3, 6, 6)).square().mean().backward()
+    optimizer.step()
+    moved, of_bias = (a - b for a, b in zip(before, weights(net)))
+    grad = net.weight.grad
+    assert grad is not None
+    assert net.bias is not None
+    assert torch.allclose(moved, grad - grad.mean((1, 2, 3), keepdim=True), atol=1e-6)
+    assert torch.allclose(of_bias, net.bias.grad, atol=1e-6)
