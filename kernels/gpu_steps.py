@@ -33,7 +33,7 @@ from opt_kernels.matrices.syrk.triton import halved_product
 from opt_kernels.optim import AdamW, Muon
 from opt_kernels.works import Batch, Hyper, Work, Works
 
-QUINTIC = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
+SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,26 @@ class Measure:
     at_most: bool = False
 
 
+CYCLES_PER_SECOND = 2e9  # of a GPU's clock, at most
+LONGEST_ISSUE = 5e-3  # seconds; what takes longer is not bound by its launches
+
+
 def seconds(stage: Stage, run: Callable[[], object]) -> float:
-    """Median device time of `run`, by events; on a CPU by the clock."""
+    """Median device time of `run`, by events; on a CPU by the clock.
+
+    The device waits until the host has issued the whole of `run`: otherwise what is shorter than its launches, up to
+    half a millisecond, would measure Python.
+    """
     for _ in range(stage.warmups):
         run()
+    took = host_seconds(stage, run)
     if stage.rehearsal:
-        return host_seconds(stage, run)
+        return took
+    issuing = min(took, LONGEST_ISSUE)
     times = []
     for _ in range(stage.repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(2 * issuing * CYCLES_PER_SECOND))
         begin.record()
         run()
         end.record()
@@ -311,11 +322,11 @@ def symmetric_products(stage: Stage) -> Iterator[Measure]:
         def ns(segments: list[tuple[Coefficients, ...]], product: Callable[..., Tensor], x: Tensor = x) -> float:
             return seconds(stage, lambda: newton_schulz(x, segments=segments, dtype=torch.float16, product=product))
 
-        plain = ns([(c,) for c in QUINTIC], dense_product)
+        plain = ns([(c,) for c in SIMPLE], dense_product)
         yield Measure(
-            name=f"NS5 plain / symmetric, {m}x{n}", value=plain / ns([(c,) for c in QUINTIC], halved_product), unit="1"
+            name=f"NS5 plain / symmetric, {m}x{n}", value=plain / ns([(c,) for c in SIMPLE], halved_product), unit="1"
         )
-        gram = ns([QUINTIC[:2], QUINTIC[2:]], halved_product)
+        gram = ns([SIMPLE[:2], SIMPLE[2:]], halved_product)
         yield Measure(name=f"NS5 plain / Gram symmetric, {m}x{n}", value=plain / gram, unit="1")
 
 

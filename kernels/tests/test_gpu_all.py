@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-COMMAND = [sys.executable, str(Path(__file__).parents[1] / "gpu_all.py")]
+COMMAND_FOLDER = Path(__file__).parents[1]
+COMMAND = [sys.executable, str(COMMAND_FOLDER / "gpu_all.py")]
 
 
 def played(*options: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +32,15 @@ def test_every_step_can_be_rehearsed_on_a_cpu() -> None:
         "Householder / CholeskyQR2",
     ):
         assert figure in finished.stdout
+
+
+def test_the_tests_of_a_device_include_sweeps_and_drop_in_optimizers() -> None:
+    sys.path.insert(0, str(COMMAND_FOLDER))
+    from gpu_all import tests_on_a_device
+
+    names = {path.stem for path in tests_on_a_device()}
+    assert {"test_triton_sweeps", "test_triton_muon", "test_drop_in_devices"} <= names
+    assert "test_cpp" not in names
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -110,6 +110,19 @@ def test_the_table_that_was_unused_longest_makes_room() -> None:
     assert tables.get("b", lambda: torch.ones(1)).item() == 1
 
 
+def test_large_tables_make_room_before_the_count_is_reached() -> None:
+    tables: DeviceTables[torch.Tensor] = DeviceTables(
+        torch.device("cpu"), capacity=9, room=100, bytes_of=lambda table: table.nbytes
+    )
+    for key in range(6):
+        tables.get(key, lambda: torch.zeros(10))
+    assert len(tables) == 2
+    tables.get(5, lambda: torch.ones(10), holds=lambda table: False)  # built anew in the place of the other
+    assert len(tables) == 2
+    tables.get("larger than the room", lambda: torch.zeros(40))
+    assert len(tables) == 1
+
+
 class Table:
     """Something to be found again, of which it can be told when it is gone."""
 
@@ -129,6 +142,27 @@ def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(mon
     assert first is not None
     assert second is not None
     assert first is not second
+
+
+def test_a_stream_does_not_use_the_tables_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A table that one stream was still copying was once read by a step on another stream.
+    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
+    first = tables.get("a", Table)
+    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 7)
+    second = tables.get("a", Table)
+    assert second is not first
+    assert tables.get("a", Table) is second
+    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 0)
+    assert tables.get("a", Table) is first
+
+
+def test_a_capture_uses_the_tables_of_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.cuda.graph captures on a stream of its own, where nothing could be built.
+    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
+    first = tables.get("a", Table)
+    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 7)
+    assert tables.get("a", Table) is first
 
 
 def test_a_table_that_no_longer_holds_is_built_anew() -> None:

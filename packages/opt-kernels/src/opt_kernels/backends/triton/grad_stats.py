@@ -31,8 +31,9 @@ from opt_kernels.backends.triton.sweep import processors
 
 SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)  # between these no float32 square that matters was lost
 LARGEST_SAFE: tl.constexpr = tl.constexpr(1e36)
+CALLS = 1024  # a step may have one for each bucket: what does not fit is built every step
 NONFINITE: tl.constexpr = tl.constexpr(1 << 16)  # one non-finite element, in a word that counts zeros too
-SUM_BLOCK = 1024  # chunks that the last program adds at a time
+SUM_BLOCK = 4096  # chunks that the last program adds at a time: it waits for memory once for each
 
 
 @jit
@@ -231,7 +232,12 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
 @cache
 def known_tables(device: torch.device) -> DeviceTables[_Known]:
     """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
-    return DeviceTables(device)
+    return DeviceTables(device, capacity=CALLS, bytes_of=_bytes_of)
+
+
+def _bytes_of(known: _Known) -> int:
+    """Gradients that move with every step leave a table each: these must not fill the device."""
+    return sum(table.records.nbytes for table in known.tables or ())
 
 
 def tile_elements(dtype: torch.dtype) -> int:

@@ -121,6 +121,11 @@ def is_capturing(device: torch.device) -> bool:
         return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def current_stream(device: torch.device) -> int:
+    """The stream to which launches on `device` go now; 0 on a CPU, which has none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """`host` on `device`, without waiting for the device. Raises ChunkTableError while a graph is captured."""
     if is_capturing(device):
@@ -133,13 +138,29 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 class DeviceTables(Generic[T]):
-    """Tables on one device, found again by what they were built from; the longest unused one goes first."""
+    """Tables on one device, found again by what they were built from; the longest unused ones go first.
 
-    def __init__(self, device: torch.device, *, capacity: int = 64) -> None:
+    There are at most `capacity` of them, and more than one only while they have `room` bytes, as `bytes_of` counts.
+
+    Each stream has its own: what was copied on one stream may not have arrived yet when another reads it, and may be
+    freed there while the other still does. A capture, before which all streams have come to rest, uses those of any.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        capacity: int = 64,
+        room: int = 1 << 28,
+        bytes_of: Callable[[T], int] = lambda table: 0,
+    ) -> None:
         self._device = device
         self._capacity = capacity
-        self._tables: OrderedDict[Hashable, T] = OrderedDict()
-        self._last: tuple[Hashable, T] | None = None
+        self._room = room
+        self._bytes_of = bytes_of
+        self._bytes = 0
+        self._tables: OrderedDict[tuple[int, Hashable], T] = OrderedDict()  # by stream and key
+        self._last: tuple[tuple[int, Hashable], T] | None = None
         # A captured graph holds the address of its tables for as long as it can be replayed, and nobody tells us how
         # long that is: what a capture has used is never freed.
         self._captured: list[T] = []
@@ -149,24 +170,36 @@ class DeviceTables(Generic[T]):
 
     def get(self, key: Hashable, build: Callable[[], T], *, holds: Callable[[T], bool] | None = None) -> T:
         """The table of `key`; `build` makes it where it is not here yet, or `holds` says that it is no longer true."""
-        table = self._found(key)
+        capturing = is_capturing(self._device)
+        place = (current_stream(self._device), key)
+        table = self._found(place)
+        if table is None and capturing:
+            table = next((other for (_, known), other in self._tables.items() if known == key), None)
         if table is None or (holds is not None and not holds(table)):
-            table = self._tables[key] = build()
-            self._last = (key, table)
-            self._tables.move_to_end(key)
-            if len(self._tables) > self._capacity:
-                self._tables.popitem(last=False)
-        if is_capturing(self._device) and not any(table is kept for kept in self._captured):
+            table = build()
+            self._keep(place, table)
+        if capturing and not any(table is kept for kept in self._captured):
             self._captured.append(table)
         return table
 
-    def _found(self, key: Hashable) -> T | None:
+    def _keep(self, place: tuple[int, Hashable], table: T) -> None:
+        if place in self._tables:
+            self._bytes -= self._bytes_of(self._tables[place])
+        self._tables[place] = table
+        self._tables.move_to_end(place)
+        self._last = (place, table)
+        self._bytes += self._bytes_of(table)
+        while len(self._tables) > self._capacity or (len(self._tables) > 1 and self._bytes > self._room):
+            _, oldest = self._tables.popitem(last=False)
+            self._bytes -= self._bytes_of(oldest)
+
+    def _found(self, place: tuple[int, Hashable]) -> T | None:
         # A step that repeats the last one is the rule, and to compare a key of a thousand addresses is less than to
         # hash it.
-        if self._last is not None and self._last[0] == key:
+        if self._last is not None and self._last[0] == place:
             return self._last[1]
-        table = self._tables.get(key)
+        table = self._tables.get(place)
         if table is not None:
-            self._tables.move_to_end(key)
-            self._last = (key, table)
+            self._tables.move_to_end(place)
+            self._last = (place, table)
         return table
