@@ -5,7 +5,8 @@
     finish_    p <- keep p - rate u, with keep and rate from the sums; one sweep, in the weights' own numbers
 
 Any rule will do whose update is p - lr wd p - lr u(g, states), or p - lr u(g + wd p, states). The buffer holds 4 bytes
-an element (8 of float64 weights) for the time of the step; it is written twice and read three times.
+an element (8 of float64 weights) for the time of the step; it is zeroed, read and written by the rule, read for the
+norms and by the last sweep: 20 bytes an element, and what reading the weights for their norm takes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
 from opt_kernels.hooks.factors import moves_of, share_that_decays
 from opt_kernels.hooks.gradients import gradients
-from opt_kernels.hooks.sums import sums_of
-from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks
+from opt_kernels.hooks.sums import columns, sums_of
+from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, Hyper, StateSpec, Work, Works
 
@@ -110,7 +111,7 @@ class HookedUpdate:
     @property
     def sums_norms(self) -> bool:
         """Whether `finish_` needs sums over whole parameters."""
-        return any(not hook.is_elementwise and not isinstance(hook, CentralizeGradient) for hook in self.hooks)
+        return any(hook.sums for hook in self.hooks)
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
@@ -143,11 +144,23 @@ class HookedUpdate:
         """(works of all batches, NUM_SUMS) float64, of the elements that are here. Masks the directions first."""
         works = [work for batch in begun.batches for work in batch.works] if self.sums_norms else []
         updates = [update for of_batch in begun.updates for update in of_batch] if works else []
-        masks = any(isinstance(hook, CautiousUpdate) for hook in self.hooks)
-        grads = [work.grad for batch in begun.directions for work in batch.works] if masks else []
-        with_gradient = not getattr(self.rule, "maximize", False)
-        kept = [_mask_(u, g, positive=with_gradient) for u, g in zip(updates, grads)]
-        return sums_of(works, updates, kept if masks else None)
+        needed = {name for hook in self.hooks for name in hook.sums}
+        kept = self._mask_(begun, updates) if "kept" in needed else []
+        found = sums_of(works, updates, needed)
+        if kept:
+            columns(found).kept.copy_(torch.stack(kept))
+        return found
+
+    def _mask_(self, begun: Begun, updates: Sequence[Tensor]) -> list[Tensor]:
+        """Zeroes what goes against the gradient; returns how many elements are left of each, 0-d."""
+        grads = [grad for batch in begun.directions for grad in _grads(batch.works)]
+        along = -1.0 if getattr(self.rule, "maximize", False) else 1.0
+        kept = []
+        for update, grad in zip(updates, grads):
+            mask = update.sign() * grad.sign() == along
+            update.mul_(mask)
+            kept.append(mask.sum())
+        return kept
 
     def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
         """Moves the weights. `sums`: as `sums` gives them, of whole parameters."""
@@ -184,14 +197,6 @@ class HookedUpdate:
             Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
             for work, update, of_rate, of_share in zip(works, updates, rate.unbind(), (1 - keep).unbind())
         ]
-
-
-def _mask_(update: Tensor, grad: Tensor, *, positive: bool) -> Tensor:
-    """Zeroes what has not the gradient's sign, or the other; returns how many elements are left, 0-d."""
-    signs = update.sign() * grad.sign()
-    mask = signs > 0 if positive else signs < 0
-    update.mul_(mask)
-    return mask.sum()
 
 
 def _as(value: float | Tensor, number: float) -> float | Tensor:

@@ -1,6 +1,6 @@
 """Sums over the elements of one work that the hooks' factors are made of; they add up over the parts of a parameter."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +10,12 @@ from opt_kernels.backends.elements import flat, in_memory_order
 from opt_kernels.codecs import remainder
 from opt_kernels.works import Work
 
-NUM_SUMS = 5
 ROW = 1 << 12  # elements that float32 sums before float64 takes over: its rounding does not grow with the parameter
 PIECE_NUMEL = 1 << 22  # elements of which temporaries are made
 
 
 class Sums(NamedTuple):
-    """Columns of the sums of works, (n,) float64 each."""
+    """Columns of the sums of works, (n,) float64 each; zeros where nobody needs one."""
 
     numel: Tensor
     kept: Tensor  # elements that a mask left
@@ -25,25 +24,26 @@ class Sums(NamedTuple):
     products: Tensor  # <p, u>
 
 
-def sums_of(works: Sequence[Work], updates: Sequence[Tensor], masked: Sequence[Tensor] | None) -> Tensor:
-    """(len(works), NUM_SUMS) float64, on the device of the updates; columns as in `Sums`.
+NUM_SUMS = len(Sums._fields)
 
-    Args:
-        works: their mains are read.
-        updates: u of each, in the main's shape and order of memory.
-        masked: for each the number of elements that a mask left, 0-d.
+
+def sums_of(works: Sequence[Work], updates: Sequence[Tensor], needed: Collection[str]) -> Tensor:
+    """(len(works), NUM_SUMS) float64 on the device of the updates, with the columns of these names and `numel`.
+
+    `updates` are the u of each work, in its main's shape and order of memory. `kept` is not found here.
     """
     device = updates[0].device if updates else torch.device("cpu")
-    sums = torch.zeros(len(works), NUM_SUMS, dtype=torch.float64, device=device)
-    for row, work, update in zip(sums, works, updates):
-        row[0] = update.numel()
-        for u, p in _pieces(work, update):
-            row[2] += _product(u, u)
-            row[3] += _product(p, p)
-            row[4] += _product(p, u)
-    if masked is not None:
-        sums[:, 1] = torch.stack([*masked]).double() if masked else 0.0
-    return sums
+    found = torch.zeros(len(works), NUM_SUMS, dtype=torch.float64, device=device)
+    for row, work, update in zip(map(Sums._make, found.unbind()), works, updates):
+        row.numel.fill_(update.numel())
+        if "u_squares" in needed:
+            row.u_squares.add_(_squares(in_memory_order(update)))
+        if "p_squares" in needed or "products" in needed:
+            for u, p in _pieces(work, update):
+                row.p_squares.add_(_squares(p))
+                if "products" in needed:
+                    row.products.add_(_product(p, u))
+    return found
 
 
 def columns(sums: Tensor) -> Sums:
@@ -64,11 +64,16 @@ def _pieces(work: Work, update: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield u[piece], main.to(u.dtype)
 
 
+def _squares(x: Tensor) -> Tensor:
+    """|x|^2 of (n,), 0-d float64."""
+    rows = x.numel() // ROW * ROW
+    norms: Tensor = torch.linalg.vector_norm(x[:rows].view(-1, ROW), dim=1)
+    rest: Tensor = torch.linalg.vector_norm(x[rows:])
+    return norms.double().square().sum() + rest.double().square()
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> of (n,), 0-d float64."""
     rows = a.numel() // ROW * ROW
-    return _row_products(a[:rows].view(-1, ROW), b[:rows].view(-1, ROW)) + _row_products(a[rows:], b[rows:])
-
-
-def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1).double().sum()
+    whole = (a[:rows].view(-1, ROW) * b[:rows].view(-1, ROW)).sum(-1).double().sum()
+    return whole + (a[rows:] * b[rows:]).sum().double()

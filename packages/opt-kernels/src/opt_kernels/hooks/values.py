@@ -28,6 +28,7 @@ class Hook:
     is_elementwise: ClassVar[bool] = True  # part of a formula: no pass over memory of its own
     needs_rows: ClassVar[bool] = False  # sees whole rows of a parameter
     needs_matrices: ClassVar[bool] = False  # for parameters of two or more dims
+    sums: ClassVar[tuple[str, ...]] = ()  # over the parameter that it sees: fields of `opt_kernels.hooks.sums.Sums`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class CautiousUpdate(Hook):
     """
 
     is_elementwise: ClassVar[bool] = False
+    sums: ClassVar[tuple[str, ...]] = ("kept",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class ClipUpdateRms(Hook):
 
     threshold: float = 1.0
     is_elementwise: ClassVar[bool] = False
+    sums: ClassVar[tuple[str, ...]] = ("u_squares",)
 
     def __post_init__(self) -> None:
         _check_positive(self, "threshold", self.threshold)
@@ -94,6 +97,7 @@ class RelativeUpdate(Hook):
     """
 
     is_elementwise: ClassVar[bool] = False
+    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Hyperball(Hook):
     radius: float | None = None
     decays: ClassVar[bool] = True
     is_elementwise: ClassVar[bool] = False
+    sums: ClassVar[tuple[str, ...]] = ("u_squares", "p_squares", "products")
     needs_matrices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
