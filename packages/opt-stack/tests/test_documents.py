@@ -23,7 +23,7 @@ def test_the_programs_run_and_the_first_prints_the_plan(capsys: pytest.CaptureFi
         if number == 0:
             assert capsys.readouterr().out == blocks("text")[0]
             assert scope["success"] is True
-    assert scope["optimizer"].plan.config.optimizer == "nadam"
+    assert scope["optimizer"].plan.config.optimizer == "adadelta"
 
 
 def test_the_command_prints_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
