@@ -129,6 +129,7 @@ CHANGES: Mapping[str, Change] = {
     "muon_num_ns_steps": Change("muon", 2, muon(ns_steps=2)),
     "muon_extra_scale_factor": Change("muon", 0.2, muon(extra_scale_factor=0.2)),
     "adaptive_muon_moment2_method": Change("adaptive_muon", "normuon", adaptive(moment2_method="normuon")),
+    "muon_weight_decay_method": Change("muon", "independent", muon(weight_decay_method="independent")),
     "adaptive_muon_beta2": Change("adaptive_muon", 0.5, adaptive(betas=(0.9, 0.5))),
     "adaptive_muon_eps": Change("adaptive_muon", 0.1, adaptive(eps=0.1)),
     "optimizer_options": Change("ademamix", {"alpha": 800.0}, ademamix(alpha=800.0)),
@@ -162,6 +163,55 @@ def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: 
     torch.testing.assert_close(changed, same_as(peer), **close)
     torch.testing.assert_close(ours(optimizer=rule), same_as(DEFAULT_PEERS[rule]), **close)
     assert not torch.allclose(changed, same_as(DEFAULT_PEERS[rule]), **close)
+
+
+@pytest.mark.parametrize("lines", ["rows", "cols", "longer"])
+def test_normuon_keeps_the_lines_asked_for(lines: str) -> None:
+    fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_lines": lines}
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(ours(**fields), same_as(adaptive(moment2_method="normuon", lines=lines)), **close)
+    others = same_as(adaptive(moment2_method="normuon", lines="rows" if lines == "cols" else "cols"))
+    assert not torch.allclose(ours(**fields), others, **close)
+
+
+@pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "mup"])
+def test_scales_have_the_names_of_the_drop_in(scale_mode: str) -> None:
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    changed = ours(optimizer="muon", muon_scale_mode=scale_mode)
+    torch.testing.assert_close(changed, same_as(muon(scale_mode=scale_mode)), **close)
+    assert not torch.allclose(changed, same_as(muon()), **close)
+
+
+def test_namo_and_aol_are_those_of_the_drop_ins() -> None:
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    namo = ours(optimizer="adaptive_muon", adaptive_muon_moment2_method="namo")
+    torch.testing.assert_close(namo, same_as(lambda p: optim.NAMO(p, lr=LR, weight_decay=WEIGHT_DECAY)), **close)
+    aol = ours(optimizer="muon", muon_coefficient_type="aol", muon_num_ns_steps=4)
+    torch.testing.assert_close(aol, same_as(muon(coefficient_type="aol", ns_steps=4)), **close)
+
+
+@pytest.mark.parametrize(
+    ("roles", "sizes"),
+    [({"head_rows": 2}, (2, 2, 2)), ({"split_sizes": (4, 1, 1)}, (4, 1, 1))],
+    ids=["heads", "sizes"],
+)
+def test_rows_of_heads_and_sizes_are_orthogonalised_one_by_one(roles: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    grad = normal(*SHAPE, seed=10)
+
+    def moved(grad: Tensor, **attributes: Any) -> Tensor:
+        model = Named(weight=torch.zeros_like(grad))
+        for name, value in attributes.items():
+            setattr(model.weight, name, value)
+        optimizer = get_optimizer(
+            OptimizerConfig(**PLAIN, optimizer="muon", muon_fp32_matmul_prec="highest"), [model], {}
+        )
+        model.weight.grad = grad.clone()
+        optimizer.step()
+        return model.weight.detach()
+
+    apart = torch.cat([moved(part) for part in grad.split(sizes)])
+    torch.testing.assert_close(moved(grad, **roles), apart, rtol=0, atol=1e-6)
+    assert not torch.allclose(moved(grad), apart, rtol=0, atol=1e-3)
 
 
 def test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to() -> None:

@@ -21,7 +21,7 @@ from opt_kernels.backends.triton.update import filled, state_options, update_
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import split_
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.matrices.muon import Inputs
+from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.muon import torch_native as muon_in_torch
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
@@ -261,7 +261,7 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
         "inputs": lambda of: Inputs(torch.float16, True),
         "factors": lambda of: (0.2,),
         "nesterov": True,
-        "decoupled": True,
+        "decay": Decay.DECOUPLED,
         "momentum_codec": codec,
     }
     ours = seconds(stage, partial(muon_kernels.muon_, batches, **options))

@@ -188,7 +188,7 @@ def muon_momentum(
     kept = formats(states=(m,), **of)
     extra = {
         "MOMENTUM": triton_dtype(m), "SCHEME": scheme(codec), "U": triton_dtype(u), "SCHEME_U": scheme_u,
-        "NESTEROV": nesterov, "DECOUPLED": True,
+        "NESTEROV": nesterov, "DECAY": "decoupled",
     }  # fmt: skip
     one = sweep(f"muon/momentum-{name}", momentum_sweep, kept, {"momentum_buffer": codec}, extra)
     return replace(
@@ -227,7 +227,7 @@ def muon_normalise(name: str, u: torch.dtype, x: torch.dtype, vector: int) -> Va
 def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
     """Muon's update along directions in `o`."""
     kept = formats(states=(F32,), **of)
-    one = sweep(f"muon/descent-{name}", descent_sweep, kept, {}, {"DECOUPLED": True, "TAG": 3})
+    one = sweep(f"muon/descent-{name}", descent_sweep, kept, {}, {"DECAY": "decoupled", "TAG": 3})
     main = [2, 2] if kept.main is None else [kept.main.itemsize]
     written = main if kept.main is None or kept.out is None else [*main, kept.out.itemsize]
     return replace(

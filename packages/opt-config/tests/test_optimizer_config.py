@@ -82,6 +82,8 @@ OURS: dict[str, object] = {
     "soap_max_precond_dim": 10000,
     "soap_one_sided": False,
     "optimizer_options": None,
+    "muon_weight_decay_method": "decoupled",
+    "adaptive_muon_lines": "rows",
 }
 
 # what was given -> the whole message
@@ -108,7 +110,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a misspelt choice": (
         {"muon_scale_mode": "spectrl"},
-        "OptimizerConfig: muon_scale_mode='spectrl': must be one of spectral, unit_rms_norm, shape_scaling. "
+        "OptimizerConfig: muon_scale_mode='spectrl': must be one of spectral, unit_rms_norm, shape_scaling, "
+        "match_rms_adamw, mup. "
         "Did you mean spectral?",
     ),
     "a choice that is nowhere near": (
@@ -131,8 +134,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         "set bf16=True, or leave it out",
     ),
     "a second moment that is not ours": (
-        {"adaptive_muon_moment2_method": "namo"},
-        "OptimizerConfig: adaptive_muon_moment2_method='namo': must be one of adamuon, normuon.",
+        {"adaptive_muon_moment2_method": "nemo"},
+        "OptimizerConfig: adaptive_muon_moment2_method='nemo': must be one of adamuon, normuon, namo. "
+        "Did you mean namo?",
     ),
     "a floor above the peak": (
         {"lr": 1e-4, "min_lr": 1e-3},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
 from opt_kernels.works import Batch, Hyper, StateKind, Work
@@ -35,7 +35,9 @@ def orthogonalised(x: Tensor) -> Tensor:
     return done if wide else done.mT
 
 
-def by_formula(method: SecondMoment, main: Tensor, *grads: Tensor, extra: float = 1.0) -> Tensor:
+def by_formula(
+    method: SecondMoment, main: Tensor, *grads: Tensor, extra: float = 1.0, lines: Lines = Lines.ROWS
+) -> Tensor:
     """The docstring of the rule, line by line."""
     p, m = main.double(), torch.zeros_like(main, dtype=torch.float64)
     v: Tensor | float = 0.0
@@ -46,7 +48,8 @@ def by_formula(method: SecondMoment, main: Tensor, *grads: Tensor, extra: float 
             v = v + 0.05 * (o**2 - v)
             u = o / (v.sqrt() + 1e-8)
         else:
-            v = v + 0.05 * ((o**2).mean(1, keepdim=True) - v)
+            of_rows = lines is Lines.ROWS or (lines is Lines.LONGER and main.shape[0] >= main.shape[1])
+            v = v + 0.05 * ((o**2).mean(1 if of_rows else 0, keepdim=True) - v)
             u = o / v.clamp_min(1e-8).sqrt()
             u = u * o.norm() / u.norm()
         p = p - 0.1 * 0.3 * p - 0.1 * extra * max(main.shape) ** 0.5 * u
@@ -62,6 +65,26 @@ def test_steps_follow_the_formula(method: SecondMoment, shape: tuple[int, int], 
     expected = by_formula(method, main, *grads, extra=extra)
     # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
     torch.testing.assert_close(moved(rule, main, *grads).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("lines", Lines)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_normuon_may_keep_rows_columns_or_the_longer_side(lines: Lines, shape: tuple[int, int]) -> None:
+    rule = AdaptiveMuon(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=lines)
+    main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
+    expected = by_formula(SecondMoment.NORMUON, main, *grads, lines=lines)
+    torch.testing.assert_close(moved(rule, main, *grads).double(), expected, rtol=1e-5, atol=1e-4)
+    (name,) = rule.init_state(main).keys() - {"momentum_buffer"}
+    specs = {spec.name: spec for spec in rule.state_specs}
+    assert name in specs
+    assert specs[name].optional is (lines is Lines.LONGER)
+    numel = {Lines.ROWS: shape[0], Lines.COLS: shape[1], Lines.LONGER: max(shape)}[lines]
+    assert rule.init_state(main)[name].shape == (numel,)
+
+
+def test_lines_belong_to_normuon() -> None:
+    with pytest.raises(ValueError, match="lines='cols' with 'adamuon': only 'normuon' has lines"):
+        AdaptiveMuon(lines=Lines.COLS)
 
 
 @pytest.mark.parametrize("method", SecondMoment)

@@ -1,6 +1,7 @@
 """Muon, AdaptiveMuon and SOAP as drop-in torch optimizers."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.hooks import HookError
+from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.optim import SOAP, Adam, AdaptiveMuon, Lion, Muon, RuleOptimizer
+from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, RuleOptimizer
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon as MuonRule
@@ -51,7 +54,13 @@ MAKERS: dict[str, Callable[[Params], RuleOptimizer]] = {
     "normuon": lambda params: AdaptiveMuon(
         params, lr=0.02, moment2_method="normuon", extra_scale_factor=0.2, scalar_optimizer="adam"
     ),
+    "normuon_preset": lambda params: NorMuon(params, lr=0.02, lines="longer", scalar_optimizer="adam"),
+    "namo": lambda params: NAMO(params, lr=0.02, extra_scale_factor=0.2, scalar_optimizer="adam"),
     "soap": lambda params: SOAP(params, lr=0.02, scalar_optimizer="adam"),
+    "soap_one_sided": lambda params: SOAP(params, lr=0.02, one_sided=True, scalar_optimizer="adam"),
+    "soap_megatron": lambda params: SOAP(
+        params, lr=0.02, order="megatron", use_kl_shampoo=False, scalar_optimizer="adam"
+    ),
     "narrow": lambda params: Muon(
         params, lr=0.02, adjust_lr_fn="match_rms_adamw", scalar_optimizer="adam", momentum_buffer_dtype=torch.int8
     ),
@@ -143,6 +152,93 @@ def test_a_group_may_split_its_fused_rows() -> None:
     assert not torch.allclose(moved[0], moved[1], atol=0.1)
 
 
+def test_a_group_may_have_heads_and_matrices_of_any_sizes() -> None:
+    grad = torch.randn(12, 8)
+
+    def moved(grad: Tensor, **group: Any) -> Tensor:
+        weight = nn.Parameter(torch.zeros_like(grad))
+        weight.grad = grad.clone()
+        Muon([{"params": [weight], **group}], lr=1.0, fp32_matmul_prec="highest").step()
+        return weight.detach()
+
+    def apart(*sizes: int) -> Tensor:
+        return torch.cat([moved(part) for part in grad.split(sizes)])
+
+    close = {"rtol": 0.0, "atol": 1e-4}
+    torch.testing.assert_close(moved(grad, num_heads=3), apart(4, 4, 4), **close)
+    torch.testing.assert_close(moved(grad, split_sizes=(5, 1, 6)), apart(5, 1, 6), **close)
+    torch.testing.assert_close(moved(grad, num_heads=1), moved(grad), **close)
+    assert not torch.allclose(moved(grad, num_heads=3), moved(grad), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"num_heads": 5}, r"num_heads=5 does not divide the 12 rows of a parameter of shape \(12, 8\)"),
+        ({"split_sizes": (5, 6)}, r"split_sizes=\(5, 6\) are not positive numbers that make up the 12 rows"),
+        ({"num_heads": 3, "split_rows": (4, 1, 1)}, r"split_rows=\(4, 1, 1\) and num_heads=3: give one of them"),
+    ],
+    ids=["heads", "sizes", "both"],
+)
+def test_splits_that_do_not_fit_are_refused_when_the_optimizer_is_made(group: dict[str, Any], message: str) -> None:
+    with pytest.raises(MatrixError, match=message):
+        Muon([{"params": [nn.Parameter(torch.zeros(12, 8))], **group}])
+
+
+def test_soap_has_no_splits() -> None:
+    with pytest.raises(ValueError, match="num_heads=3 in a parameter group: nothing reads it"):
+        SOAP([{"params": [nn.Parameter(torch.zeros(12, 8))], "num_heads": 3}])
+
+
+def test_a_parameter_that_is_refused_is_named() -> None:
+    net = model()
+    with pytest.raises(MatrixError, match=r"'0\.bias' of shape \(24,\) is not a matrix for Muon"):
+        Muon(net)
+    with pytest.raises(MatrixError, match=r"'0\.bias' of shape \(24,\) is not a matrix for SOAP"):
+        SOAP(net.named_parameters())
+
+
+def test_options_of_muon_are_those_of_adaptive_muon() -> None:
+    grad, steps = torch.randn(8, 8), [(2.0, -1.5, 0.5)]
+
+    def rule(**options: Any) -> Any:
+        return AdaptiveMuon([nn.Parameter(grad.clone())], **options).rule.muon  # type: ignore[attr-defined]
+
+    assert rule().use_syrk
+    assert not rule(use_syrk=False).use_syrk
+    assert rule(coefficient_type="custom", custom_coefficients=steps).orthogonalization.schedule == tuple(steps) * 5
+    assert rule(weight_decay_method="independent").weight_decay_method is Decay.INDEPENDENT
+    assert Muon([nn.Parameter(grad.clone())], weight_decay_method="l2").rule.weight_decay_method is Decay.L2  # type: ignore[attr-defined]
+
+
+def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone() -> None:
+    net = model()
+    norms = [float(p.detach().norm()) for p in net.parameters()]
+    losses = train(net, MuonH(net, lr=0.05, scalar_optimizer="adam"), 40)
+    assert losses[-1] < 0.7 * losses[0]
+    for norm, p in zip(norms, net.parameters()):
+        assert (float(p.detach().norm()) == pytest.approx(norm, rel=1e-5)) is (p.dim() == 2)
+    weight = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(HookError, match=r"weight_decay=0\.1"):
+        MuonH([weight], weight_decay=0.1)
+
+
+@pytest.mark.parametrize("cls", [Muon, MuonH, AdaptiveMuon, NorMuon, NAMO, SOAP])
+def test_arguments_may_be_inspected_and_others_are_refused(cls: type[RuleOptimizer]) -> None:
+    assert {"params", "lr", "weight_decay", "mains", "backend"} <= set(inspect.signature(cls).parameters)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        cls([nn.Parameter(torch.zeros(2, 2))], learning_rate=0.1)
+
+
+def test_a_preset_is_adaptive_muon_at_its_options() -> None:
+    weights = [nn.Parameter(torch.zeros(8, 12)) for _ in range(2)]
+    options = {"lr": 0.1, "weight_decay": 0.1, "moment2_method": "normuon", "scale_mode": "match_rms_adamw"}
+    for weight, optimizer in zip(weights, (NorMuon(weights[:1], lr=0.1), AdaptiveMuon(weights[1:], **options))):
+        weight.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+    assert torch.equal(*weights)
+
+
 def test_parameters_may_be_added_and_gradients_missing() -> None:
     net, late = model(), nn.Parameter(torch.randn(8, 8))
     optimizer = MAKERS["muon"](net.parameters())
@@ -173,12 +269,12 @@ def test_bf16_parameters_with_mains_follow_fp32_ones(maker: Callable[..., RuleOp
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
-@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("decay", Decay)
 @pytest.mark.parametrize("make", [MuonRule, lambda **o: AdaptiveMuonRule(muon=MuonRule(**o))], ids=["muon", "adaptive"])
 def test_an_infinite_weight_stays_infinite_without_decay_on_every_backend(
-    make: Callable[..., Rule], decoupled: bool, backend: str
+    make: Callable[..., Rule], decay: Decay, backend: str
 ) -> None:
-    rule = make(backend=backend, decoupled=decoupled)
+    rule = make(backend=backend, weight_decay_method=decay)
     main = torch.full((6, 4), torch.inf)
     work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
     rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.0), [work])])
@@ -197,7 +293,11 @@ WRONG = [
     pytest.param(Muon, {"scale_mode": "spectrum"}, "'spectrum' is not a ScaleMode", id="scale_mode"),
     pytest.param(Muon, {"coefficient_type": "oal"}, "'oal' is not a CoefficientType", id="coefficient_type"),
     pytest.param(Muon, {"scalar_optimizer": "sgd"}, "scalar_optimizer='sgd' is unknown", id="scalar_optimizer"),
-    pytest.param(AdaptiveMuon, {"moment2_method": "namo"}, "'namo' is not a SecondMoment", id="moment2_method"),
+    pytest.param(AdaptiveMuon, {"moment2_method": "nemo"}, "moment2_method='nemo' is unknown", id="moment2_method"),
+    pytest.param(AdaptiveMuon, {"lines": "cols"}, "only 'normuon' has lines", id="lines"),
+    pytest.param(NorMuon, {"lines": "row"}, "'row' is not a Lines", id="lines_name"),
+    pytest.param(NAMO, {"weight_decay_method": "l2"}, "NAMO with L2 weight decay", id="namo_l2"),
+    pytest.param(SOAP, {"order": "megatrom"}, "'megatrom' is not a Order", id="order"),
     pytest.param(SOAP, {"orthonormalization": "qr"}, "'qr' is not a Orthonormalization", id="orthonormalization"),
     pytest.param(Muon, {"lr": -1.0}, "lr=-1.0 is not allowed", id="lr"),
 ]

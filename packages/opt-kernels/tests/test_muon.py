@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode
 from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
@@ -73,6 +74,9 @@ SCALES = [
     (ScaleMode.UNIT_RMS_NORM, (32, 8), 2.0),
     (ScaleMode.SHAPE_SCALING, (8, 32), 1.0),
     (ScaleMode.SHAPE_SCALING, (32, 8), 2.0),
+    (ScaleMode.MATCH_RMS_ADAMW, (8, 32), 0.2 * 32**0.5),
+    (ScaleMode.MUP, (32, 8), 2.0),
+    (ScaleMode.MUP, (8, 32), 0.5),
 ]
 
 
@@ -217,9 +221,55 @@ def test_lr_and_weight_decay_may_be_device_scalars() -> None:
 
 def test_coupled_weight_decay_goes_into_the_momentum() -> None:
     main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    got = moved(replace(EXACT, decoupled=False), main, grad)
+    got = moved(replace(EXACT, weight_decay_method=Decay.L2), main, grad)
     expected = moved(EXACT, main, grad + 0.3 * main, hyper=replace(HYPER, weight_decay=0.0))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_independent_decay_does_not_depend_on_the_learning_rate(backend: str) -> None:
+    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
+    rule = replace(POLAR, weight_decay_method=Decay.INDEPENDENT, backend=backend)
+    torch.testing.assert_close(moved(rule, main, grad, hyper=replace(HYPER, lr=0.0)), 0.7 * main, rtol=1e-6, atol=0)
+    expected = 0.7 * main.double() - 0.1 * 40**0.5 * polar(grad)
+    torch.testing.assert_close(moved(rule, main, grad).double(), expected, rtol=0, atol=2e-3)
+
+
+HEADS = [
+    pytest.param((24, 40), (4,), True, [slice(i, i + 4) for i in range(0, 24, 4)], id="heads"),
+    pytest.param((24, 40), (5, 3, 16), False, [slice(0, 5), slice(5, 8), slice(8, 24)], id="uneven"),
+    pytest.param((10, 8), (3, 2), True, [slice(0, 3), slice(3, 5), slice(5, 8), slice(8, 10)], id="groups"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "rows", "by_group", "heads"), HEADS)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["matrix", "stack"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_heads_are_matrices_of_their_own(
+    shape: tuple[int, int],
+    rows: tuple[int, ...],
+    by_group: bool,
+    heads: list[slice],
+    batch: tuple[int, ...],
+    backend: str,
+) -> None:
+    rule = replace(POLAR, backend=backend, scale_mode=ScaleMode.SPECTRAL)
+    main, grad = tensor(*batch, *shape), tensor(*batch, *shape, seed=1)
+    got = moved(rule, main, grad, matrix=MatrixSpec(split_rows=rows, by_group=by_group))
+    apart = [moved(rule, main[..., head, :], grad[..., head, :]) for head in heads]
+    torch.testing.assert_close(got, torch.cat(apart, dim=-2), rtol=0, atol=1e-4)
+
+
+def test_equal_heads_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    call = Orthogonalization.__call__
+    monkeypatch.setattr(
+        Orthogonalization, "__call__", lambda self, x, **how: shapes.append(tuple(x.shape)) or call(self, x, **how)
+    )
+    spec = MatrixSpec(split_rows=(8, 2, 2))
+    moved(POLAR, tensor(24, 40), tensor(24, 40, seed=1), matrix=spec)
+    moved(POLAR, tensor(24, 40), tensor(24, 40, seed=1), matrix=MatrixSpec(split_rows=(4,), by_group=True))
+    assert shapes == [(1, 16, 40), (2, 4, 40), (6, 4, 40)]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
+from opt_kernels.rules.base import MatrixRule
 from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.namo import NAMO
+from opt_kernels.rules.soap import SOAP, Order
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
@@ -19,7 +20,9 @@ RULES: dict[str, MatrixRule] = {
     "muon": MUON,
     "adamuon": AdaptiveMuon(muon=MUON),
     "normuon": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON),
+    "normuon of columns": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
     "soap": SOAP(),
+    "soap in megatron's order": SOAP(order=Order.MEGATRON),
 }
 SPLIT = (4, 1, 1)
 CUTS = {"rows": [(0, 5), (5, 11), (11, 24)], "one": [(0, 24)], "none and all": [(0, 0), (0, 24)]}  # through groups of 6
@@ -76,5 +79,9 @@ def test_parts_move_as_the_whole_does(name: str, cut: str) -> None:
 
 
 def test_rules_of_elements_have_no_phases() -> None:
-    rules: list[Rule] = [Adam(), *RULES.values()]
-    assert [isinstance(rule, MatrixRule) for rule in rules] == [False, True, True, True, True]
+    assert not isinstance(Adam(), MatrixRule)
+    assert all(isinstance(rule, MatrixRule) for rule in RULES.values())
+
+
+def test_namo_has_none_since_the_norm_of_a_gradient_is_lost_before_the_second() -> None:
+    assert not isinstance(NAMO(), MatrixRule)

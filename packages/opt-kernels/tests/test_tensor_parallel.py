@@ -12,9 +12,10 @@ from torch import Tensor
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
@@ -59,14 +60,14 @@ def tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 def whole_update(
-    rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], split_rows: tuple[int, ...]
+    rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], split_rows: tuple[int, ...], *, by_group: bool = False
 ) -> list[Tensor]:
     """The mains after a step for each of `grads`, on one rank."""
     mains = [main.clone() for main in mains]
     states = [rule.init_state(main) for main in mains]
     for of_step in grads:
         works = [
-            Work(grad=grad, main=main, state=state, matrix=MatrixSpec(split_rows=split_rows))
+            Work(grad=grad, main=main, state=state, matrix=MatrixSpec(split_rows=split_rows, by_group=by_group))
             for grad, main, state in zip(of_step, mains, states)
         ]
         rule.update_([Batch(HYPER, works)])
@@ -80,6 +81,7 @@ class Cut:
     size: int
     dim: int
     split_rows: tuple[int, ...] = ()
+    by_group: bool = False
 
 
 def cut_update(rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], cut: Cut) -> tuple[list[Tensor], Threads]:
@@ -92,7 +94,9 @@ def cut_update(rule: Rule, mains: list[Tensor], grads: list[list[Tensor]], cut: 
     def run(rank: int) -> list[Tensor]:
         parts = [part(main, rank) for main in mains]
         states = [rule.init_state(main) for main in parts]
-        spec = MatrixSpec(split_rows=cut.split_rows, partition_dim=cut.dim, tensor_parallel=group.of(rank))
+        spec = MatrixSpec(
+            split_rows=cut.split_rows, by_group=cut.by_group, partition_dim=cut.dim, tensor_parallel=group.of(rank)
+        )
         for of_step in grads:
             works = [
                 Work(grad=part(grad, rank), main=main, state=state, matrix=spec)
@@ -153,6 +157,53 @@ def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(method: SecondMom
     for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.split_rows)):
         # AdaMuon's first steps divide each element by about its own size: 0.1 x sqrt(20) each.
         torch.testing.assert_close(a, b, rtol=2e-3, atol=5e-3 if method is SecondMoment.ADAMUON else 5e-4)
+
+
+@pytest.mark.parametrize("lines", [Lines.COLS, Lines.LONGER])
+@pytest.mark.parametrize("cut", [Cut(size=2, dim=0), Cut(size=2, dim=1)], ids=str)
+def test_lines_of_either_kind_are_those_of_the_whole(lines: Lines, cut: Cut) -> None:
+    rule = AdaptiveMuon(muon=replace(MUON, tp_mode=TpMode.DUPLICATED), second_moment=SecondMoment.NORMUON, lines=lines)
+    # Cut so that the longer side of a part is that of the whole.
+    mains = [tensor(48, 16), tensor(16, 48)]
+    grads = [[tensor(48, 16, seed=step), tensor(16, 48, seed=step)] for step in (1, 2)]
+    got, _ = cut_update(rule, mains, grads, cut)
+    for a, b in zip(got, whole_update(rule, mains, grads, ())):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=5e-4)
+
+
+def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
+    rule = AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)
+    with pytest.raises(MatrixError, match=r"lines='longer': of a matrix \(16, 24\) this rank has a part \(16, 12\)"):
+        cut_update(rule, [tensor(16, 24)], [[tensor(16, 24)]], Cut(size=2, dim=1))
+
+
+@pytest.mark.parametrize("mode", TpMode)
+@pytest.mark.parametrize("cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0)], ids=str)
+def test_the_scale_of_namo_is_that_of_the_whole_matrix(mode: TpMode, cut: Cut) -> None:
+    rule = NAMO(muon=replace(MUON, tp_mode=mode))
+    got, _ = cut_update(rule, MAINS, GRADS, cut)
+    if mode is TpMode.BLOCKWISE:  # each block is another polar factor
+        return
+    for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.split_rows)):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("mode", TpMode)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_heads_do_not_depend_on_the_number_of_ranks(mode: TpMode, dim: int) -> None:
+    # Twelve heads of four rows, whole on their ranks where rows are dealt: no rank asks for another's.
+    rule, spec = replace(MUON, tp_mode=mode), {"split_rows": (4,), "by_group": True}
+    got, group = cut_update(rule, MAINS, GRADS, Cut(size=2, dim=dim, **spec))
+    assert dim == 1 or group.calls == [[], []]
+    if dim == 1 and mode is TpMode.BLOCKWISE:
+        return
+    for a, b in zip(got, whole_update(rule, MAINS, GRADS, (4,), by_group=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=5e-4)
+
+
+def test_heads_that_ranks_cut_are_refused() -> None:
+    with pytest.raises(MatrixError, match=r"split_rows=\(32,\) does not divide the 24 rows"):
+        cut_update(MUON, [tensor(48, 16)], [[tensor(48, 16)]], Cut(size=2, dim=0, split_rows=(32,), by_group=True))
 
 
 def test_blocks_are_orthogonalised_alone_but_scaled_as_the_whole() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.matrices.muon import Inputs, rounds
+from opt_kernels.matrices.muon import Decay, Inputs, rounds
 from opt_kernels.matrices.muon import reference as slow
 from opt_kernels.matrices.muon import triton as fast
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
@@ -21,6 +21,7 @@ from opt_kernels.matrices.stacks import join as joined
 from opt_kernels.matrices.stacks import split
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
 from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.namo import NAMO
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, momentum=0.9)
@@ -120,16 +121,17 @@ def itself(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
     """Each matrix over its norm, each split part over its own: what every transformation begins with."""
     if normalised:
         return matrices
-    rows = tasks[0].work.matrix.split_rows
-    parts = [part / part.square().sum((-2, -1), keepdim=True).sqrt() for part in split(matrices, rows)]
-    return joined(parts, rows).reshape(matrices.shape)
+    spec = tasks[0].work.matrix
+    parts = [part / part.square().sum((-2, -1), keepdim=True).sqrt() for part in split(matrices, spec)]
+    return joined(parts, spec, matrices.shape)
 
 
 def moved(version: Any, works: list[Work], momentum: Any, inputs: Inputs = FP32, **more: Any) -> None:
     version.muon_(
         [Batch(HYPER, works[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), works[3:])],
         **{
-            "transform": itself, "adapt_": None, "inputs": lambda work: inputs, "nesterov": True, "decoupled": True,
+            "transform": itself, "adapt_": None, "inputs": lambda work: inputs, "nesterov": True,
+            "decay": Decay.DECOUPLED,
             "factors": lambda work: FACTORS[: len(work.matrix.split_rows) or 1],
             "momentum_codec": codec_for("momentum_buffer", momentum, signed=True),
         } | more,
@@ -155,14 +157,18 @@ def assert_close(work: Work, true: Work, old: Tensor, *, unit: float, main: torc
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES.keys())
-@pytest.mark.parametrize(("nesterov", "decoupled"), [(False, True), (True, False)], ids=["plain", "nesterov-l2"])
+@pytest.mark.parametrize(
+    ("nesterov", "decay"),
+    [(False, Decay.DECOUPLED), (True, Decay.L2), (True, Decay.INDEPENDENT)],
+    ids=["plain", "nesterov-l2", "nesterov-independent"],
+)
 def test_a_step_equals_its_float64_reference(
-    storage: Storage, nesterov: bool, decoupled: bool, kernel_device: torch.device
+    storage: Storage, nesterov: bool, decay: Decay, kernel_device: torch.device
 ) -> None:
     works = make_works(storage, kernel_device)
     exact = [in_float64(work, storage.momentum) for work in works]
     before = [main_of(work) for work in works]
-    how = {"nesterov": nesterov, "decoupled": decoupled}
+    how = {"nesterov": nesterov, "decay": decay}
     slow.muon_(
         [Batch(HYPER, exact[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), exact[3:])],
         transform=itself, adapt_=None, inputs=lambda work: FP32, grad_scale=0.5,
@@ -285,7 +291,8 @@ def test_matrices_that_come_normalised_and_not_are_never_held_together(kernel_de
         fast.muon_(
             [Batch(HYPER, works)], transform=transform, adapt_=None,
             inputs=lambda work: Inputs(torch.float32, work.grad.shape[0] == 25), factors=lambda work: FACTORS[:1],
-            nesterov=True, decoupled=True, momentum_codec=codec_for("momentum_buffer", torch.float32, signed=True),
+            nesterov=True, decay=Decay.DECOUPLED,
+            momentum_codec=codec_for("momentum_buffer", torch.float32, signed=True),
         )  # fmt: skip
 
     move(together)
@@ -336,6 +343,7 @@ RULES = {
     "muon": Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST),
     "muon-16-bit": Muon(nesterov=True),
     "muon-large-eps": Muon(eps=1e2, fp32_matmul_prec=MatmulPrecision.HIGHEST),
+    "namo": NAMO(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
     "adamuon": AdaptiveMuon(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
     "normuon": AdaptiveMuon(
         muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON
@@ -343,7 +351,7 @@ RULES = {
 }  # fmt: skip
 
 
-def with_backend(rule: Muon | AdaptiveMuon, backend: str) -> Muon | AdaptiveMuon:
+def with_backend(rule: Muon | AdaptiveMuon | NAMO, backend: str) -> Muon | AdaptiveMuon | NAMO:
     muon = rule if isinstance(rule, Muon) else rule.muon
     # Products by torch on both sides: only what is around them differs.
     chosen = replace(muon, backend=backend, use_syrk=False)
@@ -353,13 +361,14 @@ def with_backend(rule: Muon | AdaptiveMuon, backend: str) -> Muon | AdaptiveMuon
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_moves_as_it_does_in_torch(name: str, kernel_device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
-    shapes = [(48, 64), (64, 32), (48, 64), (2, 24, 40), (36, 40)]
+    shapes = [(48, 64), (64, 32), (48, 64), (2, 24, 40), (36, 40), (20, 40)]
     mains = [torch.randn(shape, generator=generator).to(kernel_device) for shape in shapes]
     grads = [[torch.randn(shape, generator=generator).to(kernel_device) for shape in shapes] for _ in range(2)]
     results = []
     for backend in ("triton", "torch"):
         rule = with_backend(RULES[name], backend)
-        specs = [MatrixSpec(split_rows=(4, 1, 1)) if m.shape == (36, 40) else MatrixSpec() for m in mains]
+        fused = {(36, 40): MatrixSpec(split_rows=(4, 1, 1)), (20, 40): MatrixSpec(split_rows=(4, 1), by_group=True)}
+        specs = [fused.get(tuple(main.shape), MatrixSpec()) for main in mains]
         states = [rule.init_state(main) for main in mains]
         moving = [main.clone() for main in mains]
         for step, of_step in enumerate(grads, 1):

@@ -134,7 +134,7 @@ def test_the_caller_may_know_better():
             "shared_embedding, shared_position_embedding, pipeline_parallel, tensor_parallel, partition_dim, "
             "partition_stride, sequence_parallel, "
             "average_gradients_across_tp, is_embedding_or_output, is_embedding, use_muon, grad_norm_group, "
-            "qkv_split_shapes. Did you mean is_expert?",
+            "qkv_split_shapes, head_rows, split_sizes. Did you mean is_expert?",
         ),
         (
             {"output.weight": {"partition_dim": 2}},
@@ -149,8 +149,29 @@ def test_the_caller_may_know_better():
             "layers.0.norm.weight: qkv_split_shapes=(2, 1, 1) of shape (4,): must be positive numbers of rows of a "
             "matrix",
         ),
+        (
+            {"output.weight": {"head_rows": 2}},
+            "output.weight: head_rows=2 of shape (7, 4): must divide the rows of a matrix or of a stack of matrices",
+        ),
+        (
+            {"layers.0.norm.weight": {"head_rows": 2}},
+            "layers.0.norm.weight: head_rows=2 of shape (4,): must divide the rows of a matrix or of a stack of "
+            "matrices",
+        ),
+        (
+            {"output.weight": {"split_sizes": (3, 3)}},
+            "output.weight: split_sizes=(3, 3) of shape (7, 4): must be positive numbers of rows that make up the "
+            "whole matrix",
+        ),
+        (
+            {"output.weight": {"split_sizes": (3, 4), "head_rows": 7}},
+            "output.weight: head_rows=7 and split_sizes=(3, 4): give one of them",
+        ),
     ],
-    ids=["unknown name", "unknown chunk", "unknown role", "no such dim", "indivisible QKV", "QKV of a vector"],
+    ids=[
+        *("unknown name", "unknown chunk", "unknown role", "no such dim", "indivisible QKV", "QKV of a vector"),
+        *("indivisible heads", "heads of a vector", "sizes that are too few", "two splits"),
+    ],
 )
 def test_what_cannot_be_is_refused(overrides, message):
     with pytest.raises(ConfigError) as caught:

@@ -132,6 +132,8 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
         "optimizer_options": _rule(),
+        "muon_weight_decay_method": _rule(),
+        "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_lines_asked_for"),
     }
 )
 

@@ -109,7 +109,8 @@ class OptimizerConfig(Configuration):
     muon_nesterov: bool = False
     """Nesterov momentum in Muon."""
     muon_scale_mode: str = "spectral"
-    """Scale of Muon's update by the matrix's shape: spectral, unit_rms_norm or shape_scaling."""
+    """Scale of Muon's update by the matrix's shape (rows, cols): spectral, sqrt(max); unit_rms_norm and mup,
+    sqrt(rows / cols); shape_scaling, sqrt(max(1, rows / cols)); match_rms_adamw, 0.2 sqrt(max)."""
     muon_fp32_matmul_prec: str = "medium"
     """Precision of the Newton-Schulz products: highest, high or medium, as torch names them."""
     muon_coefficient_type: str = "quintic"
@@ -137,7 +138,7 @@ class OptimizerConfig(Configuration):
     """SOAP's preconditioner by the Kullback-Leibler variant of Shampoo."""
 
     adaptive_muon_moment2_method: str = "adamuon"
-    """Second moment of Adaptive Muon: adamuon or normuon. (The reference's namo is not built.)"""
+    """Second moment of Adaptive Muon: adamuon, normuon or namo."""
     adaptive_muon_beta2: float = 0.95
     """Decay of Adaptive Muon's second moment."""
     adaptive_muon_eps: float = 1e-08
@@ -192,6 +193,10 @@ class OptimizerConfig(Configuration):
     optimizer_options: Mapping[str, Any] | None = None
     """Numbers and choices of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of ademamix,
     {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}; None: its defaults."""
+    muon_weight_decay_method: str = "decoupled"
+    """Muon's decay where decoupled_weight_decay: decoupled, lr wd p, or independent, wd p whatever the rate."""
+    adaptive_muon_lines: str = "rows"
+    """Lines of which normuon keeps a mean square: rows, cols, or longer: rows unless there are more columns."""
 
     def validate(self) -> None:
         """Check every field as it is now. Raises `ConfigError` with all that is wrong."""

@@ -68,13 +68,15 @@ CHOICES = MappingProxyType(
         "main_params_dtype": (torch.float32, torch.float16),
         "exp_avg_dtype": _MOMENTS,
         "exp_avg_sq_dtype": _MOMENTS,
-        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
+        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw", "mup"),
         "muon_fp32_matmul_prec": ("highest", "high", "medium"),
         "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5", "aol"),
         "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
         "muon_scalar_optimizer": ("adam", "lion"),
         "soap_order": ("paper", "megatron"),
-        "adaptive_muon_moment2_method": ("adamuon", "normuon"),
+        "adaptive_muon_moment2_method": ("adamuon", "normuon", "namo"),
+        "adaptive_muon_lines": ("rows", "cols", "longer"),
+        "muon_weight_decay_method": ("decoupled", "independent"),
     }
 )
 

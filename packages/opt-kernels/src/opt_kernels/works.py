@@ -74,6 +74,7 @@ class MatrixSpec:
     """What a matrix rule must know of a matrix beside its shape."""
 
     split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
+    by_group: bool = False  # every group's rows are matrices of their own, as heads; else those of all groups together
     partition_dim: int | None = None  # the dim that tensor parallelism cuts; None: the whole matrix is here
     tensor_parallel: TensorParallel | None = None
     part: MatrixPart | None = None  # None: the whole is here, or as equal parts as `tensor_parallel` has ranks

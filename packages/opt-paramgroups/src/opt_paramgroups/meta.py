@@ -42,9 +42,12 @@ class ParamMeta:
     use_muon: bool = True  # a matrix rule may move it
     grad_norm_group: str | None = None  # a norm and clip of its own
     qkv_split_shapes: tuple[int, ...] = ()  # rows of q, k and v in one query group; (): not fused
+    head_rows: int = 0  # rows of one head, which a matrix rule moves as a matrix of its own; 0: not by heads
+    split_sizes: tuple[int, ...] = ()  # rows of matrices of their own that make up the whole; (): one matrix
 
     def __post_init__(self) -> None:
         dim, rows = self.partition_dim, sum(self.qkv_split_shapes)
+        self._check_split()
         if dim is not None and not 0 <= dim < len(self.shape):
             raise ConfigError(
                 f"{self.id}: partition_dim={dim} of shape {self.shape}: must be in [0, {len(self.shape)})"
@@ -58,6 +61,26 @@ class ParamMeta:
             raise ConfigError(
                 f"{self.id}: qkv_split_shapes={self.qkv_split_shapes}: {rows} rows per query group do not divide "
                 f"{self.shape[0]} rows"
+            )
+
+    def _check_split(self) -> None:
+        """Raises ConfigError where the rows of heads or split matrices do not fit the shape, and for two splits."""
+        given = {name: getattr(self, name) for name in ("qkv_split_shapes", "head_rows", "split_sizes")}
+        given = {name: value for name, value in given.items() if value}
+        if len(given) > 1:
+            raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: give one of them")
+        rows = self.shape[-2] if len(self.shape) in (2, 3) else 0
+        if self.head_rows and (self.head_rows < 0 or not rows or rows % self.head_rows):
+            raise ConfigError(
+                f"{self.id}: head_rows={self.head_rows} of shape {self.shape}: must divide the rows of a matrix or of "
+                "a stack of matrices"
+            )
+        is_part = self.tensor_parallel and not self.is_dtensor  # of the whole, which has as many times these rows
+        fits = rows and (sum(self.split_sizes) == rows or (is_part and sum(self.split_sizes) % rows == 0))
+        if self.split_sizes and (min(self.split_sizes) <= 0 or not fits):
+            raise ConfigError(
+                f"{self.id}: split_sizes={self.split_sizes} of shape {self.shape}: must be positive numbers of rows "
+                "that make up the whole matrix"
             )
 
     @property
@@ -108,6 +131,8 @@ _ATTRIBUTE_OF_FIELD = MappingProxyType(
         "use_muon": "use_muon",
         "grad_norm_group": "grad_norm_group",
         "qkv_split_shapes": "qkv_split_shapes",
+        "head_rows": "head_rows",
+        "split_sizes": "split_sizes",
     }
 )
 _TRUE_UNSAID = frozenset({"use_muon", "partition_stride"})
@@ -163,7 +188,7 @@ def _meta(id: ParamId, param: nn.Parameter, roles: Mapping[str, Any]) -> ParamMe
         local_shape=layout.local_shape,
         dtype=param.dtype,
         placements=layout.placements,
-        **{**roles, "qkv_split_shapes": tuple(roles.get("qkv_split_shapes", ()))},
+        **{**roles, **{name: tuple(roles.get(name, ())) for name in ("qkv_split_shapes", "split_sizes")}},
     )
 
 

@@ -9,12 +9,14 @@ import torch
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_kernels.formulas import Formula, NumberError
 from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.namo import NAMO, adaptive_rule
 from opt_kernels.rules.soap import SOAP, Order
 
 
@@ -131,7 +133,7 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
 def _muon(config: OptimizerConfig) -> Muon:
     return Muon(
         nesterov=config.muon_nesterov,
-        decoupled=config.decoupled_weight_decay,
+        weight_decay_method=_muon_decay(config),
         scale_mode=ScaleMode(config.muon_scale_mode),
         extra_scale_factor=config.muon_extra_scale_factor,
         coefficient_type=CoefficientType(config.muon_coefficient_type),
@@ -142,8 +144,30 @@ def _muon(config: OptimizerConfig) -> Muon:
     )
 
 
-def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuon:
-    return AdaptiveMuon(muon=_muon(config), second_moment=SecondMoment(config.adaptive_muon_moment2_method))
+def _muon_decay(config: OptimizerConfig) -> Decay:
+    if config.decoupled_weight_decay:
+        return Decay(config.muon_weight_decay_method)
+    if config.muon_weight_decay_method != "decoupled":
+        raise ConfigError(
+            f"decoupled_weight_decay=False with muon_weight_decay_method={config.muon_weight_decay_method!r}: "
+            "leave one of them at its default"
+        )
+    return Decay.L2
+
+
+def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuon | NAMO:
+    muon, method, lines = _muon(config), config.adaptive_muon_moment2_method, config.adaptive_muon_lines
+    if method != "normuon" and lines != "rows":
+        raise ConfigError(
+            f"adaptive_muon_lines={lines!r} with adaptive_muon_moment2_method={method!r}: only 'normuon' has lines; "
+            "leave it at 'rows'"
+        )
+    if method == "namo" and not config.decoupled_weight_decay:
+        raise ConfigError(
+            "decoupled_weight_decay=False with adaptive_muon_moment2_method='namo': its scale is of the gradient "
+            "alone; leave it at True"
+        )
+    return adaptive_rule(muon, method, lines=Lines(lines))
 
 
 # What fields of the configuration say of a formula's numbers.
@@ -163,7 +187,7 @@ MUON = RuleEntry(
 )
 ADAPTIVE_MUON = RuleEntry(
     name="adaptive_muon",
-    summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon)",
+    summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
     make=_adaptive_muon,
     hyper=lambda config: {
         "momentum": config.muon_momentum,

@@ -82,7 +82,7 @@ def plan_compute(
         if cuts:
             arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
             found.setdefault(arranged, []).append(matrix)
-            if split_qkv and meta.qkv_split_shapes:
+            if split_rows(meta, split_qkv=split_qkv).rows:
                 _check_groups(meta, arranged, matrix)
     return tuple(
         ComputePlan(
@@ -156,17 +156,40 @@ def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
             )
 
 
+class SplitRows(NamedTuple):
+    """Rows of a parameter that a matrix rule moves as matrices of their own."""
+
+    rows: tuple[int, ...]  # of one group; (): the whole is one matrix
+    by_group: bool  # every group is a matrix of its own
+
+
+def split_rows(meta: ParamMeta, *, split_qkv: bool) -> SplitRows:
+    """How the rows of a parameter are split: heads, matrices of any sizes, or with `split_qkv` fused q, k and v."""
+    if meta.head_rows:
+        return SplitRows((meta.head_rows,), True)
+    return SplitRows(meta.split_sizes or (meta.qkv_split_shapes if split_qkv else ()), False)
+
+
 def _check_groups(meta: ParamMeta, arranged: _Arranged, matrix: SplitMatrix) -> None:
-    """Query groups of fused rows are whole in whatever the rule sees as one matrix."""
-    rows, sizes = sum(meta.qkv_split_shapes), tuple(axis.size for axis in arranged.axes)
+    """Groups of rows are whole in whatever the rule sees as one matrix."""
+    split, sizes = split_rows(meta, split_qkv=True), tuple(axis.size for axis in arranged.axes)
+    rows = sum(split.rows)
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         if block.shape[-2] % rows or block.offset[-2] % rows:
             raise ConfigError(
-                f"{meta.id}: qkv_split_shapes={meta.qkv_split_shapes}: query groups of {rows} rows are cut: "
+                f"{meta.id}: {_split_in_words(meta)} of {rows} rows are cut: "
                 f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; deal whole groups to ranks, or set "
                 "muon_tp_mode='duplicated'"
             )
+
+
+def _split_in_words(meta: ParamMeta) -> str:
+    if meta.head_rows:
+        return f"head_rows={meta.head_rows}: heads"
+    if meta.split_sizes:
+        return f"split_sizes={meta.split_sizes}: matrices"
+    return f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
 
 
 def _told(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:

@@ -13,7 +13,7 @@ from opt_distributed.step.compute import ComputeStage
 from opt_distributed.step.dtensor import mesh_comms
 from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.compute import ComputePlan
+from opt_stack.compute import ComputePlan, split_rows
 from opt_stack.plan import UnitPlan
 
 
@@ -37,9 +37,9 @@ def place_matrices(
     Raises:
         LayoutError: a DTensor whose local part is not what its placements say.
     """
-    rows = {id: tuple(metas[id].qkv_split_shapes) if split_qkv else () for id in unit.ids}
+    splits = {id: _split_of(metas[id], split_qkv=split_qkv) for id in unit.ids}
     # Sorted: a set's order differs between processes, and that of the stages is that of their collectives.
-    placed = {id: PlacedMatrix(MatrixSpec(split_rows=rows[id])) for id in sorted(unit.ids)}
+    placed = {id: PlacedMatrix(splits[id]) for id in sorted(unit.ids)}
     peers = _Peers()
     for plan in unit.compute:
         by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share the names of their axes
@@ -47,7 +47,7 @@ def place_matrices(
             comms = _comms(plan, params[slot.matrix.id], tensor_parallel_comm)
             by_comms.setdefault(tuple(map(peers.one, comms)), []).append(slot)
         for comms, slots in by_comms.items():
-            placed |= _placed(plan, comms, slots, metas, rows, peers)
+            placed |= _placed(plan, comms, slots, metas, splits, peers)
     return placed
 
 
@@ -70,6 +70,12 @@ def tensor_parallel(comm: Comm) -> TensorParallel:
         return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
 
     return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
+
+
+def _split_of(meta: ParamMeta, *, split_qkv: bool) -> MatrixSpec:
+    """Which rows of a parameter are matrices of their own."""
+    rows, by_group = split_rows(meta, split_qkv=split_qkv)
+    return MatrixSpec(split_rows=rows, by_group=by_group)
 
 
 class _Peers:
@@ -100,7 +106,7 @@ def _placed(
     comms: tuple[Comm, ...],
     slots: list[ComputeSlot],
     metas: Mapping[ParamId, ParamMeta],
-    rows: Mapping[ParamId, tuple[int, ...]],
+    splits: Mapping[ParamId, MatrixSpec],
     peers: _Peers,
 ) -> dict[ParamId, PlacedMatrix]:
     """Matrices of one plan whose parts one grid of ranks has."""
@@ -117,12 +123,12 @@ def _placed(
                 "fully_shard or parallelize_module do, or give it an elementwise rule through config_overrides"
             )
         dim = None if number is None else matrix.dims[number]
-        of_whole[matrix.id] = MatrixSpec(split_rows=rows[matrix.id], partition_dim=dim, tensor_parallel=group)
+        of_whole[matrix.id] = replace(splits[matrix.id], partition_dim=dim, tensor_parallel=group)
         of_part[matrix.id] = MatrixPart(matrix.id, matrix.shape, block.offset[-2])
     if not plan.layout.computes.gathers:
         return {id: PlacedMatrix(_in_place(spec, of_part[id], metas[id].local_shape)) for id, spec in of_whole.items()}
     stage = ComputeStage(plan.layout, comms, of_whole=of_whole)
-    return {id: PlacedMatrix(MatrixSpec(split_rows=rows[id], part=part), stage) for id, part in of_part.items()}
+    return {id: PlacedMatrix(replace(splits[id], part=part), stage) for id, part in of_part.items()}
 
 
 def _in_place(spec: MatrixSpec, part: MatrixPart, local_shape: tuple[int, ...]) -> MatrixSpec:

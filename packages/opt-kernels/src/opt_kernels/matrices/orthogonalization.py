@@ -23,9 +23,11 @@ __all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale
 class ScaleMode(Choice):
     """What the orthogonal matrix (rows, cols) is multiplied by, so that one learning rate suits every shape."""
 
-    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): with an extra factor of 0.2, AdamW's root mean square
+    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements of root mean square 1
     UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
     SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): Keller Jordan's
+    MATCH_RMS_ADAMW = "match_rms_adamw"  # 0.2 sqrt(max(rows, cols)): AdamW's root mean square (Moonlight, 2502.16982)
+    MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
 
 
 class TpMode(Choice):
@@ -41,7 +43,9 @@ def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
     match mode:
         case ScaleMode.SPECTRAL:
             return float(max(rows, cols) ** 0.5)
-        case ScaleMode.UNIT_RMS_NORM:
+        case ScaleMode.MATCH_RMS_ADAMW:
+            return float(0.2 * max(rows, cols) ** 0.5)
+        case ScaleMode.UNIT_RMS_NORM | ScaleMode.MUP:
             return float((rows / cols) ** 0.5)
         case ScaleMode.SHAPE_SCALING:
             return float(max(1.0, rows / cols) ** 0.5)

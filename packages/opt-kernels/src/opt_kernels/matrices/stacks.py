@@ -1,6 +1,7 @@
 """What the matrix rules share: a parameter read and written as matrices, fused ones split, equal ones stacked."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def check(work: Work) -> None:
     if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
         raise MatrixError(
             f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; give "
-            "positive rows of q, k and v in one query group, whose sum divides this rank's rows"
+            "positive rows of q, k and v in one query group, or of a head, whose sum divides this rank's rows"
         )
     if spec.partition_dim is not None and not 0 <= spec.partition_dim < len(shape):
         raise MatrixError(
@@ -85,6 +86,19 @@ def matrix_dim(work: Work) -> int | None:
     return dim if dim >= -2 else None  # the batch dim of a stack: whole matrices are dealt to ranks
 
 
+def cut_of_parts(work: Work) -> int | None:
+    """`matrix_dim` of the work's split parts: None where tensor parallelism deals whole heads to ranks."""
+    cut = matrix_dim(work)
+    return None if work.matrix.by_group and cut == -2 else cut
+
+
+def sum_of_squares(work: Work, x: Tensor) -> Tensor:
+    """‖X‖² of each matrix of `x` (*shape), whole: 0-d, or one number for each matrix of a stack."""
+    squares = x.square().sum((-2, -1))
+    group = work.matrix.tensor_parallel
+    return squares if matrix_dim(work) is None or group is None else group.all_reduce(squares)
+
+
 def whole_size(work: Work) -> tuple[int, int]:
     """Rows and columns of the matrix that the work is all of, or a part of."""
     spec = work.matrix
@@ -96,22 +110,27 @@ def whole_size(work: Work) -> tuple[int, int]:
     return rows * (ranks if cut == -2 else 1), cols * (ranks if cut == -1 else 1)
 
 
-def split(stack: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
-    """`stack` (..., groups * sum(rows), cols) as one contiguous (batch, groups * r, cols) for each r of `rows`."""
-    stack = stack.reshape(-1, *stack.shape[-2:])
+def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
+    """`stack` (..., groups * sum(rows), cols) as contiguous matrices, one tensor for each r of `spec.split_rows`.
+
+    (batch, groups * r, cols), or (batch * groups, r, cols) where the groups are matrices of their own.
+    """
+    stack, rows = stack.reshape(-1, *stack.shape[-2:]), list(spec.split_rows)
     if not rows:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
+    merged = (0, 1) if spec.by_group else (1, 2)
     # Contiguous, since sums over strided rows run in another order: the bits would tell where a part came from.
-    return [part.flatten(1, 2).contiguous() for part in torch.split(grouped, list(rows), dim=2)]
+    return [part.flatten(*merged).contiguous() for part in torch.split(grouped, rows, dim=2)]
 
 
-def join(parts: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
-    """The inverse of `split`, as (batch, rows, cols)."""
-    if not rows:
-        return parts[0]
-    grouped = [part.view(part.shape[0], -1, r, part.shape[-1]) for part, r in zip(parts, rows)]
-    return torch.cat(grouped, dim=2).flatten(1, 2)
+def join(parts: Sequence[Tensor], spec: MatrixSpec, shape: Sequence[int]) -> Tensor:
+    """The inverse of `split`, in the `shape` (..., rows, cols) that was split."""
+    if not spec.split_rows:
+        return parts[0].reshape(shape)
+    batch = prod(shape[:-2])
+    grouped = [part.reshape(batch, -1, r, shape[-1]) for part, r in zip(parts, spec.split_rows)]
+    return torch.cat(grouped, dim=2).reshape(shape)
 
 
 class StackedStates:

@@ -1,72 +1,53 @@
-"""Drop-in AdaptiveMuon: AdaMuon and NorMuon."""
+"""Drop-in AdaptiveMuon and its presets: Muon with a second moment."""
 
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from opt_kernels.hooks import GivenHooks
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
-from opt_kernels.optim.base import Params
 from opt_kernels.optim.matrices import MatrixOptimizer
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
-from opt_kernels.rules.adaptive_muon import SecondMoment
-from opt_kernels.rules.muon import Muon as MuonRule
+from opt_kernels.optim.muon import MUON_OPTIONS, muon_rule
+from opt_kernels.rules.adaptive_muon import Lines
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.namo import adaptive_rule
+
+_NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
+_MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quintic", **MUON_OPTIONS}
 
 
 class AdaptiveMuon(MatrixOptimizer):
-    """Muon with a second moment: "adamuon" of each element, "normuon" of each row of the orthogonalised update.
+    """Muon with a second moment of the orthogonalised update, "adamuon" of each element, "normuon" of each line, or of
+    the gradient's norm, "namo".
 
     `betas[1]` and `eps` are the second moment's; a group of other parameters, which `scalar_optimizer` moves, has its
-    own. The other options are `Muon`'s. Raises ValueError for an option that is not allowed.
+    own. NorMuon's `lines` are "rows", "cols" or "longer": rows unless there are more columns. The other options are
+    `Muon`'s. Raises ValueError for an option that is not allowed.
     """
 
-    def __init__(
-        self,
-        params: Params | nn.Module,
-        lr: float | Tensor = 3e-4,
-        momentum: float = 0.95,
-        weight_decay: float = 0.01,
-        nesterov: bool = False,
-        *,
-        moment2_method: str = "adamuon",
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        scale_mode: str = "spectral",
-        extra_scale_factor: float = 1.0,
-        coefficient_type: str = "quintic",
-        num_ns_steps: int = 5,
-        fp32_matmul_prec: str = "medium",
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        hooks: GivenHooks = (),
-    ) -> None:
-        muon = MuonRule(
-            nesterov=nesterov,
-            scale_mode=ScaleMode(scale_mode),
-            extra_scale_factor=extra_scale_factor,
-            coefficient_type=CoefficientType(coefficient_type),
-            num_ns_steps=num_ns_steps,
-            fp32_matmul_prec=MatmulPrecision(fp32_matmul_prec),
-            momentum_buffer_dtype=momentum_buffer_dtype,
-            backend=backend,
-        )
-        rule = AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(moment2_method))
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(
-            params,
-            rule,
-            defaults,
-            scalar_optimizer=scalar_optimizer,
-            scalar_options=scalar_options,
-            mains=mains,
-            max_norm=max_norm,
-            backend=backend,
-            hooks=hooks,
-        )
+    fixed = ("nesterov",)
+    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(_NUMBERS)
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"moment2_method": "adamuon", "lines": "rows", **_MUON})
+    method: ClassVar[str | None] = None  # None: an argument
+
+    @classmethod
+    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+        muon = muon_rule({name: given[name] for name in (*_MUON, "nesterov", "backend")})
+        method = cls.method or given["moment2_method"]
+        return adaptive_rule(muon, method, lines=Lines(given.get("lines", Lines.ROWS)))
+
+
+class NorMuon(AdaptiveMuon):
+    """NorMuon (arXiv 2510.05491): `AdaptiveMuon` with "normuon" and the paper's scale, 0.2 sqrt(max(rows, cols)).
+
+    It takes AdamW's lr and weight decay.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**_NUMBERS, "weight_decay": 0.1})
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"})
+    method: ClassVar[str | None] = "normuon"
+
+
+class NAMO(AdaptiveMuon):
+    """NAMO (arXiv 2602.17080): Muon with one adaptive scale for each matrix, `AdaptiveMuon` with "namo"."""
+
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType(_MUON)
+    method: ClassVar[str | None] = "namo"

@@ -1,16 +1,20 @@
 """What the optimizers of matrices share: which parameters are matrices, and who moves the others."""
 
-from abc import ABC
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import Parameter, Signature
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from opt_kernels.choice import Choice
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.matrices.stacks import MatrixError, check
+from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
@@ -19,13 +23,17 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import MatrixSpec, Work
 
+R = TypeVar("R", bound=Rule)
+
 
 class MatrixOptimizer(RuleOptimizer, ABC):
     """A `RuleOptimizer` whose rule moves matrices, and which gives the other parameters to an elementwise rule.
 
     A parameter is a matrix if it has two dims, unless its group says otherwise with `use_matrix_rule`: False for
-    embeddings and output layers, True for 3-d parameters that are stacks of matrices. A group's `split_rows` are the
-    rows of q, k and v in one query group of its fused parameters, to be orthogonalised one by one.
+    embeddings and output layers, True for 3-d parameters that are stacks of matrices. Rows that are matrices of their
+    own are said by one of these of a group: `split_rows`, the rows of q, k and v in one query group of fused
+    parameters; `num_heads`, equal parts of all rows, as in per-head orthogonalisation (GLM-5, arXiv 2602.15763);
+    `split_sizes`, parts of any sizes that make up all rows.
 
     Parameters alone do not tell which of them are embeddings or output layers. Given the model itself, an `nn.Module`
     in place of `params`, the optimizer leaves these to the elementwise rule (`opt_kernels.optim.modules.groups_of`).
@@ -35,30 +43,52 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
 
     `hooks` are of both rules, or by their names: `{"muon": [...], "adam": [...]}`.
+
+    A final class says its `numbers` and `options`, which make its signature, and the rule at given ones. All numbers
+    may be given by position; `mains`, `max_norm` and `backend` are as in `AdamW`.
     """
 
-    def __init__(
-        self,
-        params: Params | nn.Module,
-        rule: Rule,
-        defaults: ParamGroup,
-        *,
-        scalar_optimizer: str | None,
-        scalar_options: Mapping[str, Any] | None = None,
-        mains: str,
-        max_norm: float | None,
-        backend: str | None,
-        hooks: GivenHooks = (),
-    ) -> None:
-        self.scalar_rule = _scalar_rule(scalar_optimizer, scalar_options or {}, backend)
-        of_groups: ParamGroup = {"use_matrix_rule": None, "split_rows": ()}
-        given = groups_of(params) if isinstance(params, nn.Module) else params
-        super().__init__(given, rule, defaults | of_groups, mains=mains, max_norm=max_norm, hooks=hooks)
+    numbers: ClassVar[Mapping[str, Any]]  # what groups have of their own
+    options: ClassVar[Mapping[str, Any]]  # of the rule, the same for all groups
+    splits: ClassVar[tuple[str, ...]] = ("split_rows", "num_heads", "split_sizes")
+    default_hooks: ClassVar[GivenHooks] = ()
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        cls.__signature__ = _signature(cls.numbers, {**cls.options, **_OF_ALL, "hooks": cls.default_hooks})
+
+    def __init__(self, params: Params | nn.Module, *args: Any, **options: Any) -> None:
+        bound = type(self).__signature__.bind(params, *args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        numbers = {name: given[name] for name in self.numbers}
+        rule = self.rule_with(numbers | {name: given[name] for name in (*self.options, "backend")})
+        self.scalar_rule = _scalar_rule(given["scalar_optimizer"], given["scalar_options"] or {}, given["backend"])
+        self._names: dict[Tensor, str] = {}
+        of_groups: ParamGroup = {"use_matrix_rule": None} | {name: _UNSPLIT[name] for name in self.splits}
+        if isinstance(params, nn.Module):
+            self._names = {param: name for name, param in params.named_parameters()}
+            params = groups_of(params)
+        super().__init__(
+            params,
+            rule,
+            numbers | of_groups,
+            mains=given["mains"],
+            max_norm=given["max_norm"],
+            hooks=given["hooks"],
+        )
         warn_of_suspects(self.param_groups)
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         return (self.rule,) if self.scalar_rule is None else (self.rule, self.scalar_rule)
+
+    @classmethod
+    @abstractmethod
+    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+        """The rule at these numbers and options, by their names as arguments."""
+        ...
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         chosen = group["use_matrix_rule"]
@@ -66,7 +96,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return for_dtype(self.rule, param)
         if self.scalar_rule is None:
             raise MatrixError(
-                f"a parameter of shape {tuple(param.shape)} is not a matrix for {type(self).__name__}; give "
+                f"{self._named(group, param)} is not a matrix for {type(self).__name__}; give "
                 "scalar_optimizer='adam' or 'lion', or leave it to another optimizer"
             )
         return for_dtype(self.scalar_rule, param)
@@ -76,10 +106,24 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return MatrixSpec()
         if is_dtensor(param) and local(param).shape != param.shape:
             raise MatrixError(
-                f"{type(self).__name__} needs whole matrices, but of one of shape {tuple(param.shape)} this rank has "
+                f"{type(self).__name__} needs whole matrices, but of {self._named(group, param)} this rank has "
                 f"{tuple(local(param).shape)}; replicate it, or use opt_distributed, which gathers"
             )
-        return MatrixSpec(split_rows=tuple(group["split_rows"]))
+        check_shape(param.shape)
+        given = {name: group[name] for name in self.splits if group[name] != _UNSPLIT[name]}
+        if len(given) > 1:
+            raise MatrixError(f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: give one of them")
+        try:
+            return _split_of(given, rows=param.shape[-2])
+        except MatrixError as error:
+            raise MatrixError(f"{error} of {self._named(group, param)}") from None
+
+    def _named(self, group: ParamGroup, param: Tensor) -> str:
+        """The parameter, for messages."""
+        names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
+        name = self._names.get(param) or names.get(id(param))
+        shape = f"shape {tuple(param.shape)}"
+        return f"a parameter of {shape}" if name is None else f"{name!r} of {shape}"
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         super()._check_param(group, param)
@@ -90,7 +134,47 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         self.rule.init_state(like)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"scalar_rule": self.scalar_rule}
+        return super().__getstate__() | {"scalar_rule": self.scalar_rule, "_names": self._names}
+
+
+_UNSPLIT: Mapping[str, Any] = MappingProxyType({"split_rows": (), "num_heads": 1, "split_sizes": ()})
+_OF_ALL: Mapping[str, Any] = MappingProxyType(
+    {"scalar_optimizer": None, "scalar_options": None, "mains": "param", "max_norm": None, "backend": None}
+)
+
+
+def options_of(rule: type, *names: str) -> dict[str, Any]:
+    """The defaults of a rule's fields, all or those of `names`, with enumerations by their values."""
+    found = {field.name: field.default for field in fields(rule) if not names or field.name in names}
+    return {name: value.value if isinstance(value, Choice) else value for name, value in found.items()}
+
+
+def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
+    """The rule at these fields, of which enumerations may be given by their values."""
+    kinds = {field.name: field.type for field in fields(cast(Any, rule)) if isinstance(field.type, type)}
+    choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], Choice)}
+    return rule(**{name: choices[name](value) if name in choices else value for name, value in options.items()})
+
+
+def _signature(numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Signature:
+    positional = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD)]
+    positional += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in numbers.items()]
+    by_name = [Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in options.items()]
+    return Signature([*positional, *by_name])
+
+
+def _split_of(given: Mapping[str, Any], *, rows: int) -> MatrixSpec:
+    """Which rows are matrices of their own. Raises MatrixError where heads or sizes do not fit all rows."""
+    match given:
+        case {"num_heads": heads}:
+            if not isinstance(heads, int) or heads < 1 or rows % heads:
+                raise MatrixError(f"num_heads={heads!r} does not divide the {rows} rows")
+            return MatrixSpec(split_rows=(rows // heads,), by_group=True)
+        case {"split_sizes": sizes}:
+            if sum(sizes) != rows or min(sizes) < 1:
+                raise MatrixError(f"split_sizes={tuple(sizes)} are not positive numbers that make up the {rows} rows")
+            return MatrixSpec(split_rows=tuple(sizes))
+    return MatrixSpec(split_rows=tuple(given.get("split_rows", ())))
 
 
 def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | None) -> Rule | None:

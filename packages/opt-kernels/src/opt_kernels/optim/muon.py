@@ -2,18 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from opt_kernels.hooks import GivenHooks
+from opt_kernels.hooks import GivenHooks, Hyperball
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import ScaleMode
-from opt_kernels.optim.base import Params
 from opt_kernels.optim.groups import ParamGroup
-from opt_kernels.optim.matrices import MatrixOptimizer
-from opt_kernels.precision import MatmulPrecision
+from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.muon import Muon as MuonRule
 from opt_kernels.works import Hyper
@@ -21,108 +17,100 @@ from opt_kernels.works import Hyper
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
 
+# Options that Muon and AdaptiveMuon share, at the rule's defaults.
+MUON_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    options_of(
+        MuonRule,
+        "extra_scale_factor",
+        "custom_coefficients",
+        "fp32_matmul_prec",
+        "use_syrk",
+        "momentum_buffer_dtype",
+        "weight_decay_method",
+    )
+)
+
+
 class Muon(MatrixOptimizer):
     """Muon (Keller Jordan, 2024) with torch.optim.Muon's arguments and updates, to rounding.
 
     With `scalar_optimizer`, "adam" or "lion" moves all parameters that are not matrices, with the groups' lr and weight
-    decay, `betas` and `scalar_eps`. Groups choose with `use_matrix_rule` and `split_rows`, see `MatrixOptimizer`.
+    decay, `betas` and `scalar_eps`. Groups choose with `use_matrix_rule`, `split_rows`, `num_heads` and `split_sizes`,
+    see `MatrixOptimizer`.
 
     The scale of an update (rows, cols) is `adjust_lr_fn`'s: "original", sqrt(max(1, rows / cols)), also for None; or
     "match_rms_adamw", 0.2 sqrt(max(rows, cols)), which takes AdamW's lr and weight decay. `scale_mode` replaces it by
-    one of Megatron-Core's, "spectral", "unit_rms_norm" or "shape_scaling"; `extra_scale_factor` multiplies either.
-    `coefficient_type` replaces `ns_coefficients` by a named set. Megatron-Core's Muon is `scale_mode="spectral",
-    coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
+    a named one, "spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw" or "mup" (see `ScaleMode` in
+    `opt_kernels.matrices.orthogonalization`); `extra_scale_factor` multiplies either. `coefficient_type` replaces
+    `ns_coefficients` by a named set; with "custom", or alone, `custom_coefficients` has (a, b, c) for each step.
+    Megatron-Core's Muon is `scale_mode="spectral", coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
 
-    The remaining options are those of `opt_kernels.rules.muon.Muon`; `mains` and `max_norm`: as in `AdamW`. Raises
-    ValueError for an option that is not allowed, MatrixError for a parameter that is not a matrix and has no
-    `scalar_optimizer`.
+    The remaining options are those of `opt_kernels.rules.muon.Muon`. Raises ValueError for an option that is not
+    allowed, MatrixError for a parameter that is not a matrix and has no `scalar_optimizer`.
     """
 
     fixed = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-
-    def __init__(
-        self,
-        params: Params | nn.Module,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = KELLER_JORDAN,
-        eps: float = 1e-7,  # smallest norm that a momentum is divided by
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        *,
-        scale_mode: str | None = None,
-        extra_scale_factor: float = 1.0,
-        coefficient_type: str | None = None,
-        custom_coefficients: Sequence[tuple[float, float, float]] = (),  # coefficient_type="custom": one for each step
-        scalar_optimizer: str | None = None,
-        scalar_options: Mapping[str, Any] | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-        scalar_eps: float = 1e-8,
-        fp32_matmul_prec: str = "medium",
-        use_syrk: bool = True,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        mains: str = "param",
-        max_norm: float | None = None,
-        backend: str | None = None,
-        hooks: GivenHooks = (),
-    ) -> None:
-        mode, factor = _scale(adjust_lr_fn, scale_mode)
-        kind, steps = _coefficients(ns_coefficients, coefficient_type, custom_coefficients)
-        rule = MuonRule(
-            nesterov=nesterov,
-            scale_mode=mode,
-            extra_scale_factor=factor * extra_scale_factor,
-            coefficient_type=kind,
-            custom_coefficients=steps,
-            num_ns_steps=ns_steps,
-            eps=eps,
-            fp32_matmul_prec=MatmulPrecision(fp32_matmul_prec),
-            use_syrk=use_syrk,
-            momentum_buffer_dtype=momentum_buffer_dtype,
-            backend=backend,
-        )
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
-            "scalar_eps": scalar_eps,
+    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": KELLER_JORDAN,
+            "eps": 1e-7,  # smallest norm that a momentum is divided by
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+            "betas": (0.9, 0.999),
+            "scalar_eps": 1e-8,
         }
-        super().__init__(
-            params,
-            rule,
-            defaults,
-            scalar_optimizer=scalar_optimizer,
-            scalar_options=scalar_options,
-            mains=mains,
-            max_norm=max_norm,
-            backend=backend,
-            hooks=hooks,
-        )
+    )
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"scale_mode": None, "coefficient_type": None, **MUON_OPTIONS}
+    )
+
+    @classmethod
+    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+        kind, steps = _coefficients(given["ns_coefficients"], given["coefficient_type"], given["custom_coefficients"])
+        chosen = {
+            "scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]),
+            "coefficient_type": kind,
+            "custom_coefficients": steps,
+            "num_ns_steps": given["ns_steps"],
+        }
+        return muon_rule({name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")} | chosen)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
         own = super()._hyper(group, rule, step)
         return own if rule.needs is Needs.MATRICES else replace(own, eps=group["scalar_eps"])
 
 
-def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> tuple[ScaleMode, float]:
-    """The scale of updates, and a factor of it."""
+class MuonH(Muon):
+    """Muon with weights on a sphere (Hyperball, arXiv 2606.16899): each matrix keeps its norm, and turns by about lr.
+
+    `hooks` are `{"muon": (Hyperball(),)}` unless given; weight decay must be 0 for matrices, and scales do not matter.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**Muon.numbers, "weight_decay": 0.0})
+    default_hooks: ClassVar[GivenHooks] = MappingProxyType({"muon": (Hyperball(),)})
+
+
+def muon_rule(options: Mapping[str, Any]) -> MuonRule:
+    """The rule at these fields, of which enumerations may be given by their values."""
+    steps = tuple(Coefficients(*step) for step in options["custom_coefficients"])
+    return made(MuonRule, {**options, "custom_coefficients": steps})
+
+
+def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> ScaleMode:
+    """The scale of updates."""
     if scale_mode is not None and adjust_lr_fn is not None:
         raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: give one of them")
     if scale_mode is not None:
-        return ScaleMode(scale_mode), 1.0
+        return ScaleMode(scale_mode)
     match adjust_lr_fn:
         case None | "original":
-            return ScaleMode.SHAPE_SCALING, 1.0
+            return ScaleMode.SHAPE_SCALING
         case "match_rms_adamw":
-            return ScaleMode.SPECTRAL, 0.2
+            return ScaleMode.MATCH_RMS_ADAMW
     raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; give 'original', 'match_rms_adamw' or None")
 
 

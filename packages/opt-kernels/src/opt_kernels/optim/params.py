@@ -14,6 +14,7 @@ from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP
 
 
@@ -58,7 +59,7 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
             "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
             "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
-    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | SOAP):
+    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | NAMO | SOAP):
         raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; give float32 parameters")
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):

@@ -1,4 +1,4 @@
-"""AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by row (NorMuon)."""
+"""AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by line (NorMuon)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,19 +10,37 @@ from torch import Tensor
 from opt_kernels.choice import Choice
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.matrices.stacks import compute_dtype, matrix_dim, read_state, write_state_
+from opt_kernels.matrices.stacks import (
+    MatrixError,
+    check_shape,
+    compute_dtype,
+    matrix_dim,
+    read_state,
+    sum_of_squares,
+    whole_size,
+    write_state_,
+)
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
+SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
 
 
 class SecondMoment(Choice):
     """Of what the second moment is kept."""
 
     ADAMUON = "adamuon"  # of every element
-    NORMUON = "normuon"  # of every row: one number a neuron
+    NORMUON = "normuon"  # of every row or column: one number a neuron
+
+
+class Lines(Choice):
+    """The lines of a matrix (rows, cols) of which NorMuon keeps a mean square each."""
+
+    ROWS = "rows"  # the paper's: the neurons of y = Wx
+    COLS = "cols"
+    LONGER = "longer"  # Megatron-Core's: rows where rows >= cols, else columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +48,25 @@ class AdaptiveMuon:
     """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
 
         adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                            (arXiv 2507.11005)
-        normuon   v <- v + (1 - b2)(mean of O² over a row - v);  U = O / sqrt(max(v, eps)), times ‖O‖ / ‖U‖
+        normuon   v <- v + (1 - b2)(mean of O² over a line - v);  U = O / sqrt(max(v, eps)), times ‖O‖ / ‖U‖
                                                                                                  (arXiv 2510.05491)
         p <- p - lr wd p - lr s e U
 
-    without bias correction, as the reference has it. The scale s e is applied once, here: an O that was scaled before
-    would have its scale divided out again, or squared. The reference averages over the columns of a wide matrix; we
-    over rows always, as the paper does, so that the state has one shape whatever the shape of the part of the matrix
-    that is here. Rows and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
+    without bias correction, as in Megatron-Core. The scale s e is applied once, here: an O that was scaled before
+    would have its scale divided out again, or squared. NorMuon's `lines` are rows, as in the paper, unless chosen
+    otherwise. Lines and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
+
+    Raises ValueError for lines other than rows without NorMuon; `update_` raises MatrixError for a part of a matrix
+    whose state was made for the other lines, which happens with `lines="longer"`.
     """
 
     muon: Muon = field(default_factory=Muon)
     second_moment: SecondMoment = SecondMoment.ADAMUON
+    lines: Lines = Lines.ROWS
+
+    def __post_init__(self) -> None:
+        if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
+            raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
 
     @property
     def name(self) -> str:
@@ -54,18 +79,34 @@ class AdaptiveMuon:
     @property
     def codecs(self) -> dict[str, StateCodec]:
         """How each state is stored."""
-        return self.muon.codecs | {SECOND_MOMENT: Plain()}
+        return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
+        return (*self.muon.state_specs, *self._second_specs)
+
+    @property
+    def _second_specs(self) -> tuple[StateSpec, ...]:
         if self.second_moment is SecondMoment.ADAMUON:
-            return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT))
-        return (*self.muon.state_specs, StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-1,), whole=True))
+            return (StateSpec(name=SECOND_MOMENT),)
+        optional = self.lines is Lines.LONGER
+        rows, cols = (
+            StateSpec(name=name, kind=StateKind.REDUCED, dims=(dim,), whole=True, optional=optional)
+            for name, dim in ((SECOND_MOMENT, -1), (SECOND_MOMENT_OF_COLS, -2))
+        )
+        return {Lines.ROWS: (rows,), Lines.COLS: (cols,), Lines.LONGER: (rows, cols)}[self.lines]
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        shape = main.shape if self.second_moment is SecondMoment.ADAMUON else main.shape[:-1]
-        second = torch.zeros(shape, dtype=torch.float32, device=main.device)
-        return self.muon.init_state(main) | {SECOND_MOMENT: second}
+        check_shape(main.shape)
+        *batch, rows, cols = main.shape
+        name = self._line_state(rows, cols)
+        shape = main.shape if self.second_moment is SecondMoment.ADAMUON else (*batch, *_lines(name, rows, cols))
+        return self.muon.init_state(main) | {name: torch.zeros(shape, dtype=torch.float32, device=main.device)}
+
+    def _line_state(self, rows: int, cols: int) -> str:
+        """The name of the second moment of a matrix of this size: columns have one of their own."""
+        of_cols = self.lines is Lines.COLS or (self.lines is Lines.LONGER and rows < cols)
+        return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
     @property
     def tp_mode(self) -> TpMode:
@@ -96,43 +137,54 @@ class AdaptiveMuon:
     def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
         updates = self.muon.directions(tasks, inputs, normalised).to(compute_dtype(tasks[0].work))
         if self.second_moment is SecondMoment.NORMUON:
+            name = self._line_state(*whole_size(tasks[0].work))
             for update, task in zip(updates, tasks):
-                second = self._seen(task, _row_mean(task.work, update), skip)
-                _divide_rows_(task.work, update, second, task.hyper)
+                _check_lines(task.work, name)
+                dim = -1 if name == SECOND_MOMENT else -2
+                second = seen(task, name, _mean_square(task.work, update, dim), skip)
+                _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
         return updates
 
     def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
         """By element."""
-        second = self._seen(task, update.square(), skip)
+        second = seen(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
 
-    def _seen(self, task: Task, squares: Tensor, skip: Tensor | None) -> Tensor:
-        """v, with `squares` in it."""
-        hyper, work = task
-        second = read_state(work, SECOND_MOMENT, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
-        write_state_(work, SECOND_MOMENT, Plain(), second, skip)
-        return second
+
+def seen(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
+    """The second moment `name`, with `squares` in it: v + (1 - b2)(squares - v)."""
+    hyper, work = task
+    second = read_state(work, name, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
+    write_state_(work, name, Plain(), second, skip)
+    return second
 
 
-def _row_mean(work: Work, update: Tensor) -> Tensor:
-    """The mean square of each row of the whole matrix, (*shape without the last dim)."""
-    mean = update.square().mean(-1)
+def _lines(name: str, rows: int, cols: int) -> tuple[int, ...]:
+    return (rows,) if name == SECOND_MOMENT else (cols,)
+
+
+def _check_lines(work: Work, name: str) -> None:
+    rows, cols = work.grad.shape[-2:]
+    found = work.state.get(name)
+    if found is None or tuple(found.shape[-1:]) != _lines(name, rows, cols):
+        raise MatrixError(
+            f"lines='longer': of a matrix {whole_size(work)} this rank has a part {(rows, cols)}, whose longer side is "
+            "the other one; give lines='rows' or 'cols', or let whole matrices be gathered"
+        )
+
+
+def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
+    """The mean square of each row (`dim` -1) or column (-2) of the whole matrix, (*shape without `dim`)."""
+    mean = update.square().mean(dim)
     group = work.matrix.tensor_parallel
-    if matrix_dim(work) != -1 or group is None:
+    if matrix_dim(work) != dim or group is None:
         return mean
     return group.all_reduce(mean) / group.size
 
 
-def _divide_rows_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
+def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
     """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, the norms being those of the whole matrix."""
-    before = _sum_of_squares(work, update)
-    update.mul_(second.clamp_min(hyper.eps).rsqrt_().unsqueeze(-1))
-    after = _sum_of_squares(work, update)
+    before = sum_of_squares(work, update)
+    update.mul_(second.clamp_min(hyper.eps).rsqrt_())
+    after = sum_of_squares(work, update)
     update.mul_((before.sqrt() / after.sqrt().clamp_min(hyper.eps))[..., None, None])
-
-
-def _sum_of_squares(work: Work, update: Tensor) -> Tensor:
-    """‖·‖² of each matrix of `update`, whole: a 0-d tensor, or one number for each matrix of a stack."""
-    squares = update.square().sum((-2, -1))
-    group = work.matrix.tensor_parallel
-    return squares if matrix_dim(work) is None or group is None else group.all_reduce(squares)

@@ -1,6 +1,6 @@
 """Muon: momentum, orthogonalised."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.muon import Adapt, Inputs, Transform
+from opt_kernels.matrices.muon import Adapt, Decay, Inputs, Transform
 from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
-from opt_kernels.matrices.stacks import compute_dtype, join, matrix_dim, split, whole_size
+from opt_kernels.matrices.stacks import compute_dtype, cut_of_parts, join, split, whole_size
 from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, StateSpec, Task, Work
 
@@ -26,15 +26,15 @@ class Muon:
         m <- m + (1 - mu)(g - m)
         u <- g + mu (m - g)   with nesterov, else m
         O <- Newton-Schulz(u), of each of q, k and v by itself where the work says how its rows are split
-        p <- p - lr wd p - lr s e O
+        p <- p - lr wd p - lr s e O    (independent decay: p - wd p - lr s e O; L2: g <- g + wd p first, and no wd here)
 
-    where s is the scale for the size of the whole matrix, whatever part of it is here, and e the extra factor. With
-    `decoupled=False`, g is g + wd p before all this and p is not decayed. Raises ValueError for options that do not
-    go together; `update_` raises MatrixError for a work that is no matrix.
+    where s is the scale for the size of the whole matrix, whatever part of it is here, and e the extra factor. Heads
+    (`MatrixSpec.by_group`) are matrices of their own, with scales of their own. Raises ValueError for options that do
+    not go together; `update_` raises MatrixError for a work that is not a matrix.
     """
 
     nesterov: bool = False
-    decoupled: bool = True
+    weight_decay_method: Decay = Decay.DECOUPLED
     scale_mode: ScaleMode = ScaleMode.SPECTRAL
     extra_scale_factor: float = 1.0
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
@@ -98,16 +98,17 @@ class Muon:
         adapt_: Adapt | None,
         grad_scale: float | Tensor,
         skip: Tensor | None,
+        inputs: Callable[[Work], Inputs] | None = None,
     ) -> None:
-        """`update_`, with `transform` for the orthogonalisation and `adapt_` behind it."""
+        """`update_`, with `transform` for the orthogonalisation and `adapt_` after it; `inputs` for the latter's."""
         version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))(
             batches,
             transform=transform,
             adapt_=adapt_,
-            inputs=self._inputs,
+            inputs=inputs or self._inputs,
             factors=self._factors,
             nesterov=self.nesterov,
-            decoupled=self.decoupled,
+            decay=self.weight_decay_method,
             momentum_codec=self.codecs[MOMENTUM],
             grad_scale=grad_scale,
             skip=skip,
@@ -116,7 +117,7 @@ class Muon:
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """The momentum, and from it u."""
         codec = self.codecs[MOMENTUM]
-        accumulate_(task, grad, nesterov=self.nesterov, decoupled=self.decoupled, codec=codec, skip=skip)
+        accumulate_(task, grad, nesterov=self.nesterov, decay=self.weight_decay_method, codec=codec, skip=skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O, not scaled."""
@@ -124,33 +125,45 @@ class Muon:
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Scales the direction, and goes along it."""
-        descend_(task, update, factors=self._factors(task.work), decoupled=self.decoupled, skip=skip)
+        descend_(task, update, factors=self._factors(task.work), decay=self.weight_decay_method, skip=skip)
 
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
         """O (len(tasks), *shape), not scaled, of works of one layout; `normalised` as `_inputs` would have them."""
         work = tasks[0].work
-        rows = work.matrix.split_rows
-        parts = [
-            self.orthogonalization(
-                part,
-                cut_dim=matrix_dim(work),
+        parts = split(inputs, work.matrix)
+        found: dict[int, Tensor] = {}
+        for same in _of_equal_shape(parts):
+            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
+            done = self.orthogonalization(
+                stacked,
+                cut_dim=cut_of_parts(work),
                 tensor_parallel=work.matrix.tensor_parallel,
                 normalised=normalised,
             )
-            for part in split(inputs, rows)
-        ]
-        return join(parts, rows).reshape(inputs.shape)
+            found.update(zip(same, done.chunk(len(same))))
+        return join([found[i] for i in range(len(parts))], work.matrix, inputs.shape)
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(
-            compute_dtype(work), work.grad.device, cut_dim=matrix_dim(work), tensor_parallel=work.matrix.tensor_parallel
+            compute_dtype(work),
+            work.grad.device,
+            cut_dim=cut_of_parts(work),
+            tensor_parallel=work.matrix.tensor_parallel,
         )
 
     def _factors(self, work: Work) -> tuple[float, ...]:
         """s e of each of the work's split parts: s is that of the whole part."""
         rows, cols = whole_size(work)
         sizes = work.matrix.split_rows or (rows,)
+        groups = 1 if work.matrix.by_group else rows // sum(sizes)
         return tuple(
-            scale_factor(self.scale_mode, rows=size * (rows // sum(sizes)), cols=cols) * self.extra_scale_factor
-            for size in sizes
+            scale_factor(self.scale_mode, rows=size * groups, cols=cols) * self.extra_scale_factor for size in sizes
         )
+
+
+def _of_equal_shape(parts: Sequence[Tensor]) -> list[list[int]]:
+    """The indices of parts that are orthogonalised together."""
+    found: dict[torch.Size, list[int]] = {}
+    for index, part in enumerate(parts):
+        found.setdefault(part.shape, []).append(index)
+    return list(found.values())

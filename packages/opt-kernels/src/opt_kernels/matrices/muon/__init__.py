@@ -6,10 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.choice import Choice
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.works import Task, Work
 
-__all__ = ["Adapt", "Inputs", "Transform"]
+__all__ = ["Adapt", "Decay", "Factors", "Inputs", "Transform"]
+
+
+class Decay(Choice):
+    """How the weight decay wd enters a step."""
+
+    DECOUPLED = "decoupled"  # p <- p - lr wd p
+    INDEPENDENT = "independent"  # p <- p - wd p: the learning rate and its schedule do not matter
+    L2 = "l2"  # g <- g + wd p
 
 
 class Inputs(NamedTuple):

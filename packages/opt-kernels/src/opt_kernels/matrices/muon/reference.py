@@ -7,9 +7,9 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import skipped
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
 from opt_kernels.matrices.stacks import check, compute_dtype, read_main, read_state, write_main_, write_state_
-from opt_kernels.works import Batch, Task, Work
+from opt_kernels.works import Batch, Hyper, Task, Work
 
 MOMENTUM = "momentum_buffer"
 
@@ -22,18 +22,18 @@ def muon_(
     inputs: Callable[[Work], Inputs],
     factors: Factors,
     nesterov: bool,
-    decoupled: bool,
+    decay: Decay,
     momentum_codec: StateCodec,
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
     """Writes `main`, `out`, `remainder` and the state `momentum_buffer` of every work, or with `skip` nothing.
 
-        g <- grad_scale g          (g <- g + wd p where not decoupled)
+        g <- grad_scale g          (g <- g + wd p with L2)
         m <- m + (1 - mu)(g - m)
         u <- g + mu (m - g)        with nesterov, else m
         O <- adapt(transform(u))
-        p <- p - lr wd p - lr s e O
+        p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
 
     `transform` gets matrices that are not normalised, in the compute dtype, whatever `inputs` asks for.
     """
@@ -46,7 +46,7 @@ def muon_(
                 continue
             task, main = Task(hyper, work), read_main(work)
             g = work.grad.to(compute_dtype(work)) * grad_scale
-            if not decoupled:
+            if decay is Decay.L2:
                 g = g + decay_of(main, hyper.weight_decay)
             m = read_state(work, MOMENTUM, momentum_codec)
             m = m + (1.0 - hyper.momentum) * (g - m)
@@ -55,8 +55,15 @@ def muon_(
             direction = transform([task], u.unsqueeze(0), False)[0]
             if adapt_ is not None:
                 adapt_(task, direction)
-            decayed = main - hyper.lr * decay_of(main, hyper.weight_decay) if decoupled else main
+            decayed = (
+                main if decay is Decay.L2 else main - decay_rate(decay, hyper) * decay_of(main, hyper.weight_decay)
+            )
             write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
+
+
+def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
+    """What wd p is multiplied by when the weights are moved; not for L2."""
+    return hyper.lr if decay is Decay.DECOUPLED else 1.0
 
 
 def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:

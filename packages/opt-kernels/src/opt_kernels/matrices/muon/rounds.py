@@ -98,7 +98,8 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
         begin = 0
         for size, factor in zip(sizes, factors(work)):
             starts = range(matrix * rows + begin, (matrix + 1) * rows, sum(sizes))
-            found.append(Slot(tuple((start * cols, size * cols) for start in starts), factor))
+            runs = tuple((start * cols, size * cols) for start in starts)
+            found += [Slot((run,), factor) for run in runs] if work.matrix.by_group else [Slot(runs, factor)]
             begin += size
     return tuple(found)
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
-from opt_kernels.matrices.muon.reference import MOMENTUM, decay_of
+from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
+from opt_kernels.matrices.muon.reference import MOMENTUM, decay_of, decay_rate
 from opt_kernels.matrices.stacks import (
     read_main,
     read_state,
@@ -28,7 +28,7 @@ def muon_(
     inputs: Callable[[Work], Inputs],
     factors: Factors,
     nesterov: bool,
-    decoupled: bool,
+    decay: Decay,
     momentum_codec: StateCodec,
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
@@ -37,11 +37,11 @@ def muon_(
     for tasks in stacks(batches):
         matrices = scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):
-            accumulate_(task, grad, nesterov=nesterov, decoupled=decoupled, codec=momentum_codec, skip=skip)
+            accumulate_(task, grad, nesterov=nesterov, decay=decay, codec=momentum_codec, skip=skip)
         for update, task in zip(transform(tasks, matrices, False), tasks):
             if adapt_ is not None:
                 adapt_(task, update)
-            descend_(task, update, factors=factors(task.work), decoupled=decoupled, skip=skip)
+            descend_(task, update, factors=factors(task.work), decay=decay, skip=skip)
 
 
 def accumulate_(
@@ -49,13 +49,13 @@ def accumulate_(
     grad: Tensor,  # (*shape) scaled, in the compute dtype; becomes u
     *,
     nesterov: bool,
-    decoupled: bool,
+    decay: Decay,
     codec: StateCodec,
     skip: Tensor | None,
 ) -> None:
     """Updates the momentum, and makes u of `grad`."""
     hyper, work = task
-    if not decoupled:
+    if decay is Decay.L2:
         grad.add_(decay_of(read_main(work), hyper.weight_decay))
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
@@ -69,13 +69,13 @@ def accumulate_(
         grad.copy_(momentum)
 
 
-def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decoupled: bool, skip: Tensor | None) -> None:
-    """p <- p - lr wd p - lr s e `update` (*shape), where p is not skipped; `update` is overwritten."""
+def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decay: Decay, skip: Tensor | None) -> None:
+    """p <- p - (decay) - lr s e `update` (*shape), where p is not skipped; `update` is overwritten."""
     hyper, work = task
     _scale_(work, update, factors)
     main = read_main(work) if skip is None else read_main(work).clone()
-    if decoupled:
-        main.mul_(1.0 - hyper.lr * hyper.weight_decay)
+    if decay is not Decay.L2:
+        main.mul_(1.0 - decay_rate(decay, hyper) * hyper.weight_decay)
     write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 

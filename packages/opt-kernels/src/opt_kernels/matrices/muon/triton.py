@@ -19,7 +19,7 @@ from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, writ
 from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.backends.triton.sweep import Sweep, launch_options
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
 from opt_kernels.matrices.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -39,13 +39,13 @@ def momentum_tile(
     main: tl.tensor, out: tl.tensor, grad: tl.tensor, momentum: tl.tensor, momentum_scale: tl.tensor,
     u: tl.tensor, u_scale: tl.tensor, row: tl.tensor, start: tl.tensor, n: tl.tensor,
     MOMENTUM: tl.constexpr, SCHEME: tl.constexpr, U: tl.constexpr, SCHEME_U: tl.constexpr,
-    NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr,
+    NESTEROV: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Updates the momenta of BLOCK elements of one chunk and writes their u; returns its squares."""
     at = start + tl.arange(0, BLOCK)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
-    if not DECOUPLED:
+    if DECAY == "l2":
         g = decayed(g, tl.load(row + scalars.WEIGHT_DECAY), read_main(main, out, at, n, REMAINDER, FULL))
     mu = tl.load(row + scalars.MOMENTUM)
     m = read_state(momentum, momentum_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
@@ -67,7 +67,7 @@ def momentum_sweep(
     u_scales: tl.tensor,  # (chunks, CHUNK / 128) float32, written where SCHEME_U has scales
     sums: tl.tensor,  # (chunks,) float64, written: of the squares of u
     GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, MOMENTUM: tl.constexpr, SCHEME: tl.constexpr,
-    U: tl.constexpr, SCHEME_U: tl.constexpr, NESTEROV: tl.constexpr, DECOUPLED: tl.constexpr,
+    U: tl.constexpr, SCHEME_U: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, IEEE: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -88,13 +88,13 @@ def momentum_sweep(
         for start in range(0, CHUNK, BLOCK):
             total += momentum_tile(
                 main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
-                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECOUPLED, REMAINDER, IEEE, BLOCK, True,
+                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECAY, REMAINDER, IEEE, BLOCK, True,
             )  # fmt: skip
     else:
         for start in range(0, n, BLOCK):
             total += momentum_tile(
                 main, out, grad, momentum, momentum_scale, u, u_scale, row, start, n,
-                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECOUPLED, REMAINDER, IEEE, BLOCK, False,
+                MOMENTUM, SCHEME, U, SCHEME_U, NESTEROV, DECAY, REMAINDER, IEEE, BLOCK, False,
             )  # fmt: skip
     tl.store(sums + chunk, tl.sum(total, axis=0).to(tl.float64))
 
@@ -159,14 +159,16 @@ def normalise_sweep(
 def descent_tile(
     main: tl.tensor, out: tl.tensor, direction: tl.tensor, factor: tl.tensor,
     row: tl.tensor, start: tl.tensor, n: tl.tensor, first: tl.tensor,
-    MAIN: tl.constexpr, OUT: tl.constexpr, DECOUPLED: tl.constexpr,
+    MAIN: tl.constexpr, OUT: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Moves BLOCK elements of one chunk, from `start` on."""
     at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
-    if DECOUPLED:
+    if DECAY == "decoupled":
         p = decayed(p, -tl.load(row + scalars.LR_DECAY), p)
+    if DECAY == "independent":
+        p = decayed(p, -tl.load(row + scalars.WEIGHT_DECAY), p)
     p -= tl.load(row + scalars.LR) * (factor * load(direction, at, n, FULL).to(tl.float32))
     write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
 
@@ -178,7 +180,7 @@ def descent_sweep(
     directions: tl.tensor,  # of the matrices of one stack
     origin: tl.tensor,  # place of that stack in u
     factors: tl.tensor,  # (slots,) float32
-    MAIN: tl.constexpr, OUT: tl.constexpr, DECOUPLED: tl.constexpr, REMAINDER: tl.constexpr, TAG: tl.constexpr,
+    MAIN: tl.constexpr, OUT: tl.constexpr, DECAY: tl.constexpr, REMAINDER: tl.constexpr, TAG: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per chunk; writes nothing at all where the scalar block says not to proceed."""
@@ -194,11 +196,11 @@ def descent_sweep(
     if n == CHUNK:
         for start in range(0, CHUNK, BLOCK):
             descent_tile(main, out, direction, factor, row, start, n, first,
-                         MAIN, OUT, DECOUPLED, REMAINDER, BLOCK, True)  # fmt: skip
+                         MAIN, OUT, DECAY, REMAINDER, BLOCK, True)  # fmt: skip
     else:
         for start in range(0, n, BLOCK):
             descent_tile(main, out, direction, factor, row, start, n, first,
-                         MAIN, OUT, DECOUPLED, REMAINDER, BLOCK, False)  # fmt: skip
+                         MAIN, OUT, DECAY, REMAINDER, BLOCK, False)  # fmt: skip
 
 
 def muon_(
@@ -209,7 +211,7 @@ def muon_(
     inputs: Callable[[Work], Inputs],
     factors: Factors,
     nesterov: bool,
-    decoupled: bool,
+    decay: Decay,
     momentum_codec: StateCodec,
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
@@ -227,13 +229,13 @@ def muon_(
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
             u = _Inputs(one, hypers, momentum_codec, device)
-            u.accumulate_(block, nesterov=nesterov, decoupled=decoupled)
+            u.accumulate_(block, nesterov=nesterov, decay=decay)
             for stack in one.stacks:
                 directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
                 if adapt_ is not None:
                     for task, direction in zip(stack.tasks, directions):
                         adapt_(task, direction)
-                u.descend_(stack, _aligned(directions), block, decoupled=decoupled)
+                u.descend_(stack, _aligned(directions), block, decay=decay)
 
 
 class _Inputs:
@@ -252,7 +254,7 @@ class _Inputs:
         self._scales = [torch.empty(count, dtype=torch.float32, device=device) for count in groups]
         self._totals = torch.empty(one.stacks[-1].slots_of_all.stop, dtype=torch.float64, device=device)
 
-    def accumulate_(self, block: Tensor, *, nesterov: bool, decoupled: bool) -> None:
+    def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Updates all momenta, writes u, and adds up its squares for each matrix."""
         device, narrow = block.device, self._narrow
         u = self._words.view(torch.float16) if narrow else self._words
@@ -263,7 +265,7 @@ class _Inputs:
                 table.records, table.grads, block, u, scales, sums[begin : begin + table.num_chunks],
                 MOMENTUM=triton_dtype(formats.states[0]), SCHEME=scheme(self._codec),
                 U=triton_dtype(u.dtype), SCHEME_U="half" if narrow else "plain",
-                NESTEROV=nesterov, DECOUPLED=decoupled, **launch_options(formats, table),
+                NESTEROV=nesterov, DECAY=decay.value, **launch_options(formats, table),
             )  # fmt: skip
             begin += table.num_chunks
         if self._round.inputs.normalised:
@@ -290,12 +292,12 @@ class _Inputs:
                 )  # fmt: skip
         return x[stack.begin : stack.begin + stack.numel].view(len(stack.tasks), *shape)
 
-    def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decoupled: bool) -> None:
+    def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Moves the mains of `stack` along `directions` (len(tasks), *shape)."""
         factors = factors_on(block.device, self._round)
         for sweep, _, records, _ in self._of(stack):
             descent_sweep[(records.shape[0],)](
-                records, block, directions, stack.begin, factors, DECOUPLED=decoupled, TAG=self._tag,
+                records, block, directions, stack.begin, factors, DECAY=decay.value, TAG=self._tag,
                 **_only(launch_options(sweep.formats, sweep.table), "MAIN", "OUT", "REMAINDER", "WIDTH", "CHUNK",
                         "BLOCK", "E"),
             )  # fmt: skip
