@@ -22,6 +22,7 @@ from opt_checkpoint.objects.path import ObjectPath
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
 from opt_checkpoint.run.manager import CheckpointManager, committed_steps
 from opt_checkpoint.run.save_load import LoadReport, load, save
+from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_model, sharded_optimizer
 from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
@@ -100,6 +101,7 @@ __all__ = [
     "PerParam",
     "PlanCache",
     "Reduced",
+    "Resume",
     "SaveHandle",
     "ScopedState",
     "Segment",
@@ -109,6 +111,7 @@ __all__ = [
     "ShardedTensorFactory",
     "StateSpec",
     "StrictHandling",
+    "TieredCheckpointManager",
     "add_prefix_for_sharding",
     "apply_factories",
     "apply_factory_merges",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from disks import dying_at
 from states import state_at
 from stores import faulty
 
-from opt_checkpoint import CheckpointManager, ObjectPath, save
+from opt_checkpoint import CheckpointFailedError, CheckpointManager, ObjectPath, TieredCheckpointManager, save
+from opt_checkpoint.run.local_tier import UnsyncedFiles
 from opt_checkpoint.run.manager import step_name
 
 
@@ -48,6 +51,41 @@ def save_to_store_and_die(folder: str, step: int, number: int) -> None:
     place, client = faulty(ObjectPath.at(f"file://{folder}/{step_name(step)}"))
     client.before = stores.dying_at(number)
     save(state_at(step, 0, 1), place)
+    os._exit(0)
+
+
+class DyingCopies(UnsyncedFiles):
+    """Kills this process, for real, when it has begun to write another rank's copy of a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._copy = re.compile(rf"{step_name(step)}/\.opt-checkpoint-tmp-")
+        self._own = f"rank-{rank:05d}"
+        self._in_exchange = False
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if target.name == self._own and self._copy.search(str(source)):
+            self._in_exchange = True  # the own part is there
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        if self._in_exchange:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().write(fd, data)
+
+
+def save_tiers_and_die(rank: int, size: int, meeting: str, folder: str, victim: int) -> None:
+    """Save step 1, then step 2, in the middle of whose replication one rank dies; exits 3 on a clean error."""
+    join_world(rank, size, meeting, timedelta(seconds=20))
+    files = DyingCopies(rank, 2) if rank == victim else None
+    node = f"node-{rank}"
+    options = {"durable_every": 100, "keep_local": 2, "timeout_s": 20.0}
+    manager = TieredCheckpointManager(f"{folder}/{node}", f"{folder}/durable", node=node, local_files=files, **options)
+    try:
+        for step in (1, 2):
+            manager.save(step, state_at(step, rank, size))
+        manager.wait()
+    except CheckpointFailedError:
+        os._exit(3)
     os._exit(0)
 
 

@@ -14,7 +14,7 @@ from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location, location_of
-from opt_checkpoint.run.ranks import everyone, leave, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, everyone, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import NO_DETAILS, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -114,6 +114,41 @@ class AsyncSaver:
         self.wait()
         target = location_of(path)
         same_everywhere(self._ranks, "saving", path=target, common=common)
+
+        def write(snapshot: ShardedStateDict) -> None:
+            save(
+                snapshot,
+                target,
+                process_group=self._group,
+                common=common,
+                details=details,
+                files=self._files,
+                plans=self._plans,
+            )
+            if after is not None:
+                after()
+
+        return self.start(state, target, write)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks, with a process group of their own for work in the background."""
+        return self._ranks
+
+    def start(self, state: ShardedStateDict, target: Location, write: Callable[[ShardedStateDict], None]) -> SaveHandle:
+        """Take a snapshot, and have it written in the background; waits for the save before, and raises its failure.
+
+        Args:
+            state: as for `save`.
+            target: where it is written, for messages and the handle.
+            write: called in the background with the snapshot, on every rank.
+
+        Raises:
+            CheckpointingException: as `save`.
+        """
+        if self._closed:
+            raise CheckpointingException(f"cannot save {target}: this saver is closed; make a new one")
+        self.wait()
         started = time.perf_counter()
         error: Exception | None = None
         snapshot: ShardedStateDict = {}
@@ -122,29 +157,19 @@ class AsyncSaver:
         except Exception as failure:
             error = failure
         blocked = time.perf_counter() - started
-        everyone(self._ranks, error, f"taking a snapshot for {path}")
+        everyone(self._ranks, error, f"taking a snapshot for {target}")
         handle = SaveHandle(target, blocked)
 
-        def write() -> None:
+        def work() -> None:
             failure: BaseException | None = None
             try:
-                save(
-                    snapshot,
-                    target,
-                    process_group=self._group,
-                    common=common,
-                    details=details,
-                    files=self._files,
-                    plans=self._plans,
-                )
-                if after is not None:
-                    after()
+                write(snapshot)
             except BaseException as raised:  # kept for the next call: a thread has nobody to raise to
                 failure = raised
             handle._end(failure)
 
         self._last = handle
-        self._thread = threading.Thread(target=write, name=f"opt-checkpoint {path}")
+        self._thread = threading.Thread(target=work, name=f"opt-checkpoint {target}")
         self._thread.start()
         return handle
 

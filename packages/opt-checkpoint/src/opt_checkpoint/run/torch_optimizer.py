@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
-from opt_checkpoint.objects.path import AnyPath, location_of
-from opt_checkpoint.run.ranks import agreed, everyone, ranks_of
+from opt_checkpoint.objects.path import AnyPath, Location, location_of
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of
 from opt_checkpoint.run.save_load import Verify, error_of, load, with_client
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
@@ -215,6 +215,42 @@ def load_optimizer(
     ranks = ranks_of(process_group)
     source = location_of(path)
     opened = with_client(agreed(ranks, lambda: open_checkpoint(source), f"opening {path}"), source)
+
+    def read(wanted: ShardedStateDict) -> object:
+        return load(wanted, path, process_group=process_group, verify=verify, share_reads=share_reads)
+
+    return fill_optimizer(
+        model, optimizer, opened, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override
+    )
+
+
+def fill_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    opened: Opened,
+    read: Callable[[ShardedStateDict], object],
+    *,
+    ranks: Ranks,
+    at: tuple[str, ...] = ("optimizer",),
+    on_conflict: Conflict = "error",
+    override: Mapping[str, Any] = NO_OVERRIDE,
+) -> OptimizerLoadReport:
+    """`load_optimizer` from an open checkpoint.
+
+    Args:
+        model: as for `load_optimizer`.
+        optimizer: as for `load_optimizer`.
+        opened: the checkpoint, or what this rank has of it.
+        read: loads tensors from it.
+        ranks: those that load.
+        at: as for `load_optimizer`.
+        on_conflict: as for `load_optimizer`.
+        override: as for `load_optimizer`.
+
+    Raises:
+        CheckpointingException: as `load_optimizer`.
+    """
+    path = opened.index.path
     saved: SavedOptimizer | None = None
     error: Exception | None = None
     named: list[_Named] = []
@@ -234,7 +270,7 @@ def load_optimizer(
         for name, states in fresh.items()
         for state_name, tensor in states.items()
     }
-    load(wanted, path, process_group=process_group, verify=verify, share_reads=share_reads)
+    read(wanted)
     state = {own.param: {**fresh[own.name], **saved.plain_state.get(own.name, {})} for own in named}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
@@ -268,7 +304,7 @@ def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in param_groups]
 
 
-def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: AnyPath) -> None:
+def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Location) -> None:
     """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
     known = {field for group in optimizer.param_groups for field in group}
     strange = sorted({field for group in saved.groups for field in group} - known)

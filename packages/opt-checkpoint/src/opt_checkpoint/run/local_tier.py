@@ -1,0 +1,207 @@
+"""The local tier: each rank's part of a step on its own node, and a copy on another one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from opt_checkpoint.disk.files import Files, LocalFiles, discard
+from opt_checkpoint.disk.manifest import read_manifest
+from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.run.exchange import Parcel, exchange
+from opt_checkpoint.run.manager import named_steps, step_name
+from opt_checkpoint.run.rank_part import PartName, read_part_name, save_part
+from opt_checkpoint.run.ranks import Ranks, everyone
+from opt_checkpoint.run.save_load import error_of
+from opt_checkpoint.run.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
+from opt_checkpoint.state.sharded import ShardedStateDict
+
+logger = logging.getLogger(__name__)
+_PART = re.compile(r"rank-\d{5,}")
+
+
+class UnsyncedFiles(LocalFiles):
+    """`Files` that leaves syncing to the system: the local tier outlives processes, and loss of power takes the node.
+
+    What is half on disk then fails its checksums, and the copy on another node is taken.
+    """
+
+    __slots__ = ()
+
+    def fsync(self, fd: int) -> None:
+        """Nothing."""
+
+    def sync_dir(self, path: Path) -> None:
+        """Nothing."""
+
+    def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
+        """Nothing: written pages stay in memory."""
+
+
+class LocalTier:
+    """The parts of a run that are on this rank's node.
+
+    `directory/run/step-000000100/rank-00003` is rank 3's part of step 100: written there by rank 3, sent there by it
+    because another rank on this node keeps its copy, or fetched from a copy when it resumed.
+
+    Args:
+        directory: on this node: a tmpfs or a local disk. Ranks of a node may share it.
+        run: names the run.
+        keep: how many of the newest steps to keep.
+        keeper_of: for each rank the rank that keeps its copy; None for no copies.
+        files: the file system.
+    """
+
+    def __init__(
+        self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None, files: Files | None = None
+    ) -> None:
+        self.path, self._run, self._keep = directory / run, run, keep
+        self._keeper_of = keeper_of
+        self._files: Files = files or UnsyncedFiles()
+
+    def place(self, step: int, rank: int) -> Path:
+        """Where a rank's part of a step is on this node."""
+        return self.path / step_name(step) / f"rank-{rank:05d}"
+
+    def write(self, ranks: Ranks, state: ShardedStateDict, step: int, save: str) -> None:
+        """Write this rank's part and send its copy, then remove older steps; all ranks call this together.
+
+        Args:
+            ranks: with a process group of their own where this runs in the background.
+            state: what to save.
+            step: its step. Local steps from this one on are of a past that the run went back from; they are removed.
+            save: names this save; the same on all ranks.
+
+        Raises:
+            CheckpointingException: a rank failed; the newest step before this one is still there.
+        """
+        what = f"saving step {step} to {self.path}"
+        name = PartName(self._run, step, save, ranks.rank, ranks.size)
+
+        def write_own() -> None:
+            self._remove_from(step, ranks.rank)
+            save_part(state, self.place(step, ranks.rank), name, self._files)
+
+        everyone(ranks, error_of(write_own), what)
+        if self._keeper_of is not None:
+            pairs = [(rank, keeper) for rank, keeper in enumerate(self._keeper_of) if ranks.rank in (rank, keeper)]
+            places = [(sender, receiver, self.place(step, sender)) for sender, receiver in pairs]
+            exchange(ranks, [Parcel(a, b, place, place) for a, b, place in places], self._files, what)
+        self._retire(step)
+
+    def _remove_from(self, step: int, rank: int) -> None:
+        """Remove later steps, and those parts of this step that this rank writes."""
+        for later, path in named_steps(self.path):
+            if later > step and isinstance(path, Path):
+                self._remove(path)
+        incoming = [r for r, keeper in enumerate(self._keeper_of or ()) if keeper == rank]
+        for owner in (rank, *incoming):
+            self._remove(self.place(step, owner))
+
+    def _retire(self, newest: int) -> None:
+        steps = [step for step, _ in named_steps(self.path) if step <= newest]
+        for step in steps[: -self._keep]:
+            try:
+                self._remove(self.path / step_name(step))
+            except OSError as error:
+                logger.warning("could not remove step %d of %s: %s", step, self.path, error)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            discard(self._files, path, uuid.uuid4().hex)
+        except FileNotFoundError:  # never there, or removed by another rank of this node
+            return
+
+    def inventory(self) -> Inventory:
+        """The parts on this node whose manifest and file sizes are right.
+
+        Raises:
+            OSError: a part cannot be looked at, so that it is not known whether it is there.
+        """
+        found = {}
+        for path in self._parts():
+            name = _name_of(path)
+            if name is not None and path == self.place(name.step, name.rank):
+                found[name] = str(path)
+        return found
+
+    def _parts(self) -> Iterator[Path]:
+        for _, path in named_steps(self.path):
+            if isinstance(path, Path):
+                yield from (entry for entry in sorted(path.iterdir()) if _PART.fullmatch(entry.name))
+
+    def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
+        """Find the newest whole step, bring this rank's part here, and compare all of it with its checksums.
+
+        All ranks call this together. A damaged part is removed, and a copy of it is taken; where there is none, an
+        older step is.
+
+        Args:
+            ranks: all of them come to the same verdict.
+            not_before: steps below this are not looked at.
+
+        Raises:
+            CheckpointingException: a rank cannot look at its parts.
+        """
+        reasons: list[str] = []
+        while True:
+            inventories = self._everywhere(ranks)
+            verdict = newest_whole(inventories, run=self._run, not_before=not_before)
+            if verdict.local is None:
+                return Verdict(None, tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
+            damaged = self._fetch(ranks, verdict.local)
+            if not damaged:
+                return Verdict(verdict.local, tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
+            reasons += damaged
+
+    def _everywhere(self, ranks: Ranks) -> list[Inventory]:
+        found: list[Inventory] = []
+        error = error_of(lambda: found.append(self.inventory()))
+        everyone(ranks, error, f"looking at {self.path}")
+        return ranks.gather_everywhere(found[0])
+
+    def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
+        """Check the parts where they are and bring this rank's; what is damaged on any rank is removed and named."""
+        damaged: list[str] = []
+        held = [owner for owner, holder in enumerate(choice.holders) if holder == ranks.rank]
+
+        def check() -> None:
+            damaged.extend(problem for owner in held if (problem := self._check(choice.step, owner)))
+            if choice.holders[ranks.rank] != ranks.rank:
+                self._remove(self.place(choice.step, ranks.rank))  # one that cannot be read as a part
+
+        everyone(ranks, error_of(check), f"checking step {choice.step} in {self.path}")
+        problems = [problem for own in ranks.gather_everywhere(damaged) for problem in own]
+        if not problems:
+            pairs = [(h, o) for o, h in enumerate(choice.holders) if h != o and ranks.rank in (h, o)]
+            places = [(holder, owner, self.place(choice.step, owner)) for holder, owner in pairs]
+            parcels = [Parcel(holder, owner, place, place) for holder, owner, place in places]
+            exchange(ranks, parcels, self._files, f"fetching step {choice.step} from other nodes")
+        return problems
+
+    def _check(self, step: int, owner: int) -> str | None:
+        """Read all of a part; a damaged one is removed, and named."""
+        path = self.place(step, owner)
+        findings = verify_checkpoint(path)
+        if not findings:
+            return None
+        logger.warning("%s is damaged and removed: %s", path, findings[0])
+        self._remove(path)
+        return f"step {step} of the local tier: rank {owner}'s part at {path} is damaged: {findings[0]}"
+
+
+def _name_of(path: Path) -> PartName | None:
+    """Whose part is in a directory; None where it is not whole."""
+    try:
+        index = read_manifest(path)
+        check_sizes(index)
+        return read_part_name(index)
+    except FileNotFoundError:
+        return None
+    except (CheckpointCorruptError, CheckpointingException) as error:
+        logger.warning("%s is passed over: %s", path, error)
+        return None

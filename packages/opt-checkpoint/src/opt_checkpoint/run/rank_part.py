@@ -1,0 +1,187 @@
+"""What one rank holds of a state, as a checkpoint of its own: written and read without a word to other ranks.
+
+Every box that the rank holds is stored, replicas too, so that the same rank of the same layout finds all it needs. The
+files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details say which box
+of which global tensor each stored tensor is.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from opt_checkpoint.boxes.box import boxes_of
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
+from opt_checkpoint.dcp.stored_names import NESTED_KEYS
+from opt_checkpoint.dcp.writer import CheckpointWriter
+from opt_checkpoint.disk.detect import Opened, read_common
+from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
+from opt_checkpoint.disk.files import Files
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
+from opt_checkpoint.disk.manifest import read_manifest
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.run.ranks import Ranks, everyone
+from opt_checkpoint.run.save_load import LoadReport, error_of
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tree import nest
+
+_DETAILS = "rank_part"
+_BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # beside the plain values of the state
+
+
+class PartName(NamedTuple):
+    """Whose part of which save it is.
+
+    Args:
+        run: the run.
+        step: the step.
+        save: names this save of the step; the same on all ranks.
+        rank: the rank whose part it is.
+        world: how many ranks saved.
+    """
+
+    run: str
+    step: int
+    save: str
+    rank: int
+    world: int
+
+
+def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files) -> None:
+    """Save what this rank holds of a state.
+
+    Raises:
+        CheckpointingException: the state cannot be stored.
+        OSError: the file system refuses.
+    """
+    flat = flatten_state(state)
+    boxes, described = _boxes(flat)
+    details = {
+        _DETAILS: {"name": name._asdict(), **described},
+        "paths": {flat.tensors[plain].key: list(plain) for plain in flat.plain},
+    }
+    objects = {key: ShardedObject(key, item.data, (1,), (0,)) for key, item in _objects(flat).items()}
+    common = nest({**flat.empty, **flat.common})
+    planner = ShardedSavePlanner({**common, _BOXES: boxes, _OBJECTS: objects})
+    writer = CheckpointWriter(path, save_id=uuid.uuid4().hex, details=MappingProxyType(details), files=files)
+    try:
+        planner.set_up_planner({}, None, True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        plan = writer.prepare_global_plan(plans)[0]
+        writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
+    """A stored tensor for every box, and what says where they belong."""
+    boxes: dict[str, ShardedTensor] = {}
+    offsets: dict[str, list[Any]] = {}
+    for shard in flat.tensors.values():
+        for held in boxes_of(shard):
+            view = view_of(shard, held, held.box)
+            name = f"{shard.key}@{'.'.join(map(str, held.box.offsets))}"
+            first = boxes.setdefault(name, whole_tensor(name, view)).data
+            if first is not None and (first.shape != view.shape or not torch.equal(_bits(first), _bits(view))):
+                raise CheckpointingException(
+                    f"two different tensors would be stored as {shard.key}; give one of them another key"
+                )
+            offsets[name] = [shard.key, list(held.box.offsets)]
+    shapes = {s.key: [dtype_name(s.dtype), list(s.global_shape)] for s in flat.tensors.values()}
+    return boxes, {"boxes": offsets, "tensors": shapes}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _objects(flat: FlatState) -> Mapping[str, ShardedObject]:
+    return {item.unique_key: item for item in flat.objects.values()}
+
+
+def read_part_name(index: CheckpointIndex) -> PartName:
+    """Whose part a checkpoint is.
+
+    Raises:
+        CheckpointCorruptError: it is not a part.
+    """
+    try:
+        name = index.details[_DETAILS]["name"]
+        return PartName(str(name["run"]), int(name["step"]), str(name["save"]), int(name["rank"]), int(name["world"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{index.path} is not one rank's part of a checkpoint") from error
+
+
+def open_part(path: Path) -> Opened:
+    """A part, described as the global tensors of which it holds some boxes.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or not a part.
+        OSError: it cannot be read.
+    """
+    index = read_manifest(path)
+    common = dict(read_common(index))
+    common.pop(_BOXES, None)
+    common.pop(_OBJECTS, None)
+    try:
+        described = index.details[_DETAILS]
+        chunks: dict[str, list[StoredChunk]] = {key: [] for key in described["tensors"]}
+        for name, (key, offsets) in described["boxes"].items():
+            for chunk in index.tensors[name].chunks:
+                chunks[key].append(replace(chunk, box=chunk.box.moved(tuple(offsets))))
+        tensors = {
+            key: StoredTensor(shape=tuple(shape), dtype=dtype_from_name(dtype), chunks=tuple(chunks[key]))
+            for key, (dtype, shape) in described["tensors"].items()
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointCorruptError(f"{path} is not one rank's part of a checkpoint: {error!r}") from error
+    objects = {_plain_key(key): place for key, place in index.objects.items()}
+    details = {NESTED_KEYS: True, "paths": index.details.get("paths")}
+    return Opened(index=replace(index, tensors=tensors, objects=objects, details=details), common=common)
+
+
+def _plain_key(key: str) -> str:
+    """The unique key of an object of the state; it was stored as the only one of a grid under that key."""
+    return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
+
+
+def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+    """Load from this rank's part; all ranks call this together, and memory is written once all of them can.
+
+    Raises:
+        CheckpointMismatchError: a rank's part does not hold what it asks for: it was saved in another layout.
+        CheckpointingException: as `load`.
+    """
+    what = f"loading {reader.index.path}"
+    plans = []
+
+    def plan() -> None:
+        planner.set_up_planner({}, None)
+        plans.extend(planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())]))
+
+    def read() -> None:
+        reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+        planner.assemble()
+
+    everyone(ranks, error_of(plan), what)
+    everyone(ranks, error_of(read), f"{what} (while reading: tensors may be partly overwritten, load again before use)")
+    return LoadReport(
+        state=planner.assembled,
+        missing=tuple(planner.missing),
+        unexpected=planner.unexpected,
+        cast=tuple(planner.cast),
+        kind=reader.index.kind,
+        bytes_wanted=reader.count.wanted,
+        bytes_read=reader.count.read,
+    )

@@ -1,0 +1,101 @@
+"""Which step a run resumes from: decided from what all ranks see, by a function that has the same answer on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from opt_checkpoint.run.rank_part import PartName
+
+Inventory: TypeAlias = Mapping[PartName, str]
+"""The parts that a rank sees on its node, and its name for each place."""
+
+
+class LocalChoice(NamedTuple):
+    """A step of the local tier that is whole.
+
+    Args:
+        step: the step.
+        parts: the part of each rank.
+        holders: for each rank, which rank hands its part over; itself where it sees it.
+    """
+
+    step: int
+    parts: tuple[PartName, ...]
+    holders: tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """The newest whole step of the local tier, if it has one, and why newer ones were passed over."""
+
+    local: LocalChoice | None
+    passed_over: tuple[str, ...]
+
+
+def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int) -> Verdict:
+    """The newest step of which every rank's part is on some node.
+
+    Args:
+        inventories: by rank.
+        run: parts of other runs are not looked at.
+        not_before: steps below this are not looked at.
+    """
+    world, reasons = len(inventories), list[str]()
+    of_run = {part for seen in inventories for part in seen if part.run == run}
+    for step in sorted({part.step for part in of_run if part.step >= not_before}, reverse=True):
+        whole = []
+        for save in sorted({part.save for part in of_run if part.step == step}):
+            parts = {part for part in of_run if (part.step, part.save) == (step, save)}
+            problem = _problem(parts, world)
+            if problem:
+                reasons.append(f"step {step} of the local tier: {problem}")
+            else:
+                whole.append(_chosen(parts, inventories))
+        if len(whole) == 1:
+            return Verdict(whole[0], tuple(reasons))
+        if whole:
+            reasons.append(f"step {step} of the local tier: it was saved {len(whole)} times, and all of them are whole")
+    return Verdict(None, tuple(reasons))
+
+
+def _problem(parts: set[PartName], world: int) -> str | None:
+    saved_by = {part.world for part in parts}
+    if saved_by != {world}:
+        return f"it was saved by {', '.join(map(str, sorted(saved_by)))} ranks, and this world has {world}"
+    missing = sorted(set(range(world)) - {part.rank for part in parts})
+    if missing:
+        return f"the parts of ranks {missing} are on no node"
+    return None
+
+
+def _chosen(parts: set[PartName], inventories: Sequence[Inventory]) -> LocalChoice:
+    by_rank = sorted(parts, key=lambda part: part.rank)
+    holders = tuple(next(_holders(part, inventories)) for part in by_rank)
+    return LocalChoice(by_rank[0].step, tuple(by_rank), holders)
+
+
+def _holders(part: PartName, inventories: Sequence[Inventory]) -> Iterator[int]:
+    """The ranks that see a part, its owner first."""
+    if part in inventories[part.rank]:
+        yield part.rank
+    yield from (rank for rank, seen in enumerate(inventories) if part in seen and rank != part.rank)
+
+
+def keepers(nodes: Sequence[str]) -> list[int] | None:
+    """For each rank the rank that keeps its copy: on the next node, at the same place there; None with one node.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    on_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        on_node.setdefault(node, []).append(rank)
+    order = list(on_node)
+    if len(order) == 1:
+        return None
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    chosen = []
+    for rank, node in enumerate(nodes):
+        there = on_node[following[node]]
+        chosen.append(there[on_node[node].index(rank) % len(there)])
+    return chosen

@@ -1,0 +1,367 @@
+"""Checkpoints in two tiers: often on the nodes with a copy on another one, and now and then where they last."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.data_file import read_small_file
+from opt_checkpoint.disk.detect import Opened
+from opt_checkpoint.disk.files import Files, LocalFiles, make_parents, write_file
+from opt_checkpoint.disk.stored_objects import SafeGlobals
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
+from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
+from opt_checkpoint.run.local_tier import LocalTier
+from opt_checkpoint.run.manager import CheckpointManager
+from opt_checkpoint.run.rank_part import load_part, open_part
+from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport, error_of
+from opt_checkpoint.run.tier_choice import keepers
+from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
+from opt_checkpoint.state.sharded import ShardedStateDict
+
+RUN = "run.json"
+
+
+class Resume(NamedTuple):
+    """What a run resumes from.
+
+    Args:
+        step: the step.
+        tier: where it is read.
+        holders: of the local tier, which rank handed over each rank's part; itself where it was on its own node.
+        passed_over: why newer steps, or the other tier, were not taken.
+    """
+
+    step: int
+    tier: Literal["local", "durable"]
+    holders: tuple[int, ...]
+    passed_over: tuple[str, ...]
+
+
+def this_node(environ: Mapping[str, str] = os.environ) -> str:
+    """A name for this rank's node: its host, and its number where `torchrun` says how many ranks a node has."""
+    host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
+    if local is None or "RANK" not in environ:
+        return host
+    return f"{host}/{int(environ['RANK']) // int(local)}"
+
+
+class TieredCheckpointManager:
+    """A series of checkpoints in a local and a durable tier; resumes from the newest step that is whole in either.
+
+    Every `save` goes to the local tier: each rank writes what it holds to a directory of its node, in the background,
+    and sends a copy to a rank on the next node. So the loss of one node loses nothing. Every `durable_every` steps the
+    state is saved to the durable tier too, as by `CheckpointManager`.
+
+    The local tier is read by the same number of ranks with the same layout. Its parts belong to one run: to the durable
+    directory, which has a name in `run.json`; those of another run are never taken.
+
+    All ranks construct it and call its methods together.
+
+    Args:
+        local: a directory on each node, as on tmpfs or NVMe; the ranks of a node may share it.
+        durable: as for `CheckpointManager`: a directory that all ranks see, or a place in an object store.
+        durable_every: at least so many steps lie between saves to the durable tier.
+        keep_local: how many local steps to keep. One more is there while it is being written, and each of them twice
+            over all nodes.
+        keep: as for `CheckpointManager`.
+        keep_every: as for `CheckpointManager`.
+        node: names this rank's node; by default the host's name, and the number of the node under `torchrun`.
+        process_group: the ranks.
+        files: the file system of the durable tier.
+        local_files: that of the local tier; by default one that does not sync.
+        timeout_s: how long a rank waits for the others during a save in the background.
+
+    Raises:
+        ValueError: a number is below 1.
+        CheckpointingException: ranks were given different arguments.
+
+    Warns:
+        UserWarning: all ranks are on one node: no copies are made, and its loss loses the local tier.
+    """
+
+    def __init__(
+        self,
+        local: str | os.PathLike[str],
+        durable: AnyPath,
+        *,
+        durable_every: int,
+        keep_local: int = 1,
+        keep: int = 3,
+        keep_every: int | None = None,
+        node: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        files: Files | None = None,
+        local_files: Files | None = None,
+        timeout_s: float = SAVE_TIMEOUT_S,
+    ) -> None:
+        self._group, self._ranks = process_group, ranks_of(process_group)
+        same_everywhere(self._ranks, "opening", durable_every=durable_every, keep_local=keep_local)
+        if durable_every < 1 or keep_local < 1:
+            raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
+        self._durable = CheckpointManager(
+            durable, keep=keep, keep_every=keep_every, process_group=process_group, files=files, timeout_s=timeout_s
+        )
+        self._local_path, self._local_files = Path(local).absolute(), local_files
+        self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
+        self._files: Files = files or LocalFiles()
+        self._keepers = keepers(self._ranks.gather_everywhere(node or this_node()))
+        if self._keepers is None and self._ranks.rank == 0:
+            warnings.warn(
+                f"all {self._ranks.size} rank(s) are on one node: the local tier {self._local_path} survives the loss "
+                f"of processes, not of the node",
+                stacklevel=2,
+            )
+        self._saver: AsyncSaver | None = None
+        self._tier: LocalTier | None = None
+        self._last_durable: int | None = None
+        self._resume: Resume | None = None
+        self._closed = False
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """For each rank the rank that keeps its copy; empty where all ranks are on one node."""
+        return tuple(self._keepers or ())
+
+    def save(self, step: int, state: ShardedStateDict) -> bool:
+        """Save a step to the local tier, and to the durable one if it is due; in the background.
+
+        Waits for the local save before, and raises its failure. Local steps from this one on are removed: they are of
+        a past that the run went back from.
+
+        Args:
+            step: number of the step, not negative.
+            state: as for `opt_checkpoint.save`; it may change as soon as this returns.
+
+        Returns:
+            Whether the durable tier is saved to.
+
+        Raises:
+            CheckpointingException: this save, or the one before, failed; the same on every rank.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} must not be negative")
+        if self._closed:
+            raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
+        same_everywhere(self._ranks, "saving", step=step)
+        if self._saver is None:
+            self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
+        tier, saver = self._tier_of_run(may_write=True), self._saver
+        if tier is None:
+            raise RuntimeError("a run that may be named has a name")
+        save = agreed(self._ranks, lambda: uuid.uuid4().hex, "naming a save")
+        saver.start(state, tier.place(step, self._ranks.rank), lambda s: tier.write(saver.ranks, s, step, save))
+        self._resume = None
+        if self._last_durable is None:
+            latest = self._durable.latest() or 0
+            self._last_durable = latest if latest <= step else 0  # newer ones are of a past that was gone back from
+        if step - self._last_durable < self._durable_every:
+            return False
+        self._durable.save(step, state)
+        self._last_durable = step
+        return True
+
+    def wait(self) -> None:
+        """Wait for the saves under way.
+
+        Raises:
+            CheckpointingException: one failed; the same on every rank.
+        """
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        finally:
+            self._durable.wait()
+
+    def close(self) -> None:
+        """Wait, and give back what saving in the background needs; raises as `wait`."""
+        self._closed = True
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            self._durable.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def find(self) -> Resume | None:
+        """What to resume from: the newest step that is whole in either tier; None where there never was one.
+
+        Parts of the local tier that are not on their rank's node are fetched from copies, and all of it is compared
+        with its checksums. Loads go by the same answer until the next save.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, but all are damaged.
+            CheckpointFailedError: a tier cannot be looked at.
+        """
+        if self._resume is not None:
+            return self._resume
+        self.wait()
+        reasons: list[str] = []
+        durable: int | None = None
+        damage: CheckpointCorruptError | None = None
+        try:
+            durable = self._durable.latest()
+        except CheckpointCorruptError as error:  # the same on every rank
+            damage = error
+            reasons.append(f"the durable tier: {error}")
+        tier = self._tier_of_run(may_write=False)
+        if tier is None:
+            reasons.append(f"the local tier: {self._durable.directory} has no {RUN}, so no local part belongs to it")
+        else:
+            verdict = tier.settle(self._ranks, not_before=durable or 0)
+            reasons += verdict.passed_over
+            if verdict.local is not None:
+                self._resume = Resume(verdict.local.step, "local", verdict.local.holders, tuple(reasons))
+                return self._resume
+        if damage is not None:
+            raise damage
+        if durable is not None:
+            self._resume = Resume(durable, "durable", (), tuple(reasons))
+        return self._resume
+
+    def latest(self) -> int | None:
+        """The step of `find`."""
+        found = self.find()
+        return None if found is None else found.step
+
+    def load(
+        self,
+        state: ShardedStateDict,
+        *,
+        strict: str | StrictHandling = StrictHandling.RAISE_UNEXPECTED,
+        dtype: Literal["exact", "cast"] = "exact",
+        aliases: Mapping[str, str] = NO_ALIASES,
+        safe_globals: SafeGlobals = (),
+    ) -> LoadReport:
+        """Load the step of `find`.
+
+        Args:
+            state: as for `opt_checkpoint.load`.
+            strict: as for `opt_checkpoint.load`.
+            dtype: as for `opt_checkpoint.load`.
+            aliases: as for `opt_checkpoint.load`.
+            safe_globals: as for `opt_checkpoint.load`.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointMismatchError: the local tier was saved by this many ranks in another layout; load the durable
+                tier by a `CheckpointManager`.
+            CheckpointingException: as `opt_checkpoint.load`.
+        """
+        rules = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
+        found = self._found()
+        if found.tier == "durable":
+            return self._durable.load(state, step=found.step, **rules)
+        same_everywhere(self._ranks, "loading", strict=strict, dtype=dtype)
+        return self._load_part(state, self._opened(found.step), rules)
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
+        """Load an optimizer from the step of `find`.
+
+        Args:
+            model: as for `opt_checkpoint.load_optimizer`.
+            optimizer: as for `opt_checkpoint.load_optimizer`.
+            options: `at`, `on_conflict` and `override` of `opt_checkpoint.load_optimizer`.
+
+        Raises:
+            CheckpointingException: as `load`, and as `opt_checkpoint.load_optimizer`.
+        """
+        found = self._found()
+        if found.tier == "durable":
+            return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
+        opened = self._opened(found.step)
+        read = lambda wanted: self._load_part(wanted, opened, {"strict": "ignore_all"})
+        return fill_optimizer(model, optimizer, opened, read, ranks=self._ranks, **options)
+
+    def _found(self) -> Resume:
+        found = self.find()
+        if found is None:
+            raise CheckpointNotFoundError(f"no checkpoint in {self._durable.directory} or {self._local_path}")
+        return found
+
+    def _opened(self, step: int) -> Opened:
+        tier = self._tier_of_run(may_write=False)
+        if tier is None:
+            raise RuntimeError("a local step was found, so the run has a name")
+        opened: list[Opened] = []
+        error = error_of(lambda: opened.append(open_part(tier.place(step, self._ranks.rank))))
+        everyone(self._ranks, error, f"opening step {step} of the local tier")
+        return opened[0]
+
+    def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
+        planner = ShardedLoadPlanner(
+            state,
+            opened.index,
+            opened.common,
+            strict=StrictHandling.parse(rules["strict"]),
+            dtype=DtypeRule.parse(rules.get("dtype", "exact")),
+            aliases=rules.get("aliases", NO_ALIASES),
+            safe_globals=rules.get("safe_globals", ()),
+        )
+        return load_part(self._ranks, planner, CheckpointReader(opened.index, describe=False))
+
+    def _tier_of_run(self, *, may_write: bool) -> LocalTier | None:
+        """The local tier of this run; None where the durable directory names no run."""
+        if self._tier is None:
+            run = agreed(self._ranks, lambda: self._run_name(may_write), f"naming the run of {self._durable.directory}")
+            if run is not None:
+                self._tier = LocalTier(
+                    self._local_path, run, keep=self._keep_local, keeper_of=self._keepers, files=self._local_files
+                )
+        return self._tier
+
+    def _run_name(self, may_write: bool) -> str | None:
+        place = self._durable.directory / RUN
+        if may_write:
+            create_once(place, json.dumps({"run": uuid.uuid4().hex}).encode(), self._files)
+        try:
+            name = json.loads(read_small_file(place))["run"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorruptError(f"{place} is damaged: it does not name a run") from error
+        if not isinstance(name, str) or not name.isalnum():
+            raise CheckpointCorruptError(f"{place} is damaged: it does not name a run")
+        return name
+
+
+def create_once(place: Location, content: bytes, files: Files) -> None:
+    """Write a small file or object where there is none; never half of one.
+
+    Raises:
+        OSError: the file system or store refuses.
+    """
+    if isinstance(place, ObjectPath):
+        try:
+            place.client.create(place.key, content)
+        except FileExistsError:
+            return
+    elif not place.exists():
+        make_parents(files, place)
+        new = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
+        write_file(files, new, content)
+        files.rename(new, place)
+        files.sync_dir(place.parent)
