@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import opt_checkpoint
+from opt_checkpoint import sharded_model, sharded_optimizer
 from opt_config import OptimizerConfig
 from opt_kernels.optim import AdamW
 from opt_stack import get_optimizer
@@ -109,6 +111,20 @@ def save(kind: str, path: str, flatten: bool = False) -> None:
         run.model, run.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten)
     )
     dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
+
+
+def save_with_ours(kind: str, path: str) -> None:
+    run = Run(kind).train(0, BEFORE)
+    state = {"model": sharded_model(run.model), "optimizer": sharded_optimizer(run.model, run.optimizer)}
+    opt_checkpoint.save(state, path)
+
+
+def resume_with_ours(kind: str, path: str) -> dict[str, Tensor]:
+    """The weights after the last steps, from another model and an optimizer without a step."""
+    run = Run(kind, seed=50)
+    opt_checkpoint.load({"model": sharded_model(run.model)}, path)
+    opt_checkpoint.load_optimizer(run.model, run.optimizer, path)
+    return run.train(BEFORE, BEFORE + AFTER).weights()
 
 
 def resume(kind: str, path: str, flatten: bool = False) -> dict[str, Tensor]:
