@@ -202,6 +202,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
         {"ours": "a", "theirs": ("b", "c"), "rows": 4},
         {"ours": "{x:path}", "theirs": "b"},
         {"ours": ("{i}.a", "b"), "theirs": "{i}.c"},
+        {"ours": "a", "theirs": ["b", "c"]},
     ],
     ids=str,
 )

@@ -370,6 +370,21 @@ def test_an_export_that_fails_at_any_call_leaves_nothing(tmp_path: Path) -> None
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
+def test_what_a_killed_export_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    left = tmp_path / f".opt-checkpoint-tmp-{'a' * 32}"
+    left.mkdir()
+    for name in (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ):
+        (left / name).write_bytes(b"")
+    for path in (*left.iterdir(), left):
+        os.utime(path, (0, 0))  # the lease has run out
+    save_safetensors({"w": torch.zeros(2)}, tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_the_index_is_written_last(tmp_path: Path) -> None:
     made: list[str] = []
 

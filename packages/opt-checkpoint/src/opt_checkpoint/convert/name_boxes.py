@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError
 from opt_checkpoint.state.sharded import Shape
 
 _SHOWN = 8
+Names: TypeAlias = dict[tuple[str, Shape], str]  # of one side's tensors: by pattern, and by the other side's axes
 
 
 class Described(NamedTuple):
@@ -104,7 +106,7 @@ class _Instance(NamedTuple):
 
     rule: NameRule
     common: dict[str, str]
-    names: dict[tuple[str, tuple[int, ...]], str]
+    names: Names
     known: int
 
     def add_to(self, mapped: Mapped, tensors: Mapping[str, Described], claimed: dict[str, str]) -> None:
@@ -119,10 +121,10 @@ class _Instance(NamedTuple):
         cut = _cut_of(self, sides, tensors)
         other = dict(_other_names(self, sides, cut))
         ours, theirs = (self.names, other) if self.known == 0 else (other, self.names)
-        mapped.ours.update((name, cut.described(0, sides[0], pattern)) for (pattern, _), name in ours.items())
+        mapped.ours.update(cut.all_described(0, sides[0], ours))
         if self.known == 1 or not self.rule.tied:
             self._claim(list(other.values()), claimed)
-            mapped.theirs.update((name, cut.described(1, sides[1], pattern)) for (pattern, _), name in theirs.items())
+            mapped.theirs.update(cut.all_described(1, sides[1], theirs))
         found = mapped.tied if self.rule.tied else mapped.pieces
         for name in ours.values():
             found[name] = []  # also for tensors without elements
@@ -131,9 +133,13 @@ class _Instance(NamedTuple):
 
     def _claim(self, names: list[str], claimed: dict[str, str]) -> None:
         source = next(iter(self.names.values()))
-        twice = [name for name in names if claimed.setdefault(name, source) != source or len(set(names)) < len(names)]
+        twice = [
+            name for name, count in Counter(names).items() if count > 1 or claimed.setdefault(name, source) != source
+        ]
         if twice:
-            raise CheckpointKeyError(f"{twice[0]} would be made twice, of {claimed[twice[0]]} and of {source}")
+            raise CheckpointKeyError(
+                f"{twice[0]} would be made twice, of {claimed.get(twice[0], source)} and of {source}"
+            )
 
 
 def _instances(
@@ -193,6 +199,11 @@ class _Cut:
         block = tuple(length if d == self.dim else n for d, n in enumerate(self.block))
         return Described((*(self.stacks[name] for name in side.stack), *_swapped(block, side)), self.dtype)
 
+    def all_described(self, number: int, side: NamedSide, names: Names) -> Iterator[tuple[str, Described]]:
+        """Shape and dtype of every tensor of one side, by name."""
+        by_pattern = {pattern.text: self.described(number, side, pattern.text) for pattern in side.patterns}
+        return ((name, by_pattern[text]) for (text, _), name in names.items())
+
 
 def _swapped(axes: Shape, side: NamedSide) -> Shape:
     """Values per axis in the order of a side's axes, from the order of ours; the other way round is the same."""
@@ -218,8 +229,8 @@ def _cut_of(instance: _Instance, sides: tuple[NamedSide, NamedSide], tensors: Ma
     block = _swapped(first.shape[depth:], side)
     lengths = _lengths(instance, sides, {n: tensors[n].shape for n in instance.names.values()})
     cut = _Cut(stacks=stacks, block=block, dim=rule.dim, lengths=lengths, dtype=first.dtype)
-    for (pattern, _), other in instance.names.items():
-        if cut.described(instance.known, side, pattern) != tensors[other]:
+    for other, expected in cut.all_described(instance.known, side, instance.names):
+        if expected != tensors[other]:
             raise CheckpointMismatchError(
                 f"{other} has {tensors[other].dtype} {list(tensors[other].shape)}, which does not fit {name} of "
                 f"{first.dtype} {list(first.shape)} by {rule}"
@@ -279,7 +290,7 @@ def _lengths(
 
 def _other_names(
     instance: _Instance, sides: tuple[NamedSide, NamedSide], cut: _Cut
-) -> Iterator[tuple[tuple[str, tuple[int, ...]], str]]:
+) -> Iterator[tuple[tuple[str, Shape], str]]:
     """The tensors of the other side, by pattern and numbers."""
     side, known = sides[1 - instance.known], sides[instance.known]
     for pattern in side.patterns:
@@ -288,27 +299,23 @@ def _other_names(
             yield (pattern.text, index), pattern.filled({**instance.common, **numbers})
 
 
-def _pieces(
-    sides: tuple[NamedSide, NamedSide],
-    cut: _Cut,
-    ours: Mapping[tuple[str, tuple[int, ...]], str],
-    theirs: Mapping[tuple[str, tuple[int, ...]], str],
-) -> Iterator[tuple[str, Piece]]:
+def _pieces(sides: tuple[NamedSide, NamedSide], cut: _Cut, ours: Names, theirs: Names) -> Iterator[tuple[str, Piece]]:
     """The boxes that both sides share, with our name of each."""
-    runs = [run for part in range(len(sides[0].parts)) for run in _runs(sides, cut, part)]
     our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
     logical = tuple(range(our_depth, our_depth + len(cut.block)))
     axes = ((None,) * their_depth) + _swapped(logical, sides[1])
+    shapes = {pattern.text: cut.described(1, sides[1], pattern.text).shape for pattern in sides[1].patterns}
+    runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
+    for run in (run for part in range(len(sides[0].parts)) for run in _runs(sides, cut, part)):
+        sizes = tuple(run.length if d == cut.dim else n for d, n in enumerate(cut.block))
+        starts = [tuple(s if d == cut.dim else 0 for d in range(len(cut.block))) for s in run.starts]
+        if 0 not in sizes:
+            runs[run.patterns].append((starts[0], _swapped(starts[1], sides[1]), (1,) * our_depth + sizes))
     for (their_text, in_ours), their_name in theirs.items():
         for (our_text, in_theirs), our_name in ours.items():
-            for run in runs:
-                sizes = tuple(run.length if d == cut.dim else n for d, n in enumerate(cut.block))
-                if run.patterns != (our_text, their_text) or 0 in sizes:
-                    continue
-                starts = [tuple(s if d == cut.dim else 0 for d in range(len(cut.block))) for s in run.starts]
-                shape = cut.described(1, sides[1], their_text).shape
-                within = Within(shape, (*in_theirs, *_swapped(starts[1], sides[1])), axes)
-                yield our_name, Piece(Box((*in_ours, *starts[0]), ((1,) * our_depth) + sizes), their_name, within)
+            for our_start, their_start, sizes in runs.get((our_text, their_text), ()):
+                within = Within(shapes[their_text], (*in_theirs, *their_start), axes)
+                yield our_name, Piece(Box((*in_ours, *our_start), sizes), their_name, within)
 
 
 class _Run(NamedTuple):

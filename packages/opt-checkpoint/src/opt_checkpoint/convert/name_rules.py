@@ -14,9 +14,11 @@ Megatron-Core, 8 groups of 4 queries, one key and one value, and its three tenso
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from opt_checkpoint.convert.foreign_files import read_rows
@@ -37,7 +39,7 @@ class NamePattern:
         CheckpointingException: braces do not pair, or a placeholder occurs twice.
     """
 
-    __slots__ = ("_regex", "numbers", "text", "texts")
+    __slots__ = ("_names", "_regex", "numbers", "text", "texts")
 
     def __init__(self, text: str) -> None:
         found = _PLACEHOLDER.findall(text)
@@ -46,7 +48,7 @@ class NamePattern:
             raise CheckpointingException(
                 f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
             )
-        self.text = text
+        self.text, self._names = text, names
         self.numbers = tuple(name for name, is_text in found if not is_text)
         self.texts = tuple(name for name, is_text in found if is_text)
         literals = _PLACEHOLDER.split(text)[::3]
@@ -56,8 +58,7 @@ class NamePattern:
     def match(self, name: str) -> dict[str, str] | None:
         """The placeholders' values where a name fits, else None."""
         matched = self._regex.fullmatch(name)
-        names = [name for name, _ in _PLACEHOLDER.findall(self.text)]
-        return dict(zip(names, matched.groups())) if matched else None
+        return dict(zip(self._names, matched.groups())) if matched else None
 
     def filled(self, values: Mapping[str, str]) -> str:
         """The name that has these values."""
@@ -99,6 +100,8 @@ class NameRule:
     tied: bool = False
 
     def __post_init__(self) -> None:
+        if not all(isinstance(field, str | tuple) for field in (self.ours, self.theirs, self.shares)):
+            raise CheckpointingException(f"{self!r}: ours and theirs must be names or tuples of names, shares a tuple")
         lengths = {len(names) for names in (self.ours, self.theirs) if isinstance(names, tuple) and names}
         lengths |= {len(self.shares)} - {0}
         if len(lengths) > 1 or not (self.ours or self.theirs):
@@ -166,6 +169,7 @@ class NamedSide(NamedTuple):
         return [number for number, part in enumerate(self.parts) if part.text == pattern.text]
 
 
+@lru_cache(maxsize=1024)
 def sides_of(rule: NameRule) -> tuple[NamedSide, NamedSide]:
     """Our side and their side of a rule that leaves nothing out."""
     ours, theirs = _patterns(rule.ours, rule.parts), _patterns(rule.theirs, rule.parts)
@@ -187,6 +191,11 @@ def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(names, str):
         return (names,) if names else ()
     return tuple(names)
+
+
+def fingerprint(rules: Sequence[NameRule]) -> str:
+    """A short text that differs where rules do."""
+    return hashlib.sha256(repr(tuple(rules)).encode()).hexdigest()[:16]
 
 
 SAME_NAMES = (NameRule(ours="{name:path}", theirs="{name:path}"),)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from opt_checkpoint.convert.name_boxes import Described, to_ours
-from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
+from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
 from opt_checkpoint.convert.safetensors_layout import INDEX, SINGLE, PlacedArray
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
@@ -76,7 +76,7 @@ def load_safetensors(
         CheckpointingException: ranks were given different arguments.
     """
     ranks, source = ranks_of(process_group), Path(folder).absolute()
-    rules = tuple(map(repr, names))
+    rules = fingerprint(names)
     same_everywhere(ranks, "loading", folder=source, names=rules, strict=strict, dtype=dtype, share_reads=share_reads)
     index = agreed(ranks, lambda: safetensors_index(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(
