@@ -48,6 +48,59 @@ def test_a_parameter_without_elements_has_no_saved_state() -> None:
     assert sorted(state_of(net, optimizer)["optimizer"]["state"]) == ["fused", "plain"]
 
 
+class Experts(nn.Module):
+    def __init__(self, weights: torch.Tensor):
+        super().__init__()
+        self.experts = nn.Parameter(weights.clone())
+
+
+SOAP_OF_EXPERTS: dict[str, Any] = {"optimizer": "soap", "lr": 0.1, "clip_grad": 0.0}
+EXPERT_RULES: dict[str, dict[str, Any]] = {
+    "soap": SOAP_OF_EXPERTS,
+    "soap one-sided, megatron": SOAP_OF_EXPERTS | {"soap_one_sided": True, "soap_order": "megatron"},
+    "normuon, longer": {
+        "optimizer": "adaptive_muon", "lr": 0.1, "clip_grad": 0.0, "adaptive_muon_moment2_method": "normuon",
+        "adaptive_muon_lines": "longer",
+    },
+    "namo": {"optimizer": "adaptive_muon", "lr": 0.1, "clip_grad": 0.0, "adaptive_muon_moment2_method": "namo"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", EXPERT_RULES)
+def test_state_of_stacked_experts_is_loaded_by_another_number_of_ranks(tmp_path: Path, rule: str) -> None:
+    # The state of each expert belongs to it: factors, bases, and the numbers of lines and matrices.
+    fields = EXPERT_RULES[rule]
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = (torch.randn(4, 6, 4, generator=generator) for _ in range(4))
+
+    def made(rank: int, ranks: int) -> tuple[Experts, Any, dict[str, Any]]:
+        model = Experts(start.chunk(ranks)[rank])
+        optimizer = get_optimizer(OptimizerConfig(**fields), [model], {})
+        weights = {"experts": ShardedTensor.from_rank_offsets("experts", model.experts, (0, rank, ranks))}
+        return model, optimizer, {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+    def stepped(model: Experts, optimizer: Any, part: slice, grad: torch.Tensor) -> torch.Tensor:
+        model.experts.grad = grad[part].clone()
+        optimizer.step()
+        return model.experts.detach()
+
+    unbroken, optimizer, _ = made(0, 1)
+    for grad in grads:
+        want = stepped(unbroken, optimizer, slice(0, 4), grad)
+    states = {}
+    for rank in range(2):
+        model, optimizer, _ = made(rank, 2)
+        for grad in grads[:2]:
+            stepped(model, optimizer, slice(2 * rank, 2 * rank + 2), grad)
+        weights = {"experts": ShardedTensor.from_rank_offsets("experts", model.experts, (0, rank, 2))}
+        states[f"rank {rank}"] = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)["state"]}
+    groups = {key: value for key, value in optimizer.sharded_state_dict(weights).items() if key != "state"}
+    save({**states, "optimizer": groups}, tmp_path / "saved")
+    model, resumed, state = made(0, 1)
+    resumed.load_state_dict(load(state, tmp_path / "saved").state["optimizer"])
+    torch.testing.assert_close(stepped(model, resumed, slice(0, 4), grads[2]), want, rtol=0, atol=1e-4)
+
+
 class Chunk(nn.Module):
     def __init__(self, value: float):
         super().__init__()

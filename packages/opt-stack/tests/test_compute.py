@@ -9,13 +9,15 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
+from opt_kernels.hooks import CentralizeGradient, Hook
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
-from opt_stack import get_optimizer_based_on_param_groups
+from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.compute import ComputePlan, compute_lines, plan_compute
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
@@ -50,6 +52,7 @@ CASES = {
     "tp, soap": (SOAP(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
     "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "hsdp": (SOAP(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
+    "tp, namo": (NAMO(muon=DUPLICATED), meta((16, 8), TP), [(PART, ["tp"], 1)]),  # sums its norms over its peers
     "axes of one rank": (SOAP(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
     "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),
     "fsdp of blocks": (BLOCKWISE, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 1)]),
@@ -134,6 +137,27 @@ REFUSED = {
         "optimizer='theirs' needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts cannot be "
         "brought together for it, but w is cut along dim 0 over 4 ranks (dp); use 'muon', 'adaptive_muon' or 'soap'",
     ),
+    "namo, which has no phases": (
+        NAMO(),
+        meta((16, 8), FSDP),
+        ConfigError,
+        "optimizer='namo' needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts cannot be "
+        "brought together for it, but w is cut along dim 0 over 4 ranks (dp); use 'muon', 'adaptive_muon' or 'soap'",
+    ),
+    "heads cut by blocks": (
+        BLOCKWISE,
+        meta((24, 8), TP, head_rows=8),
+        ConfigError,
+        "w: head_rows=8: heads of 8 rows are cut: 12 of 24 rows are on one rank; deal whole groups to ranks, or set "
+        "muon_tp_mode='duplicated'",
+    ),
+    "matrices cut by blocks": (
+        DISTRIBUTED,
+        meta((24, 8), TP, split_sizes=(20, 4)),
+        ConfigError,
+        "w: split_sizes=(20, 4): matrices of 24 rows are cut: 12 of 24 rows are on one rank; deal whole groups to "
+        "ranks, or set muon_tp_mode='duplicated'",
+    ),
     "tensor parallelism after fsdp": (
         BLOCKWISE,
         meta((16, 8), FSDP, TP),
@@ -157,6 +181,20 @@ def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_spl
     cut = meta((24, 8), TP, **QKV)
     assert plan(DUPLICATED, cut)
     assert plan(BLOCKWISE, cut, split_qkv=False)
+
+
+def test_heads_are_whole_where_they_are_gathered_or_dealt() -> None:
+    assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
+    assert plan(SOAP(), meta((24, 8), FSDP, head_rows=8))
+    assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)
+
+
+@pytest.mark.parametrize("hooks", [(), (CentralizeGradient(),)], ids=["bare", "hooked"])
+def test_soap_refuses_heads_that_it_would_not_split(hooks: tuple[Hook, ...]) -> None:
+    model = nn.Linear(4, 6, bias=False)
+    model.weight.head_rows = 2
+    with pytest.raises(ConfigError, match=r"moves whole matrices, but weight has head_rows=2 and split_sizes=\(\)"):
+        get_optimizer(OptimizerConfig(lr=0.1, optimizer="soap"), [model], {}, hooks=hooks)
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("muon", (5,)), ("soap", (2, 3, 4, 5))])

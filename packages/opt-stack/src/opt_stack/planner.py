@@ -215,7 +215,7 @@ def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
             f"{metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
         )
     split = [id for id in sorted(unit.ids) if metas[id].head_rows or metas[id].split_sizes]
-    if split and not getattr(unit.rule, "splits_rows", True):
+    if split and not getattr(bare(unit.rule), "splits_rows", True):
         raise ConfigError(
             f"optimizer={unit.rule.name!r} moves whole matrices, but {split[0]} has "
             f"head_rows={metas[split[0]].head_rows} and split_sizes={metas[split[0]].split_sizes}; leave these out, or "
