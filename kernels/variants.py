@@ -18,6 +18,9 @@ from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD
+from opt_kernels.hooks import CautiousDecay, LrDecoupledDecay
+from opt_kernels.hooks.compose import with_hook
+from opt_kernels.hooks.measured import MOVE, MOVE_CAUTIOUSLY
 from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
@@ -264,9 +267,10 @@ def small_kernels() -> Iterator[Variant]:
         shared_allowed=True,
     )
     columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
-    for formula in (ADAM, LION, SGD):
+    hooked = {"adam-cautious-decay": with_hook(ADAM, CautiousDecay()), "move": MOVE}
+    for name, formula in ({formula.name: formula for formula in (ADAM, LION, SGD)} | hooked).items():
         yield Variant(
-            name=f"scalars/{formula.name}",
+            name=f"scalars/{name}",
             kernel=kernels_of(formula).fill,
             signature={"block": "*fp32", "host": "*fp64"} | columns,
             constants={},
@@ -341,6 +345,13 @@ def all_variants() -> list[Variant]:
         sgd("fp32", F32),
         sgd("fp32-no-momentum", None),
         sgd("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
+        update("adam/fp32-cautious-decay", with_hook(ADAM, CautiousDecay()), (F32, F32)),
+        update(
+            "adam/remainder-g16-cautious-decay", with_hook(ADAM, CautiousDecay()), (F32, F32), grad=BF16, **remainder
+        ),
+        update("lion/fp32-lr-decoupled-decay", with_hook(LION, LrDecoupledDecay(1e-3)), (F32,)),
+        update("hooks/move", MOVE, ()),
+        update("hooks/move-cautiously-remainder", MOVE_CAUTIOUSLY, (), **remainder),
         muon_momentum("fp32-to-fp16", F32, F16, scheme_u="half"),
         muon_momentum("fp32-to-fp32", F32, F32, nesterov=False),
         muon_momentum("g16-to-fp16", F32, F16, scheme_u="half", grad=BF16, **remainder),

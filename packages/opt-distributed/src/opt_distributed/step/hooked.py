@@ -5,6 +5,7 @@ parameters are cut over, whatever their number ─▶ the weights of every unit 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -88,21 +89,23 @@ def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device)
             raise CollectiveError(f"sum of the hooks' norms: {error}") from error
     for step, cut, vector in vectors:
         for call in step.calls:
-            here, there = _rows(call, cut)
-            call.sums[here] = vector[there]
+            here, there = _rows(tuple(call.ids), cut.ids, device)
+            call.sums.index_copy_(0, here, vector.index_select(0, there))
 
 
 def _gathered(calls: Sequence[Call], cut: CutParams, device: torch.device) -> Tensor:
     """(len(cut.ids), NUM_SUMS): what this rank has of each."""
     vector = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=device)
     for call in calls:
-        here, there = _rows(call, cut)
-        vector.index_add_(0, torch.tensor(there, dtype=torch.int64, device=device), call.sums[here])
+        here, there = _rows(tuple(call.ids), cut.ids, device)
+        vector.index_add_(0, there, call.sums.index_select(0, here))
     return vector
 
 
-def _rows(call: Call, cut: CutParams) -> tuple[list[int], list[int]]:
-    """Rows of the call's sums, and the rows of the vector that they belong to."""
-    places = {id: place for place, id in enumerate(cut.ids)}
-    here = [row for row, id in enumerate(call.ids) if id in places]
-    return here, [places[call.ids[row]] for row in here]
+@lru_cache(maxsize=256)  # the same at every step: a copy to the device would have the host wait for it
+def _rows(ids: tuple[ParamId, ...], cut: tuple[ParamId, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of the sums of works of `ids`, and the rows of the vector over `cut` that they belong to."""
+    places = {id: place for place, id in enumerate(cut)}
+    here = [row for row, id in enumerate(ids) if id in places]
+    there = [places[ids[row]] for row in here]
+    return torch.tensor(here, dtype=torch.int64, device=device), torch.tensor(there, dtype=torch.int64, device=device)
