@@ -17,6 +17,7 @@ from opt_kernels.codecs import StateCodec, codec_for
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.hooks import CautiousDecay, LrDecoupledDecay
 from opt_kernels.hooks.compose import with_hook
@@ -114,7 +115,8 @@ def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec
         | extra,
         aligned=("records", "grads", "block"),
         fusion=not formats.ieee,
-        max_registers=96,
+        # Where there are many states, fewer programs have enough bytes in flight, which has a gate of its own.
+        max_registers=96 + 28 * max(0, len(codecs) - 2),
         widths=widths(formats) if formats.aligned else None,
         tile_read_bytes=BLOCK * (reads + sum(d.itemsize for d in formats.states)) if formats.aligned else 0,
         shared_allowed=scaled,
@@ -161,6 +163,16 @@ def sgd(name: str, b: torch.dtype | None, **of: Any) -> Variant:
     """SGD with this momentum, or with none."""
     formula = SGD.with_constants(has_momentum=False) if b is None else SGD.with_constants(nesterov=True)
     return update(f"sgd/{name}", formula, () if b is None else (b,), **of)
+
+
+def registered() -> Iterator[Variant]:
+    """Every rule of the registry that has no variants of its own, in float32; and that of most states in 8 bits."""
+    others = {name: formula for name, formula in FORMULAS.items() if name not in ("adam", "lion", "sgd")}
+    for name, formula in others.items():
+        yield update(f"{name}/fp32", formula, (F32,) * len(formula.states))
+    largest = max(others.values(), key=lambda formula: len(formula.states))
+    codes = tuple(I8 if state.signed else U8 for state in largest.states)
+    yield update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=None, out=BF16)
 
 
 def stats(name: str, dtype: torch.dtype) -> Variant:
@@ -268,7 +280,7 @@ def small_kernels() -> Iterator[Variant]:
     )
     columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
     hooked = {"adam-cautious-decay": with_hook(ADAM, CautiousDecay()), "move": MOVE}
-    for name, formula in ({formula.name: formula for formula in (ADAM, LION, SGD)} | hooked).items():
+    for name, formula in ({**FORMULAS} | hooked).items():
         yield Variant(
             name=f"scalars/{name}",
             kernel=kernels_of(formula).fill,
@@ -342,6 +354,7 @@ def all_variants() -> list[Variant]:
         lion("fp32", F32),
         lion("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
         lion("remainder-g16-8-bit-state", I8, grad=BF16, **remainder),
+        *registered(),
         sgd("fp32", F32),
         sgd("fp32-no-momentum", None),
         sgd("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
