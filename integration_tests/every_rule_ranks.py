@@ -102,3 +102,31 @@ def refused(case: Case) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+class Evaluated(NamedTuple):
+    """Weights of one rank, before, during and after an evaluation; what was refused meanwhile."""
+
+    trained: dict[str, Tensor]
+    shown: dict[str, Tensor]
+    after: dict[str, Tensor]
+    refusals: list[str]
+
+
+def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evaluated]:
+    found = {}
+    for name, case in cases.items():
+        model, optimizer = begin(case, sharded=sharded)
+        trained = train(model, optimizer, range(BEFORE))
+        optimizer.eval()
+        shown = train(model, optimizer, range(0))
+        refusals = []
+        for attempt in (optimizer.step, optimizer.state_dict, optimizer.reload_model_params):
+            try:
+                attempt()
+            except RuntimeError as error:
+                refusals.append(str(error))
+        optimizer.train()
+        assert all(torch.equal(param, trained[key]) for key, param in model.named_parameters())
+        found[name] = Evaluated(trained, shown, train(model, optimizer, range(BEFORE, AFTER)), refusals)
+    return found

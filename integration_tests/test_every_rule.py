@@ -30,6 +30,7 @@ class Runs(NamedTuple):
     back_on_one: dict[str, Weights]
     on_three: list[dict[str, Weights]]
     refusals: list[str]
+    evaluated: list[dict[str, ranks.Evaluated]]
 
 
 def cases(file: str) -> dict[str, ranks.Case]:
@@ -52,14 +53,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     every = cases(str(file))
     wrong = ranks.Case("soft_step", False, {"softnes": 0.25}, str(file))
     saved, again = str(folder / "of two"), str(folder / "of one")
-    two = run_jobs(2, {"save": Job(ranks.run_and_save, (every, saved)), "wrong": Job(ranks.refused, (wrong,))})
+    averaged = {name: case for name, case in every.items() if case.formula().evaluation is not None}
+    jobs = {
+        "save": Job(ranks.run_and_save, (every, saved)),
+        "wrong": Job(ranks.refused, (wrong,)),
+        "evaluate": Job(ranks.evaluate, (averaged,)),
+    }
+    two = run_jobs(2, jobs)
     back_on_one = ranks.resume(every, saved, again, sharded=False)
     three = run_jobs(3, {"resume": Job(ranks.resume, (every, again, ""))})
     on_one = {}
     for name, case in every.items():
         model, optimizer = ranks.begin(case, sharded=False)
         on_one[name] = ranks.train(model, optimizer, range(ranks.AFTER))
-    return Runs(on_one, two["save"], back_on_one, three["resume"], two["wrong"])
+    return Runs(
+        on_one,
+        two["save"],
+        back_on_one,
+        three["resume"],
+        two["wrong"],
+        [*two["evaluate"], ranks.evaluate(averaged, sharded=False)],
+    )
 
 
 def assert_same(found: Weights, expected: Weights) -> None:
@@ -83,6 +97,16 @@ def test_a_misspelt_number_of_the_readmes_rule_is_refused_by_name_on_every_rank(
     message = "optimizer_options has 'softnes'=0.25, which optimizer='soft_step' does not read"
     assert all(message in refusal and "Did you mean softness" in refusal for refusal in runs.refusals)
     assert len(runs.refusals) == 2
+
+
+@pytest.mark.parametrize("name", ["schedule_free-wide", "schedule_free-narrow"])
+def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(name: str, runs: Runs) -> None:
+    *of_ranks, alone = (found[name] for found in runs.evaluated)
+    for evaluated in (*of_ranks, alone):
+        assert_same(evaluated.shown, alone.shown)
+        assert not any(torch.equal(evaluated.shown[key], weight) for key, weight in evaluated.trained.items())
+        assert_same(evaluated.after, runs.on_one[name])
+        assert len(evaluated.refusals) == 3
 
 
 def test_the_drop_in_of_the_readmes_rule_moves_as_its_formula_says(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
         return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **fields(config)}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
+        if formula.evaluation is not None and config.overlap_param_gather:
+            raise ConfigError(
+                f"overlap_param_gather=True: optimizer={formula.name!r} evaluates other weights than it trains, and "
+                "eval() gathers them at once; leave it at False"
+            )
         numbers = hyper(config)
         options = _options(formula, config, fields(config))
         of_rule = {name: _dtype(value) for name, value in options.items() if name not in numbers}

@@ -16,6 +16,7 @@ from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.evaluation import Evaluation
 from opt_stack.hooks import warn_of_other_hooks
 from opt_stack.live_state import LiveState
 from opt_stack.local_state import (
@@ -75,6 +76,7 @@ class Optimizer(torch.optim.Optimizer):
             chunk.add_optimizer(self, self._ids)
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
+        self._evaluation = Evaluation(stepper)
         self._live = LiveState({held.piece.param: held for held in self._held.values()})
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -126,8 +128,24 @@ class Optimizer(torch.optim.Optimizer):
         """The second half: clip, update, publish. False where the norm was refused."""
         return self.stepper.step_with_ready_grads(self.param_groups)
 
+    def train(self, mode: bool = True) -> None:
+        """Puts the weights that are trained back into the parameters, bit for bit; `train(False)` is `eval()`."""
+        if mode:
+            self._evaluation.end_()
+        else:
+            self.eval()
+
+    def eval(self) -> None:
+        """Puts the weights to evaluate with into the parameters, for rules that train others (schedule_free).
+
+        All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped, saved or
+        loaded: a checkpoint always holds the weights that are trained.
+        """
+        self._evaluation.begin_(self.param_groups)
+
     def _check_params(self) -> None:
         """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
+        self._evaluation.check_training("a step")
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
@@ -242,6 +260,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
                 its shape and layout; nothing has changed.
         """
+        self._evaluation.check_training("reload_model_params()")
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:
@@ -276,6 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
         would keep one rank's. Live tensors, as torch's own.
         """
+        self._evaluation.check_training("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -317,6 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
                 another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
         """
+        self._evaluation.check_training("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(before(self, dict(state_dict)), state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
@@ -392,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`.
         """
+        self._evaluation.check_training("sharded_state_dict()")
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 

@@ -204,6 +204,15 @@ class Formula:
             numbers[name] = value if isinstance(value, bool | str) else float(value)
         return {name: float(value) for name, value in self.scalars(**numbers).items()}
 
+    def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
+        """The weights to evaluate with, from the trained ones `p` and the states; with `back`, the reverse."""
+        assert self.evaluation is not None
+        function = self.evaluation[back]
+        names, numbers = parameters_of(function)
+        given = {name: float(number_of(hyper, name, self)) for name in numbers}
+        found: Tensor = function(p, *(states[name] for name in names[1:]), **given)
+        return found
+
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
         """The new main and the new states, by torch's operations in the dtype of `p`; writes nothing."""
         positional, named = parameters_of(self.update)

@@ -9,7 +9,6 @@ from torch import Tensor
 from opt_kernels.backends.elements import flat
 from opt_kernels.codecs import codecs_of, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
-from opt_kernels.formulas.syntax import parameters_of
 from opt_kernels.optim.base import params_with_groups
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.groups import ParamGroup
@@ -41,7 +40,7 @@ class AveragedOptimizer(FormulaOptimizer):
             for group, param in params_with_groups(self.param_groups):
                 if float(self.state.get(param, {}).get(STEP, 0)):
                     self._trained[param] = local(param).detach().clone()
-                    local(param).copy_(self._evaluated(group, param, 0))
+                    local(param).copy_(self._evaluated(group, param, back=False))
             self._set_mode(training=False)
 
     @torch.no_grad()
@@ -50,11 +49,8 @@ class AveragedOptimizer(FormulaOptimizer):
         if not mode:
             self.eval()
         elif not self.is_training:
-            for group, param in params_with_groups(self.param_groups):
-                if param in self._trained:
-                    local(param).copy_(self._trained[param])
-                elif float(self.state.get(param, {}).get(STEP, 0)):  # evaluation mode was loaded
-                    local(param).copy_(self._evaluated(group, param, 1))
+            for param, trained in self._trained.items():
+                local(param).copy_(trained)
             self._set_mode(training=True)
 
     def _set_mode(self, *, training: bool) -> None:
@@ -62,30 +58,29 @@ class AveragedOptimizer(FormulaOptimizer):
         for group in self.param_groups:
             group[TRAIN_MODE] = training
 
-    def _evaluated(self, group: ParamGroup, param: Tensor, direction: int) -> Tensor:
-        """The averaged weights from the trained ones (0), or the reverse (1), in float32."""
-        assert self.formula.evaluation is not None
-        function = self.formula.evaluation[direction]
+    def _evaluated(self, group: ParamGroup, param: Tensor, *, back: bool) -> Tensor:
+        """The averaged weights from the trained ones, or with `back` the reverse, in float32."""
         shard, state = local(param).detach(), self.state[param]
         main = saved_main(shard, state)
-        if main is not None and direction == 1:
-            return main
         values = shard.to(torch.promote_types(shard.dtype, torch.float32)) if main is None else main
-        codecs, numbers = codecs_of(self.rule_of(group, param)), dict(group)
-        for i, beta in enumerate(group.get("betas", ())):
-            numbers[f"beta{i + 1}"] = beta
+        rule = self.rule_of(group, param)
         states = {}
-        for name in parameters_of(function)[0][1:]:
-            decoded = torch.empty_like(values)
+        for name, codec in codecs_of(rule).items():
+            states[name] = torch.empty_like(values)
             codes, scales = flat(state[name], shard, name), state.get(scale_name(name))
-            codecs[name].decode_(flat(decoded, shard, name), codes, scales)
-            states[name] = decoded
-        found: Tensor = function(values, *states.values(), **{n: float(numbers[n]) for n in parameters_of(function)[1]})
-        return found
+            codec.decode_(flat(states[name], shard, name), codes, scales)
+        return self.formula.evaluated(values, states, self._hyper(group, rule, float(state[STEP])), back=back)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form; in evaluation mode with the trained weights, which a load restores."""
-        packed = super().state_dict()
+        # A remainder completes the trained parameter, not the averaged one.
+        shown = {param: local(param).detach().clone() for param in self._trained}
+        with torch.no_grad():
+            for param, trained in self._trained.items():
+                local(param).copy_(trained)
+            packed = super().state_dict()
+            for param, values in shown.items():
+                local(param).copy_(values)
         for index, (_, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self._trained and MAIN not in packed["state"][index]:
                 packed["state"][index][TRAINED] = distributed_like(self._trained[param], param)
@@ -99,11 +94,14 @@ class AveragedOptimizer(FormulaOptimizer):
         if self.is_training:
             return
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, (_, param) in zip(indices, params_with_groups(self.param_groups), strict=True):
-            saved = state_dict["state"].get(index, {}).get(TRAINED)
-            if saved is not None:
-                self._trained[param] = local_like(saved, param).to(param.dtype, copy=True)
-        self.train()
+        with torch.no_grad():
+            for index, (group, param) in zip(indices, params_with_groups(self.param_groups), strict=True):
+                saved = state_dict["state"].get(index, {})
+                if TRAINED in saved:
+                    local(param).copy_(local_like(saved[TRAINED], param))
+                elif saved and MAIN not in saved:  # only the averaged weights are there
+                    local(param).copy_(self._evaluated(group, param, back=True))
+        self._set_mode(training=True)
         self.eval()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""Drop-ins that evaluate other weights than they train: what parameters, states and checkpoints hold in either mode."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels import optim
+from opt_kernels.optim.mains import MAIN
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float32 mains": {"dtype": torch.bfloat16, "mains": "float32"},
+    "remainders, 8 bit": {
+        "dtype": torch.bfloat16, "mains": "remainder", "z_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8,
+    },
+    "float64": {"dtype": torch.float64},
+}  # fmt: skip
+ON_KINDS = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+
+
+def build(*, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, optim.AdamWScheduleFree]:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    param = torch.nn.Parameter(values.to(dtype))
+    return param, optim.AdamWScheduleFree([param], lr=0.05, backend="torch", **options)
+
+
+def train(param: Tensor, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        param.grad = torch.randn(300, generator=torch.Generator().manual_seed(10 + step)).to(param.dtype)
+        optimizer.step()
+
+
+@ON_KINDS
+def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
+    (a, plain), (b, evaluated) = build(**kind), build(**kind)
+    train(a, plain, range(6))
+    for step in range(6):
+        train(b, evaluated, range(step, step + 1))
+        evaluated.eval()
+        evaluated.eval()  # twice is once
+        evaluated.train()
+    assert torch.equal(a, b)
+    evaluated.train(False)
+    assert not torch.equal(a, b)
+    z, y = evaluated.state[b]["z"], a.detach()
+    if "mains" not in kind:
+        expected = y.double() + (1 - 1 / 0.9) * (z.double() - y.double())
+        torch.testing.assert_close(b.double(), expected, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-7)
+
+
+def test_a_step_in_evaluation_mode_is_refused() -> None:
+    param, optimizer = build()
+    train(param, optimizer, range(2))
+    optimizer.eval()
+    shown = param.detach().clone()
+    with pytest.raises(RuntimeError, match=r"call optimizer.train\(\) before"):
+        train(param, optimizer, range(1))
+    assert torch.equal(param, shown)
+
+
+@ON_KINDS
+@pytest.mark.parametrize("evaluating", [False, True], ids=["saved in training", "saved in evaluation"])
+def test_a_run_that_is_resumed_from_either_mode_is_the_run_that_was_not_stopped(
+    kind: dict[str, Any], evaluating: bool
+) -> None:
+    (a, first), (b, second) = build(**kind), build(**kind)
+    train(a, first, range(3))
+    if evaluating:
+        first.eval()
+    saved, weights = pickle.loads(pickle.dumps(first.state_dict())), a.detach().clone()
+    assert saved["param_groups"][0]["train_mode"] is not evaluating
+    with torch.no_grad():
+        b.copy_(weights)  # as a model's checkpoint of that mode has them
+    second.load_state_dict(saved)
+    assert torch.equal(b, weights)
+    assert second.is_training is not evaluating
+    for optimizer in (first, second):
+        optimizer.train()
+    train(a, first, range(3, 6))
+    train(b, second, range(3, 6))
+    assert torch.equal(a, b)
+    for (name, one), other in zip(first.state[a].items(), second.state[b].values(), strict=True):
+        assert torch.equal(one, other), name
+    assert MAIN not in saved["state"][0] or saved["state"][0][MAIN].dtype is torch.float32
+
+
+def test_copies_keep_the_mode() -> None:
+    param, optimizer = build()
+    train(param, optimizer, range(2))
+    trained = param.detach().clone()
+    optimizer.eval()
+    copied = copy.deepcopy(optimizer)
+    copied.train()
+    (of_copy,) = copied.param_groups[0]["params"]
+    assert torch.equal(of_copy, trained)
+    assert not optimizer.is_training
+
+
+def test_parameters_that_were_never_stepped_stay() -> None:
+    param, optimizer = build()
+    before = param.detach().clone()
+    optimizer.eval()
+    optimizer.train()
+    assert torch.equal(param, before)

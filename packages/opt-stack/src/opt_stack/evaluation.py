@@ -1,0 +1,70 @@
+"""Weights to evaluate with, for rules that train others: `eval()` puts them into parameters, `train()` goes back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opt_distributed.step.dtensor import local
+from opt_distributed.step.hyper import read_hyper
+from opt_distributed.step.stepper import Stepper
+from opt_distributed.step.stored import decoded, kept_states
+from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.formulas import Formula
+from opt_kernels.rules.elementwise import ElementwiseRule
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Evaluation:
+    """The two modes of an optimizer's parameters. It begins in training; without such a rule nothing ever changes."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        self._formulas = {unit.name: _formula(unit) for unit in stepper.units}
+        self._rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}
+        self._trained: dict[Tensor, Tensor] | None = None  # in evaluation, what parameters held before
+
+    def check_training(self, what: str) -> None:
+        """Raises RuntimeError while the parameters hold other weights than those that are trained."""
+        if self._trained is not None:
+            raise RuntimeError(
+                f"{what} in evaluation mode: the parameters hold averaged weights; call optimizer.train() first, and "
+                "optimizer.eval() for evaluation"
+            )
+
+    @torch.no_grad()
+    def begin_(self, groups: Groups) -> None:
+        """Puts the weights to evaluate with into the parameters of all ranks, which call it together."""
+        if self._trained is not None or not self._rules:
+            return
+        moved = [param for group in groups if group["optimizer"] in self._rules for param in group["params"]]
+        self._trained = {param: local(param).detach().clone() for param in moved}
+        for unit in self.stepper.units:
+            formula = self._formulas[unit.name]
+            for piece in unit.pieces if formula is not None else ():
+                if piece.step:
+                    assert formula is not None
+                    piece.main.target.copy_(_evaluated(formula, unit, piece, groups))
+            for source in unit.completes:
+                source.publish_()
+
+    @torch.no_grad()
+    def end_(self) -> None:
+        """Puts the trained weights back into the parameters, bit for bit; nothing is communicated."""
+        for param, trained in (self._trained or {}).items():
+            local(param).copy_(trained)
+        self._trained = None
+
+
+def _formula(unit: Unit) -> Formula | None:
+    """The formula of a unit whose weights are evaluated as others."""
+    rule = unit.rule
+    return rule.formula if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None else None
+
+
+def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
+    hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
+    states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
+    return formula.evaluated(piece.main.value().float(), states, hyper)
