@@ -13,10 +13,26 @@ from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.reference import update as reference
 from opt_kernels.backends.torch_native import update as torch_native
 from opt_kernels.codecs import codec_for
-from opt_kernels.formulas import Formula, FormulaError, Number, State, fma, maximum, sign, sqrt, where
+from opt_kernels.formulas import (
+    Choice,
+    Formula,
+    FormulaError,
+    Number,
+    State,
+    absolute,
+    exp,
+    fma,
+    log,
+    maximum,
+    minimum,
+    sign,
+    sqrt,
+    where,
+)
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD
+from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
@@ -176,6 +192,18 @@ def test_a_formula_of_three_states_and_numbers_of_its_own_runs_everywhere(run: C
     assert_same_numbers(work, expected)
 
 
+def no_scalars(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
+
+
+def keeps(p: Any, g: Any, trace: Any) -> Any:
+    return p - g, trace
+
+
+def steps(p: Any, g: Any, step: Any) -> Any:
+    return p - g, step
+
+
 def branches(p: Any, g: Any) -> Any:
     if g > 0:
         p = p - g
@@ -205,16 +233,103 @@ REFUSED = {
 }
 
 
-def no_scalars(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
-
-
 @pytest.mark.parametrize(("update", "states", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_translated_is_refused_when_the_formula_is_built(
     update: Callable[..., Any], states: tuple[State, ...], message: str
 ) -> None:
     with pytest.raises(FormulaError, match=message):
         Formula(name="refused", states=states, scalars=no_scalars, update=update)
+
+
+LIMIT = 3.0
+
+
+def reads_a_module(p: Any, g: Any, trace: Any) -> Any:
+    return p - LIMIT * g, trace
+
+
+def raises_to_a_power(p: Any, g: Any, trace: Any) -> Any:
+    return p - g**0.5, trace
+
+
+def reads_an_absent_state(p: Any, g: Any, trace: Any, peak: Any) -> Any:
+    return p - peak, trace, peak
+
+
+def scalars_of_a_module(*, lr: float) -> dict[str, float]:
+    return {"lr": lr * LIMIT}
+
+
+def scalars_that_loop(*, lr: float) -> dict[str, float]:
+    return {"lr": sum(lr for _ in range(3))}
+
+
+TRACE, PEAK = State("trace"), State("peak", when="has_peak")
+ABSENT = {"states": (TRACE, PEAK), "choices": (Choice("has_peak", False),), "update": reads_an_absent_state}
+DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "a state twice": ({"states": (TRACE, TRACE)}, "its positional parameters must be p, g, trace, trace"),
+    "a number twice": ({"numbers": (Number("lr", 1.0), Number("lr", 2.0))}, "numbers lr, lr: one of them is declared"),
+    "a state's scale": ({"numbers": (Number("trace_scale", 1.0),)}, "'trace_scale' as a state's scale and as a number"),
+    "a number of a state's name": ({"numbers": (Number("trace", 1.0),)}, "has 'trace' as a state and as a number"),
+    "a choice of a number's name": ({"choices": (Choice("lr", False),)}, "has 'lr' as a number and as a choice"),
+    "a state called step": ({"states": (State("step"),), "update": steps}, "'step' as a state and as a name of the"),
+    "a module's constant": ({"update": reads_a_module}, "reads LIMIT, which is not there"),
+    "a module's constant in scalars": ({"scalars": scalars_of_a_module}, "reads LIMIT, which is not there"),
+    "a comprehension in scalars": ({"scalars": scalars_that_loop}, "a formula may call"),
+    "a root as a power": ({"update": raises_to_a_power}, "calls power on elements"),
+    "a state without its choice": (ABSENT, "reads peak, which is not there"),
+    "a lambda": ({"update": lambda p, g, trace: (p, trace)}, "a lambda cannot be translated"),
+    "a constant that no choice declares": (
+        {"constants": (("nesterov", True),)},
+        "nesterov=True: formula 'refused' has",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), DECLARED.values(), ids=DECLARED.keys())
+def test_a_declaration_whose_parts_do_not_fit_is_refused_when_built(fields: dict[str, Any], message: str) -> None:
+    whole = {"name": "refused", "states": (TRACE,), "scalars": no_scalars, "update": keeps, **fields}
+    with pytest.raises(ValueError, match=message):
+        Formula(**whole)
+
+
+def test_several_numbers_are_for_betas_alone() -> None:
+    with pytest.raises(ValueError, match="only `betas` may be several numbers"):
+        Number("etas", (0.5, 1.2))
+
+
+def own_adam(p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any, *, lr: Any) -> Any:
+    return p - lr, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_rule_of_ones_own_may_have_the_name_of_ours(backend: str) -> None:
+    # It ran as torch's fused AdamW.
+    formula = replace(ADAM, scalars=no_scalars, update=own_adam)
+    rule = elementwise(formula, backend=backend)
+    main = torch.zeros(4)
+    rule.update_([Batch(HYPER, [Work(grad=torch.ones(4), main=main, state=rule.init_state(main))])])
+    assert torch.equal(main, torch.full((4,), -1e-2))
+
+
+def test_functions_of_elements_agree_on_every_backend() -> None:
+    def moved(backend: str) -> Tensor:
+        rule = elementwise(WAVES, backend=backend)
+        main = values(0, special=False)
+        rule.update_([Batch(HYPER, [Work(grad=values(1, special=False), main=main, state={})])])
+        return main
+
+    expected = moved("reference")
+    for backend in ["torch", "triton", *(["cpp"] if usable() else [])]:
+        torch.testing.assert_close(moved(backend), expected, rtol=1e-6, atol=1e-7)
+
+
+def waves(p: Any, g: Any, *, lr: Any) -> Any:
+    x = minimum(absolute(g), 3.0)
+    return p - lr * (exp(x) - 1.0) / (exp(x) + 1.0) - lr * log(1.0 + x**2) - lr * x**3 / 3.0
+
+
+WAVES = Formula(name="waves", states=(), scalars=no_scalars, update=waves)
 
 
 def test_a_number_that_is_not_declared_is_named() -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from opt_kernels.formulas import Formula
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.optim import AdamW
+from opt_kernels.rules.elementwise import elementwise
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -37,3 +40,15 @@ def test_the_states_have_the_bytes_that_the_table_says() -> None:
     ]
     rows = [line for line in README.splitlines() if line.startswith(("| `mains=", "| no main"))]
     assert [f"{float(row.split('|')[2]):.2f}" for row in rows] == [f"{size:.2f}" for size in sizes]
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
+def test_the_table_of_rules_has_every_rule_with_its_states_and_bytes(formula: Formula) -> None:
+    def bytes_of(**dtypes: torch.dtype) -> float:
+        main = torch.empty(12800)
+        num_bytes = sum(t.numel() * t.itemsize for t in elementwise(formula, **dtypes).init_state(main).values())
+        return num_bytes / main.numel()
+
+    eight = {f"{state.name}_dtype": torch.int8 if state.signed else torch.uint8 for state in formula.states}
+    names = ", ".join(state.name for state in formula.states)
+    assert f"| `{formula.title}` | {names} | {bytes_of():g} | {bytes_of(**eight):.2f} |" in README.splitlines()

@@ -27,18 +27,10 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     correction1 = 1 - power(beta1, step)
     correction2 = 1 - power(beta2, step)
     return {
-        "lr": lr,
-        "weight_decay": weight_decay,
-        "decay": 1 - lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "correction1": correction1,
-        "correction2": correction2,
-        "root2": sqrt(correction2),
-        "step_size": lr / correction1,
-        "eps": eps,
-    }
+        "lr": lr, "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
+        "weight2": 1 - beta2, "correction1": correction1, "correction2": correction2, "root2": sqrt(correction2),
+        "step_size": lr / correction1, "eps": eps,
+    }  # fmt: skip
 
 
 def update(

@@ -22,19 +22,11 @@ def scalars(
     *, lr: float, weight_decay: float, beta1: float, beta2: float, beta3: float, eps: float, step: float
 ) -> dict[str, float]:
     return {
-        "is_first": where(step == 1, 1.0, 0.0),
-        "decay": 1 - lr * weight_decay,
-        "growth": 1 + lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "beta3": beta3,
-        "weight3": 1 - beta3,
-        "step_size": lr / (1 - power(beta1, step)),
-        "diff_size": lr * beta2 / (1 - power(beta2, step)),
-        "root3": sqrt(1 - power(beta3, step)),
-        "eps": eps,
-    }
+        "is_first": where(step == 1, 1.0, 0.0), "decay": 1 - lr * weight_decay, "growth": 1 + lr * weight_decay,
+        "weight1": 1 - beta1, "beta2": beta2, "weight2": 1 - beta2, "beta3": beta3, "weight3": 1 - beta3,
+        "step_size": lr / (1 - power(beta1, step)), "diff_size": lr * beta2 / (1 - power(beta2, step)),
+        "root3": sqrt(1 - power(beta3, step)), "eps": eps,
+    }  # fmt: skip
 
 
 def update(

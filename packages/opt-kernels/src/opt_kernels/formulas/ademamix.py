@@ -28,17 +28,10 @@ def scalars(
     slow = log(maximum(beta3, 1e-30))
     beta3_now = exp(fast * slow / ((1 - share) * slow + share * fast))
     return {
-        "decay": 1 - lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "weight3": 1 - beta3_now,
-        "correction1": 1 - power(beta1, step),
-        "root2": sqrt(1 - power(beta2, step)),
-        "alpha": minimum(step / maximum(alpha_steps, 1.0), 1.0) * alpha,
-        "lr": lr,
-        "eps": eps,
-    }
+        "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2, "weight2": 1 - beta2,
+        "weight3": 1 - beta3_now, "correction1": 1 - power(beta1, step), "root2": sqrt(1 - power(beta2, step)),
+        "alpha": minimum(step / maximum(alpha_steps, 1.0), 1.0) * alpha, "lr": lr, "eps": eps,
+    }  # fmt: skip
 
 
 def update(

@@ -75,7 +75,7 @@ class Formula:
             constants=tuple(values.items()),
             declared=declared,
             states=tuple(state for state in declared if state.when is None or values.get(state.when) is True),
-            numbers=tuple(n for n in (LR, WEIGHT_DECAY) if n.name not in {m.name for m in self.numbers}) + self.numbers,
+            numbers=_completed(self.numbers),
         )
         self._check_names(chosen)
         check_scalars(self.scalars, dict(self.constants))
@@ -222,6 +222,14 @@ class Formula:
         new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
         return [results[name] for name in self.result_names]
+
+
+def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
+    """lr, what is declared, and weight_decay where it is not: the order of a drop-in's arguments."""
+    by_name = {"lr": LR} | {number.name: number for number in numbers}
+    if len({number.name for number in numbers}) < len(numbers):
+        raise FormulaError(f"numbers {', '.join(number.name for number in numbers)}: one of them is declared twice")
+    return tuple({**by_name, "weight_decay": by_name.get("weight_decay", WEIGHT_DECAY)}.values())
 
 
 @cache

@@ -26,16 +26,10 @@ def scalars(
     next_mu = beta1 * (1 - 0.5 * exp((step + 1) * log(q)))
     product = power(beta1, step) * q_pochhammer(0.5 * q, q, step)
     return {
-        "weight_decay": weight_decay,
-        "decay": 1 - lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "root2": sqrt(1 - power(beta2, step)),
-        "grad_size": lr * (1 - mu) / (1 - product),
-        "step_size": lr * next_mu / (1 - product * next_mu),
-        "eps": eps,
-    }
+        "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
+        "weight2": 1 - beta2, "root2": sqrt(1 - power(beta2, step)), "grad_size": lr * (1 - mu) / (1 - product),
+        "step_size": lr * next_mu / (1 - product * next_mu), "eps": eps,
+    }  # fmt: skip
 
 
 def update(

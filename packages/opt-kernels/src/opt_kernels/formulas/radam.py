@@ -25,16 +25,10 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     # Where r(t) <= 5 the ratio is not used, and may have any sign.
     ratio = (r_now - 4) * (r_now - 2) * r / maximum((r - 4) * (r - 2) * r_now, 1e-30)
     return {
-        "weight_decay": weight_decay,
-        "decay": 1 - lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "step_size": lr / (1 - power(beta1, step)),
-        "is_rectified": where(r_now > 5, 1.0, 0.0),
-        "rectified": sqrt(where(r_now > 5, ratio, 0.0) * correction2),
-        "eps": eps,
-    }
+        "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,
+        "weight2": 1 - beta2, "step_size": lr / (1 - power(beta1, step)), "is_rectified": where(r_now > 5, 1.0, 0.0),
+        "rectified": sqrt(where(r_now > 5, ratio, 0.0) * correction2), "eps": eps,
+    }  # fmt: skip
 
 
 def update(

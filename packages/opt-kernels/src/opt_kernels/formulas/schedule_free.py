@@ -26,16 +26,10 @@ def scalars(
     warmth = early / k
     share = warmth * warmth / (early * (early + 1) * (2 * early + 1) / (6 * k * k) + maximum(step - k, 0.0))
     return {
-        "is_first": where(step == 1, 1.0, 0.0),
-        "weight_decay": weight_decay,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "root2": sqrt(1 - power(beta2, step)),
-        "share": share,
-        "step_y": lr * warmth * (1 - beta1 * (1 - share)),
-        "step_z": lr * warmth,
-        "eps": eps,
-    }
+        "is_first": where(step == 1, 1.0, 0.0), "weight_decay": weight_decay, "beta2": beta2, "weight2": 1 - beta2,
+        "root2": sqrt(1 - power(beta2, step)), "share": share, "step_y": lr * warmth * (1 - beta1 * (1 - share)),
+        "step_z": lr * warmth, "eps": eps,
+    }  # fmt: skip
 
 
 def update(
@@ -64,8 +58,8 @@ SCHEDULE_FREE = Formula(
     title="AdamWScheduleFree",
     states=(State("z"), State("exp_avg_sq", signed=False)),
     numbers=(
-        Number("lr", 2.5e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0),
-        Number("warmup_steps", 0, low=0),
+        Number("lr", 2.5e-3), Number("betas", (0.9, 0.999), low=0.01, below=1.0), Number("eps", 1e-8),
+        Number("weight_decay", 0.0), Number("warmup_steps", 0, low=0),
     ),
     scalars=scalars,
     update=update,
