@@ -10,7 +10,7 @@ from torch import nn
 from worlds import Job, run_jobs
 
 from opt_checkpoint import ShardedTensor, load, save
-from opt_config import OptimizerConfig
+from opt_config import OptimizerConfig, ParamKey
 from opt_stack import get_optimizer
 
 # (sharded, bf16, instances) of four ranks
@@ -75,7 +75,9 @@ def test_state_of_stacked_experts_is_loaded_by_another_number_of_ranks(tmp_path:
 
     def made(rank: int, ranks: int) -> tuple[Experts, Any, dict[str, Any]]:
         model = Experts(start.chunk(ranks)[rank])
-        optimizer = get_optimizer(OptimizerConfig(**fields), [model], {})
+        # Stacks are Adam's unless an override says otherwise.
+        overrides = {ParamKey(name="experts"): {"optimizer": fields["optimizer"]}}
+        optimizer = get_optimizer(OptimizerConfig(**fields), [model], overrides)
         weights = {"experts": ShardedTensor.from_rank_offsets("experts", model.experts, (0, rank, ranks))}
         return model, optimizer, {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
@@ -97,6 +99,7 @@ def test_state_of_stacked_experts_is_loaded_by_another_number_of_ranks(tmp_path:
     groups = {key: value for key, value in optimizer.sharded_state_dict(weights).items() if key != "state"}
     save({**states, "optimizer": groups}, tmp_path / "saved")
     model, resumed, state = made(0, 1)
+    assert set(state["optimizer"]["state"]["experts"]) & {"Q_R", "momentum_buffer"}
     resumed.load_state_dict(load(state, tmp_path / "saved").state["optimizer"])
     torch.testing.assert_close(stepped(model, resumed, slice(0, 4), grads[2]), want, rtol=0, atol=1e-4)
 
