@@ -269,6 +269,15 @@ def megatron(session: nox.Session) -> None:
     session.run("pytest", "packages/opt-checkpoint/tests_megatron", *session.posargs, env=env)
 
 
+@nox.session(default=False)
+def s3(session: nox.Session) -> None:
+    """Checkpoints in a bucket of a server that speaks S3, on this machine."""
+    install_torch(session)
+    install_packages(session, "opt-checkpoint")
+    session.install("obstore>=0.6", "moto[server]>=5")
+    session.run("pytest", "packages/opt-checkpoint/tests_s3", *session.posargs)
+
+
 # --- kernels, faults, figures -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,129 @@
+"""What tiers cost: how long a step is blocked, how long until its copy is on the other node, how long a resume takes.
+
+    python packages/opt-checkpoint/benchmarks/bench_tiers.py [--mb 256] [--rounds 3] [--local DIR] [--durable DIR]
+
+Two ranks on gloo, as two nodes with a directory each. Copies go over the loopback interface; both ranks share this
+machine's processors and disk. Ratios are to a plain copy of the same tensors, and to the resume from the durable tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import timed
+
+from opt_checkpoint import CheckpointManager, ShardedTensor, TieredCheckpointManager
+
+MB = 1 << 20
+CHUNKS = 8
+
+
+def state_of(rank: int, size: int, nbytes: int) -> dict[str, Any]:
+    """Each rank holds its rows of eight tensors."""
+    rows = nbytes // CHUNKS // 4 // 1024
+    return {
+        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.randn(rows, 1024), (0, rank, size))
+        for i in range(CHUNKS)
+    }
+
+
+def seconds(work: Any) -> float:
+    """Seconds until all ranks have done their work."""
+    dist.barrier()
+    return timed(lambda: (work(), dist.barrier()))
+
+
+def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meeting: str) -> None:
+    """All figures, on every rank; rank 0 prints them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    local, durable = f"{options.local}/{Path(folder).name}/node-{rank}", f"{folder}/durable"
+    state = state_of(rank, size, options.mb * MB)
+    copies = [torch.empty_like(shard.data) for shard in state.values()]
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    def open_tiers() -> TieredCheckpointManager:
+        return TieredCheckpointManager(local, durable, durable_every=1_000_000, node=f"node-{rank}")
+
+    manager = open_tiers()
+    plain = CheckpointManager(durable, in_background=False, keep=1)
+    for number in range(options.rounds + 1):
+        copy = seconds(lambda: [c.copy_(s.data) for c, s in zip(copies, state.values(), strict=True)])
+        blocked = seconds(lambda n=number: manager.save(n, state))
+        replicated = seconds(manager.wait)
+        if number:
+            note("plain copy", copy)
+            note("blocked by a local save", blocked)
+            note("then, until it is on both nodes", replicated)
+    note("save to the durable tier", seconds(lambda: plain.save(0, state)))
+    manager.close()
+    for _ in range(options.rounds):
+        with open_tiers() as found:
+            note("resume from the own node", seconds(lambda m=found: m.load(state)))
+        if rank == 1:
+            shutil.rmtree(local)
+        with open_tiers() as found:
+            note("resume after a node is lost", seconds(lambda m=found: m.load(state)))
+        note("resume from the durable tier, cached", seconds(lambda: plain.load(state)))
+    if rank == 0:
+        report({name: statistics.median(values) for name, values in times.items()}, options)
+    plain.close()
+    shutil.rmtree(local, ignore_errors=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def report(medians: dict[str, float], options: argparse.Namespace) -> None:
+    """One line per figure, and the ratios."""
+    print(f"{options.mb} MB a rank, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} processors")
+    for name, value in medians.items():
+        print(f"{value:9.3f} s  {name}")
+    ratios = {
+        "blocked / plain copy": medians["blocked by a local save"] / medians["plain copy"],
+        "resume from the own node / durable": medians["resume from the own node"]
+        / medians["resume from the durable tier, cached"],
+        "resume after a node is lost / durable": medians["resume after a node is lost"]
+        / medians["resume from the durable tier, cached"],
+    }
+    for name, value in ratios.items():
+        print(f"{value:9.2f}    {name}")
+    if options.json:
+        options.json.write_text(json.dumps({"medians_s": medians, "ratios": ratios}, indent=1) + "\n")
+
+
+def main() -> None:
+    """Start two ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=int, default=256, help="of state per rank")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--local", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--durable", type=Path, default=Path.cwd())
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.durable, prefix="bench-tiers-") as folder:
+        ranks = [
+            mp.get_context("spawn").Process(target=measure, args=(rank, 2, options, folder, f"{folder}/meeting"))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        shutil.rmtree(options.local / Path(folder).name, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
