@@ -168,13 +168,12 @@ class CheckpointWriter(StorageWriter):
             save_id=self._save_id,
             details={"torch": torch.__version__, "paths": paths, **self._details},
         )
-        for name, content in (
-            (METADATA, encode_dcp_metadata(stored.tensors, stored.objects, list(index.files), stored.archives, paths)),
-            (MEGATRON_MARK, encode_megatron_mark()),
-        ):
-            self._target.write_file(name, content)
-            index.files[name] = StoredFile(size=len(content), crc=crc32(content))
-        self._target.write_file(MANIFEST, encode_manifest(index))
+        contents = {
+            METADATA: encode_dcp_metadata(stored.tensors, stored.objects, list(index.files), stored.archives, paths),
+            MEGATRON_MARK: encode_megatron_mark(),
+        }
+        index.files.update((name, StoredFile(size=len(raw), crc=crc32(raw))) for name, raw in contents.items())
+        self._target.write_files({**contents, MANIFEST: encode_manifest(index)})
         self._target.commit(index)
         self.index = index
 

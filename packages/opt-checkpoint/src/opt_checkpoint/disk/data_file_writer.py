@@ -1,12 +1,13 @@
-"""One data file being written: in order, hashed by a second thread, with the sums filled in at the end.
+"""One data file being written: in order, hashed by a second thread, with the sums filled in behind it.
 
-The sum of a large item stands behind its values, but nobody waits for it there: a placeholder is written, and the
-disk is told to take what it has while the hashing goes on. So hashing hides behind writing and syncing, even where
-there is no core to spare for it. And the disk need not wait for the last byte: it is told to begin every few megabytes.
+The sum of a large item stands after its values, but nobody waits for it there: room is left, and filled in while the
+next items are written. So hashing takes no time of its own where there is a core to spare for it. And the disk need not
+wait for the last byte: it is told to begin every few megabytes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,11 @@ class ItemSums(NamedTuple):
     sums: PieceSums
     last: Future[None] | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether they are complete."""
+        return self.last is None or self.last.done()
+
     def settled(self) -> PieceSums:
         """The checksums, after waiting for them."""
         if self.last is not None:
@@ -35,17 +41,25 @@ class ItemSums(NamedTuple):
 
 
 class _Trailer(NamedTuple):
-    """What stands behind a large item, once its sum is known."""
+    """What follows a large item, once its sum is known.
+
+    Args:
+        framing: of the item.
+        item: its sums.
+        position: where the trailer begins in the file.
+        part: the number of the part that it is.
+    """
 
     framing: Framing
     item: ItemSums
     position: int
+    part: int
 
 
 class _Part(NamedTuple):
     """A run of the file and its sum."""
 
-    crc: int | ItemSums | _Trailer
+    crc: int | ItemSums
     nbytes: int
 
 
@@ -63,6 +77,7 @@ class DataFileWriter:
     hasher: Hasher
     position: int = 0
     _parts: list[_Part] = field(default_factory=list)
+    _open: deque[_Trailer] = field(default_factory=deque)
     _gathered: bytearray = field(default_factory=bytearray)
     _written: int = 0
     _sent: int = 0
@@ -104,8 +119,11 @@ class DataFileWriter:
         self.flush()
         room = framing.trailer(0)  # as long as the true one
         self._write(room)
-        self._parts.append(_Part(_Trailer(framing, item, self.position), len(room)))
+        self._open.append(_Trailer(framing, item, self.position, len(self._parts)))
+        self._parts.append(_Part(0, len(room)))
         self.position += len(room)
+        while self._open and self._open[0].item.is_known:
+            self._fill(self._open.popleft())
 
     def flush(self) -> None:
         """Write what has been gathered."""
@@ -124,21 +142,18 @@ class DataFileWriter:
             self._sent += ready
 
     def finish(self) -> StoredFile:
-        """Fill in what was left open; size and CRC-32 of the whole file. Syncing the last of it is the caller's."""
+        """Fill in what was left open; size and CRC-32 of the whole file. Syncing it is the caller's."""
         self.flush()
-        if any(isinstance(part.crc, _Trailer) for part in self._parts):
-            self.output.sync()
+        while self._open:
+            self._fill(self._open.popleft())
         total = 0
         for part in self._parts:
-            total = crc32_combine(total, self._settled(part.crc), part.nbytes)
+            crc = part.crc if isinstance(part.crc, int) else part.crc.settled().whole
+            total = crc32_combine(total, crc, part.nbytes)
         return StoredFile(size=self.position, crc=total)
 
-    def _settled(self, crc: int | ItemSums | _Trailer) -> int:
-        """The sum of a part; a trailer is written now."""
-        if isinstance(crc, int):
-            return crc
-        if isinstance(crc, ItemSums):
-            return crc.settled().whole
-        content = crc.framing.trailer(crc.item.settled().whole)
-        self.output.rewrite(content, crc.position)
-        return crc32(content)
+    def _fill(self, trailer: _Trailer) -> None:
+        """Write a trailer in the room that was left for it, after waiting for the sum."""
+        content = trailer.framing.trailer(trailer.item.settled().whole)
+        self.output.rewrite(content, trailer.position)
+        self._parts[trailer.part] = _Part(crc32(content), len(content))

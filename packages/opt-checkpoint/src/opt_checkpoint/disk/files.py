@@ -9,8 +9,8 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -166,6 +166,13 @@ def write_file(files: Files, path: Path, content: bytes) -> None:
     """A whole new file, on disk for good."""
     with new_file(files, path) as fd:
         write_all(files, fd, content)
+
+
+def write_files(files: Files, directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Whole new files, on disk for good: all are written before the first is synced, which often syncs all of them."""
+    with ExitStack() as synced:
+        for name, content in contents.items():
+            write_all(files, synced.enter_context(new_file(files, directory / name)), content)
 
 
 def make_parents(files: Files, path: Path) -> None:

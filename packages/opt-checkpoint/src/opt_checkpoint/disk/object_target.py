@@ -93,8 +93,9 @@ class ObjectTarget:
             raise
         output.close()
 
-    def write_file(self, name: str, content: bytes) -> None:
-        self.path.client.put((self.temporary / name).key, content)
+    def write_files(self, contents: Mapping[str, bytes]) -> None:
+        for name, content in contents.items():
+            self.path.client.put((self.temporary / name).key, content)
 
     def commit(self, index: CheckpointIndex) -> None:
         self._check_stored(index)
@@ -299,9 +300,6 @@ class _Upload:
 
     def rewrite(self, data: bytes, position: int) -> None:
         raise RuntimeError("an object cannot be written over in part")
-
-    def sync(self) -> None:
-        """Nothing to do: an object is stored for good when its upload is complete."""
 
     def close(self) -> None:
         """Wait until the object is stored.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from opt_checkpoint.disk.files import Files, new_file, write_all, write_all_at, write_file
+from opt_checkpoint.disk.files import Files, new_file, write_all, write_all_at, write_files
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.objects.path import Location
@@ -28,9 +28,6 @@ class Output(Protocol):
 
     def rewrite(self, data: bytes, position: int) -> None:
         """Write over bytes that were appended."""
-
-    def sync(self) -> None:
-        """Make what was appended survive a loss of power."""
 
 
 class SaveTarget(Protocol):
@@ -58,8 +55,8 @@ class SaveTarget(Protocol):
     def new_file(self, name: str) -> AbstractContextManager[Output]:
         """A new file of the checkpoint, safely stored when the block ends without an error."""
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """A whole new small file of the checkpoint, safely stored."""
+    def write_files(self, contents: Mapping[str, bytes]) -> None:
+        """Whole new small files of the checkpoint by name, safely stored."""
 
     def commit(self, index: CheckpointIndex) -> None:
         """Make the checkpoint appear, in one step, once all its files are there.
@@ -96,9 +93,6 @@ class FileOutput(NamedTuple):
     def rewrite(self, data: bytes, position: int) -> None:
         write_all_at(self.files, self.fd, data, position)
 
-    def sync(self) -> None:
-        self.files.fsync(self.fd)
-
 
 class DirectoryTarget:
     """A save to a mounted file system; see `SaveTarget`.
@@ -128,8 +122,8 @@ class DirectoryTarget:
         with new_file(self._files, self.temporary / name) as fd:
             yield FileOutput(self._files, fd)
 
-    def write_file(self, name: str, content: bytes) -> None:
-        write_file(self._files, self.temporary / name, content)
+    def write_files(self, contents: Mapping[str, bytes]) -> None:
+        write_files(self._files, self.temporary, contents)
 
     def commit(self, index: CheckpointIndex) -> None:
         self._directory.commit()

@@ -221,10 +221,9 @@ def load(
     """
     ranks, source = ranks_of(process_group), location_of(path)
     same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
-    if share_reads and verify == "chunks":
-        raise ValueError("verify='chunks' reads every value on every rank, which share_reads avoids; give one of them")
+    check_reads(verify, share_reads=share_reads)
     what = f"loading {source}"
-    opened = with_client(agreed(ranks, lambda: _opened(source, verify, safe_globals), what), source)
+    opened = with_client(agreed(ranks, lambda: open_checked(source, verify, safe_globals), what), source)
     planner = ShardedLoadPlanner(
         state,
         opened.index,
@@ -234,8 +233,12 @@ def load(
         aliases=aliases,
         safe_globals=safe_globals,
     )
-    reader = CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
-    return carry_out_load(ranks, planner, reader, share_reads=share_reads)
+    return carry_out_load(ranks, planner, reader_of(opened, verify, threads=threads), share_reads=share_reads)
+
+
+def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
+    """What reads the values of an open checkpoint; arguments as for `load`."""
+    return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
 
 
 def carry_out_load(
@@ -265,6 +268,12 @@ def carry_out_load(
     )
 
 
+def check_reads(verify: Verify, *, share_reads: bool) -> None:
+    """Raise ValueError where the two contradict each other."""
+    if share_reads and verify == "chunks":
+        raise ValueError("verify='chunks' reads every value on every rank, which share_reads avoids; give one of them")
+
+
 def with_client(opened: Opened, source: Location) -> Opened:
     """What rank 0 opened, read by this rank's own client of the object store."""
     place = opened.index.path
@@ -273,7 +282,8 @@ def with_client(opened: Opened, source: Location) -> Opened:
     return opened
 
 
-def _opened(path: Location, verify: Verify, safe_globals: SafeGlobals) -> Opened:
+def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
+    """Index and common state of a checkpoint, and whether its files fit, as far as `verify` of `load` asks for it."""
     opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in _CHECKS:
         raise ValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")

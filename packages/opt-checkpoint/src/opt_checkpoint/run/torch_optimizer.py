@@ -20,12 +20,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.disk.detect import Opened, open_checkpoint
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.objects.path import AnyPath, Location, location_of
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of
-from opt_checkpoint.run.save_load import Verify, error_of, load, with_client
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.save_load import (
+    NO_ALIASES,
+    Verify,
+    carry_out_load,
+    check_reads,
+    error_of,
+    open_checked,
+    reader_of,
+    with_client,
+)
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -214,10 +225,20 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     source = location_of(path)
-    opened = with_client(agreed(ranks, lambda: open_checkpoint(source), f"opening {path}"), source)
+    same_everywhere(ranks, "loading an optimizer", path=source, verify=verify, share_reads=share_reads)
+    check_reads(verify, share_reads=share_reads)
+    opened = with_client(agreed(ranks, lambda: open_checked(source, verify), f"opening {path}"), source)
 
     def read(wanted: ShardedStateDict) -> object:
-        return load(wanted, path, process_group=process_group, verify=verify, share_reads=share_reads)
+        planner = ShardedLoadPlanner(
+            wanted,
+            opened.index,
+            opened.common,
+            strict=StrictHandling.RAISE_UNEXPECTED,
+            dtype=DtypeRule.EXACT,
+            aliases=NO_ALIASES,
+        )
+        return carry_out_load(ranks, planner, reader_of(opened, verify), share_reads=share_reads)
 
     return fill_optimizer(
         model, optimizer, opened, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override
@@ -331,10 +352,11 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
         stored = index.tensors[key]
         local = local_tensor(own.param.detach())
         if stored.shape == tuple(own.param.shape) and state_name != "step":
-            fresh[state_name] = like_sharded(own.param.detach(), torch.zeros_like(local, dtype=stored.dtype))
+            memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
+            fresh[state_name] = like_sharded(own.param.detach(), memory)
         else:
             device = local.device if stored.shape or _step_on_device(own.group) else "cpu"
-            fresh[state_name] = torch.zeros(stored.shape, dtype=stored.dtype, device=device)
+            fresh[state_name] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return fresh
 
 
