@@ -8,17 +8,19 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opt_checkpoint import CheckpointCorruptError
+from opt_checkpoint import CheckpointCorruptError, load, read_index, save
 from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.dtype_names import _BY_NAME, dtype_from_name, dtype_name
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.manifest import decode_manifest, encode_manifest, read_manifest
+from opt_checkpoint.disk.path_columns import decode_paths, encode_paths
 from opt_checkpoint.disk.torch_zip_reader import find_values
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 
@@ -121,3 +123,39 @@ def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert decode_manifest(tmp_path / "x", again) == index
     with pytest.raises(CheckpointCorruptError, match="has format 3; this version of opt-checkpoint reads 1 and 2"):
         decode_manifest(tmp_path / "x", raw.replace(b"manifest 2", b"manifest 3", 1))
+
+
+PATHS = {
+    "a.0.b": ("a", 0, "b"),
+    "a.0.c": ("a", "0", "c"),
+    "x.y.z": ("x.y", "z"),
+    "7": (7,),
+    "-1.ü": (-1, "ü"),
+    "": ("",),
+}
+
+
+def test_paths_are_columns_of_lengths() -> None:
+    keys = [*PATHS, "not plain"]
+    assert decode_paths(keys, encode_paths(keys, PATHS)) == PATHS
+    assert decode_paths(keys, {}) == {}
+
+
+def test_paths_with_integers_and_booleans_come_back_from_a_manifest(tmp_path: Path) -> None:
+    state = {"a": {0: torch.ones(1), "0.x": torch.ones(2), "b": [[torch.ones(3)]]}, True: {7: torch.ones(4)}}
+    save(state, tmp_path / "x")
+    paths = {("a", 0), ("a", "0.x"), (True, 7)}
+    found = {tuple(path) for path in read_index(tmp_path / "x").details["paths"].values()}
+    assert {tuple(map(repr, path)) for path in paths} <= {tuple(map(repr, path)) for path in found}
+    assert load({"a": None}, tmp_path / "x").state["a"].keys() == state["a"].keys()
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"),
+    [([1], []), ([2], [2, 2, 2]), ([1, 0], [6]), ([2], [4, 2]), ([2], [3, 2]), ([1], [4])],
+    ids=["no lengths", "more lengths", "more keys", "too long", "not a number", "too short"],
+)
+def test_paths_that_do_not_fit_their_keys_are_refused(counts: list[int], lengths: list[int]) -> None:
+    columns = {"path_parts": np.array(counts, "<u4"), "path_lengths": np.array(lengths, "<u4")}
+    with pytest.raises(CheckpointCorruptError, match="contradicts itself"):
+        decode_paths(["a.b"], columns)

@@ -14,11 +14,13 @@ from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile, check_index
 from opt_checkpoint.disk.manifest_json import OLD_MANIFEST, decode_old_manifest
+from opt_checkpoint.disk.path_columns import decode_paths, encode_paths, is_usual
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.objects.path import Location
 
 MANIFEST = "manifest.bin"
+PATHS = "paths"  # in an index's details: the paths of plain tensors by key; older manifests have them in the header
 FORMAT = 2
 _FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
@@ -32,14 +34,17 @@ def has_manifest(path: Location) -> bool:
 def encode_manifest(index: CheckpointIndex) -> bytes:
     """A manifest as the bytes of its file."""
     tensors = StoredTensors.of(index.tensors, index.files)
+    paths = index.details.get(PATHS) or {}
+    unusual = {key: path for key, path in paths.items() if not is_usual(path)}
     header = {
-        "details": dict(index.details),
+        "details": {**index.details, PATHS: unusual},
         "save_id": index.save_id,
         "files": [[name, file.size, file.crc] for name, file in index.files.items()],
         "objects": [[key, p.file, p.start, p.nbytes, p.crc] for key, p in sorted(index.objects.items())],
         "dtypes": list(tensors.dtypes),
     }
-    return encode_columns(_FIRST_LINE % FORMAT, header, tensors.columns)
+    columns = encode_paths(list(tensors), {key: path for key, path in paths.items() if key not in unusual})
+    return encode_columns(_FIRST_LINE % FORMAT, header, {**tensors.columns, **columns})
 
 
 def read_manifest(path: Location) -> CheckpointIndex:
@@ -83,15 +88,17 @@ def _index_of(path: Location, header: dict[str, Any], columns: dict[str, Any]) -
     files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
     if any(not 0 <= file.size < 1 << 62 for file in files.values()):
         raise ValueError("a file has an impossible size")
+    tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
+    details = dict(header.get("details", {}))
     return CheckpointIndex(
         path=path,
         kind=Kind.OURS,
-        tensors=StoredTensors(columns, tuple(map(str, header["dtypes"])), files),
+        tensors=tensors,
         objects={
             str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), crc=int(crc), archive=True)
             for key, file, start, nbytes, crc in header["objects"]
         },
         files=files,
         save_id=str(header["save_id"]),
-        details=dict(header.get("details", {})),
+        details={**details, PATHS: {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}},
     )
