@@ -9,13 +9,17 @@ A GPU is not needed, nor its driver: Triton brings its own assemblers. TRITON_IN
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +40,14 @@ TARGETS = {
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
 # Little's law on an H200: 4.3 TB/s times about 0.8 us of latency over 132 processors must always be under way.
 IN_FLIGHT_BYTES = 26_000
+MEASURED_ON = "sm_90"  # the target of the gates in terms of an H200: bytes in flight, instructions
 REGISTERS_PER_PROCESSOR = 65536
 THREADS_PER_WARP = 32
 MAX_PROGRAMS_PER_PROCESSOR = 16  # 2048 threads in programs of 4 warps
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);|^(?P<label>\.L_\w+):")
+BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")
+WIDE_LOAD = re.compile(r"LDG\.E\S*\.128\b")
+IN_ONE_PROCESS = 8  # so many compilations take less time than another process needs to start
 # One access of the full-chunk path is unconditional in PTX; what is masked, as in the tail, stands behind a predicate.
 ACCESS = re.compile(
     r"^\s*(?P<predicate>@!?%p\d+\s+)?(?P<kind>ld|st)\.global(?:\.\w+)*?\.(?:(?P<lanes>v\d)\.)?b(?P<bits>\d+)\b"
@@ -55,7 +64,8 @@ class Report:
     spilled_bytes: int
     shared_bytes: int
     accesses: dict[str, int]  # unconditional ones: "ld.v4.b32" and so on; on AMD by instruction
-    in_flight_bytes: int  # per processor, for sweeps on NVIDIA
+    in_flight_bytes: int  # per processor, for sweeps on sm_90
+    instructions: float  # for each element of a full chunk, for sweeps on sm_90
     matrix_instructions: int
     broken: list[str]  # gates, each as a sentence
 
@@ -83,16 +93,17 @@ def accesses_in_ptx(ptx: str) -> Counter[str]:
 
 
 def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
-    """Reads registers and spills off the binary, widths off the PTX."""
+    """Reads registers and the stack off the binary, widths off the PTX, instructions off the SASS where a gate asks.
+
+    Spills are on the stack, and nothing else may be. Disassembling takes as long as compiling.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = tool("cuobjdump", "-res-usage", file.name)
-        sass = tool("nvdisasm", "-c", file.name)
+        sass = tool("nvdisasm", "-c", file.name) if target == MEASURED_ON or variant.matrix else ""
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
-    # STACK also counts spills; local loads and stores are looked for by themselves, since a stack need not be used.
     stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", sass))
     rounded = -(-registers // 8) * 8
     programs = min(
         MAX_PROGRAMS_PER_PROCESSOR, REGISTERS_PER_PROCESSOR // (rounded * variant.num_warps * THREADS_PER_WARP)
@@ -101,10 +112,11 @@ def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
         variant=variant.name,
         target=target,
         registers=registers,
-        spilled_bytes=stack + spills,
+        spilled_bytes=stack,
         shared_bytes=int(kernel.metadata.shared),
         accesses=dict(accesses_in_ptx(kernel.asm["ptx"])),
         in_flight_bytes=programs * variant.tile_read_bytes * tiles_ahead(variant, sass),
+        instructions=instructions_per_element(variant, sass),
         matrix_instructions=len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|QGMMA|UTCQMMA)\b", sass)),
         broken=[],
     )
@@ -123,6 +135,27 @@ def tiles_ahead(variant: Variant, sass: str) -> int:
     return max(1, longest // variant.widths.load_128)
 
 
+def instructions_per_element(variant: Variant, sass: str) -> float:
+    """Instructions of the loop over full tiles, by each lane for each of its elements; 0 without such a loop."""
+    if variant.widths is None or not variant.widths.load_128:
+        return 0.0
+    found: list[str] = []
+    labels: dict[str, int] = {}
+    for match in filter(None, map(INSTRUCTION.match, sass.splitlines())):
+        if match["label"]:
+            labels[match["label"]] = len(found)
+            continue
+        found.append(match["text"])
+        branch = BRANCH.search(match["text"])
+        if branch is not None and branch[1] in labels:
+            loop = found[labels[branch[1]] :]
+            tiles = sum(WIDE_LOAD.match(one) is not None for one in loop) / variant.widths.load_128
+            if tiles:
+                elements = variant.constants["BLOCK"] // (variant.num_warps * THREADS_PER_WARP)
+                return len(loop) / tiles / elements
+    return 0.0
+
+
 def amd(variant: Variant, target: str, kernel: Any) -> Report:
     """Reads everything off the assembly."""
     assembly = kernel.asm["amdgcn"]
@@ -138,6 +171,7 @@ def amd(variant: Variant, target: str, kernel: Any) -> Report:
         shared_bytes=int(kernel.metadata.shared),
         accesses=dict(Counter(re.findall(r"\b(?:global|buffer)_(?:load|store)_\w+", assembly))),
         in_flight_bytes=0,
+        instructions=0.0,
         matrix_instructions=len(re.findall(r"\bv_mfma", assembly)),
         broken=[],
     )
@@ -173,6 +207,10 @@ def nvidia_gates(variant: Variant, report: Report) -> Iterator[str]:
     for access in ("ld.b16", "st.b16", "ld.b8", "st.b8"):
         if report.accesses.get(access, 0):
             yield f"{report.accesses[access]} of {access} on the full-chunk path: elements move one by one"
+    if report.target != MEASURED_ON:
+        return
+    if variant.max_instructions is not None and not 0 < report.instructions <= variant.max_instructions:
+        yield f"{report.instructions:.1f} instructions an element, where {variant.max_instructions:.1f} can be issued"
     if report.in_flight_bytes < IN_FLIGHT_BYTES:
         yield f"{report.in_flight_bytes} bytes in flight per processor, where {IN_FLIGHT_BYTES} hide the latency"
 
@@ -187,12 +225,23 @@ def amd_gates(variant: Variant, report: Report) -> Iterator[str]:
 
 
 def reports(only: str) -> Iterator[Report]:
-    """Every variant whose name contains `only`, on every target it is for."""
-    for variant in all_variants():
-        for name, target in TARGETS.items():
-            if only in variant.name and (not variant.descriptors or name in WITH_DESCRIPTORS):
-                read = amd if target.backend == "hip" else nvidia
-                yield read(variant, name, compiled(variant, target))
+    """Every variant whose name contains `only`, on every target it is for; on as many processors as there are."""
+    wanted = [index for index, variant in enumerate(all_variants()) if only in variant.name]
+    if len(wanted) * len(TARGETS) <= IN_ONE_PROCESS:
+        yield from chain.from_iterable(map(reports_of, wanted))
+        return
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        yield from chain.from_iterable(pool.map(reports_of, wanted))
+
+
+def reports_of(index: int) -> list[Report]:
+    """One variant on every target it is for. By its number: kernels cannot be sent to another process."""
+    variant = all_variants()[index]
+    targets = WITH_DESCRIPTORS if variant.descriptors else variant.targets or tuple(TARGETS)
+    return [
+        (amd if TARGETS[name].backend == "hip" else nvidia)(variant, name, compiled(variant, TARGETS[name]))
+        for name in targets
+    ]
 
 
 def line(report: Report) -> str:
@@ -201,7 +250,7 @@ def line(report: Report) -> str:
     state = "; ".join(report.broken) or "ok"
     return (
         f"{report.variant:36} {report.target:7} {report.registers:4} regs {report.shared_bytes:7} B shared "
-        f"{report.in_flight_bytes / 1000:6.0f} kB in flight  {state}  {widths}"
+        f"{report.in_flight_bytes / 1000:6.0f} kB in flight {report.instructions:6.1f} instructions  {state}  {widths}"
     )
 
 

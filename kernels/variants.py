@@ -36,6 +36,8 @@ F32, BF16, F16, I8, U8, E4M3, E5M2 = (
     torch.float8_e5m2,
 )
 CHUNK = 16384
+# What an H200 can issue while it moves a byte: 132 processors of 4 warps of 32 lanes, at 1.75 GHz, against 4.3 TB/s.
+ISSUED_PER_BYTE = 132 * 4 * 32 * 1.75e9 / 4.3e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,9 @@ class Variant:
     max_registers: int = 255
     widths: Widths | None = None  # None: not a sweep
     tile_read_bytes: int = 0  # by one program at a time; 0: not bound by memory
+    max_instructions: float | None = None  # for each element of a full chunk; None: not counted
     matrix: bool = False  # uses tensor cores and shared memory
+    targets: tuple[str, ...] | None = None  # None: all
     descriptors: bool = False  # for Hopper and the Blackwell of data centres only
     shared_allowed: bool = False
 
@@ -119,8 +123,14 @@ def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec
         max_registers=96 + 28 * max(0, len(codecs) - 2),
         widths=widths(formats) if formats.aligned else None,
         tile_read_bytes=BLOCK * (reads + sum(d.itemsize for d in formats.states)) if formats.aligned else 0,
+        max_instructions=ISSUED_PER_BYTE * bytes_moved(formats, codecs) if formats.aligned else None,
         shared_allowed=scaled,
     )
+
+
+def bytes_moved(formats: Formats, codecs: dict[str, StateCodec]) -> float:
+    """Read and written per element, block scales among them."""
+    return formats.bytes_moved + sum(2 * 4 / codec.block for codec in codecs.values() if codec.block)
 
 
 def formats(
@@ -144,7 +154,9 @@ def update(
     }
     kept = formats(states=dtypes, **of)
     extra = state_options(kept, codecs) | {"BY_CHANCE": by_chance}
-    return sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
+    one = sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
+    # Formulas differ in arithmetic alone: what formats become on each target, Adam's variants show.
+    return one if formula.name == ADAM.name else replace(one, targets=("sm_90", "gfx942"))
 
 
 def adam(
@@ -172,7 +184,9 @@ def registered() -> Iterator[Variant]:
         yield update(f"{name}/fp32", formula, (F32,) * len(formula.states))
     largest = max(others.values(), key=lambda formula: len(formula.states))
     codes = tuple(I8 if state.signed else U8 for state in largest.states)
-    yield update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=None, out=BF16)
+    one = update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=None, out=BF16)
+    # Bound by instructions: its bytes allow exact division, and four codecs divide often. A third of a copy's speed.
+    yield replace(one, max_instructions=380)
 
 
 def stats(name: str, dtype: torch.dtype) -> Variant:
@@ -213,6 +227,7 @@ def muon_momentum(
         # The main is neither read nor written where decay is decoupled.
         widths=widths_of([kept.grad.itemsize, m.itemsize], [m.itemsize, u.itemsize], kept.vector),
         tile_read_bytes=BLOCK * (kept.grad.itemsize + m.itemsize),
+        max_instructions=None,
         shared_allowed=True,
     )
 
@@ -255,6 +270,7 @@ def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
         aligned=("records", "block", "directions", "factors"),
         widths=widths_of([*main, o.itemsize], written, kept.vector),
         tile_read_bytes=BLOCK * (sum(main) + o.itemsize),
+        max_instructions=None,
     )  # fmt: skip
 
 
@@ -350,7 +366,8 @@ def all_variants() -> list[Variant]:
         adam("remainder-g16-e4m3-state", E4M3, E4M3, grad=BF16, **remainder),
         adam("remainder-g16-e5m2-state", E5M2, E5M2, grad=BF16, **remainder),
         adam("remainder-g16-8-bit-state", I8, U8, grad=BF16, **remainder),
-        adam("bf16-by-chance-8-bit-state", I8, U8, grad=BF16, main=BF16, by_chance=True),
+        # Bound by instructions: two thirds of a copy's speed.
+        replace(adam("bf16-by-chance-8-bit-state", I8, U8, grad=BF16, main=BF16, by_chance=True), max_instructions=104),
         lion("fp32", F32),
         lion("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
         lion("remainder-g16-8-bit-state", I8, grad=BF16, **remainder),

@@ -39,7 +39,11 @@ def test_no_gate_is_broken(target: str, reports: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_op_with_a_kernel_is_compiled(target: str, reports: list[dict[str, Any]]) -> None:
     compiled = {r["variant"].split("/")[0] for r in reports if r["target"] == target}
-    assert compiled == {*FORMULAS, "hooks", "muon", "grad_stats", "scalars", "syrk"}
+    everywhere = {"adam", "muon", "grad_stats", "scalars", "syrk"}
+    if target in ("sm_90", "gfx942"):  # other formulas differ in arithmetic alone
+        assert compiled == everywhere | {*FORMULAS, "hooks"}
+    else:
+        assert compiled == everywhere
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -118,27 +122,34 @@ variant = next(v for v in all_variants() if v.name == "adam/bf16-out")
 of_syrk = next(v for v in all_variants() if v.name == "syrk/descriptors-fp32-gram")
 SYRK = {field.name: getattr(of_syrk, field.name) for field in fields(of_syrk)}
 known = {"Widths": Widths, "constants": variant.constants, "SYRK": SYRK}
-changed = replace(variant, **eval(sys.argv[2], known))
-report = aot.nvidia(changed, "sm_90", aot.compiled(changed, aot.TARGETS["sm_90"]))
-print("; ".join(report.broken))
+for change in sys.argv[2:]:
+    changed = replace(variant, **eval(change, known))
+    report = aot.nvidia(changed, "sm_90", aot.compiled(changed, aot.TARGETS["sm_90"]))
+    print("; ".join(report.broken))
 """
+# What is changed, and the gate that must say so.
+CHANGES = {
+    "registers": ("{'max_registers': 16}", "16 are allowed"),
+    "two-layouts": ("{'constants': constants | {'E': 8}}", "shared memory"),
+    "no-alignment-hint": ("{'constants': constants | {'E': 1}}", "where 8 are expected"),
+    "16-bit-scalars": ("{'constants': constants | {'E': 1}}", "elements move one by one"),
+    "widths": ("{'widths': Widths(load_128=9)}", "where 9 are expected"),
+    "bytes-in-flight": ("{'tile_read_bytes': 1024}", "hide the latency"),
+    "instructions": ("{'max_instructions': 60}", "where 60.0 can be issued"),
+    "tensor-cores": ("{'matrix': True}", "no matrix instruction"),
+    # Why `halving_pays` leaves exact float32 products to torch.
+    "exact-float32": ("SYRK | {'constants': SYRK['constants'] | {'PRECISION': 'ieee'}}", "spills"),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        pytest.param("{'max_registers': 16}", "16 are allowed", id="registers"),
-        pytest.param("{'constants': constants | {'E': 8}}", "shared memory", id="two-layouts"),
-        pytest.param("{'constants': constants | {'E': 1}}", "where 8 are expected", id="no-alignment-hint"),
-        pytest.param("{'constants': constants | {'E': 1}}", "elements move one by one", id="16-bit-scalars"),
-        pytest.param("{'widths': Widths(load_128=9)}", "where 9 are expected", id="widths"),
-        pytest.param("{'tile_read_bytes': 1024}", "hide the latency", id="bytes-in-flight"),
-        pytest.param("{'matrix': True}", "no matrix instruction", id="tensor-cores"),
-        # Why `halving_pays` leaves exact float32 products to torch.
-        pytest.param("SYRK | {'constants': SYRK['constants'] | {'PRECISION': 'ieee'}}", "spills", id="exact-float32"),
-    ],
-)
-def test_a_gate_fails_where_it_must(change: str, sentence: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(WORKBENCH), change]
+@pytest.fixture(scope="session")
+def broken_by() -> dict[str, str]:
+    """What the gates say of each change; one process, whose imports take longer than a compilation."""
+    command = [sys.executable, "-c", SCRIPT, str(WORKBENCH), *(change for change, _ in CHANGES.values())]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
-    assert sentence in finished.stdout
+    return dict(zip(CHANGES, finished.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_gate_fails_where_it_must(name: str, broken_by: dict[str, str]) -> None:
+    assert CHANGES[name][1] in broken_by[name]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +127,13 @@ def remainder_adamw() -> Pair:
     return Pair(ours.step, ReferenceSequence(parameters(torch.bfloat16), keep_gradients=False).step)
 
 
+def narrow_adamw(exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Pair:
+    """float32 parameters with moments in fewer bits, against AdamW(fused=True) with float32 moments."""
+    options: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    ours = AdamW(parameters(torch.float32), exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq, **options)
+    return Pair(ours.step, torch.optim.AdamW(parameters(torch.float32), fused=True, **options).step)
+
+
 def lion() -> Pair:
     """Lion in float32, against copying the parameters once."""
     params = parameters(torch.float32)
@@ -160,6 +167,10 @@ COMPARISONS: Mapping[str, tuple[float, Callable[[], Pair]]] = {
     "bf16 AdamW, fp32 mains / reference sequence": (0.50, lambda: bf16_adamw(False)),
     "bf16 AdamW, fp32 mains / reference sequence, gradients kept": (0.60, lambda: bf16_adamw(True)),
     "bf16 AdamW, remainders, bf16 moments / reference sequence": (1.25, remainder_adamw),
+    "fp32 AdamW, fp16 moments / fused AdamW": (1.0, lambda: narrow_adamw(torch.float16, torch.float16)),
+    "fp32 AdamW, e4m3 moments / fused AdamW": (1.0, lambda: narrow_adamw(torch.float8_e4m3fn, torch.float8_e4m3fn)),
+    "fp32 AdamW, e5m2 moments / fused AdamW": (1.0, lambda: narrow_adamw(torch.float8_e5m2, torch.float8_e5m2)),
+    "fp32 AdamW, 8-bit moments / fused AdamW": (1.0, lambda: narrow_adamw(torch.int8, torch.uint8)),
     "fp32 Lion / one copy of the parameters": (2.0, lion),
     "fp32 statistics / foreach norm": (1.0, lambda: statistics_sweep(torch.float32, False)),
     "bf16 statistics / foreach norm": (1.0, lambda: statistics_sweep(torch.bfloat16, False)),
