@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from opt_kernels import optim
 from opt_kernels.dtensor import spans
+from opt_kernels.hooks import CautiousDecay, CautiousUpdate, CentralizeGradient, ClipUpdateRms, HookError
 
 WORLD = 2
 
@@ -70,6 +71,23 @@ def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
         optim.AdamW([columns], stochastic_rounding=True, exp_avg_dtype=torch.int8)
 
 
+def _check_hooks(mesh: DeviceMesh) -> None:
+    """What needs a norm or a row that spans ranks is refused; replicas have the step of the whole."""
+    torch.manual_seed(2)
+    start, grad = torch.randn(64, 6), torch.randn(64, 6)
+    for hook in (ClipUpdateRms(), CautiousUpdate(), CentralizeGradient()):
+        options: dict[str, Any] = {"hooks": (hook,), "backend": "torch"}
+        for placement in (Shard(0), Shard(1)):
+            with pytest.raises(HookError, match=r"span.* ranks, which this optimizer does not reach"):
+                optim.AdamW([torch.nn.Parameter(distribute_tensor(start, mesh, [placement]))], **options)
+        whole = torch.nn.Parameter(start.clone())
+        replica = torch.nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
+        _steps(optim.AdamW([whole], **options), whole, [grad])
+        _steps(optim.AdamW([replica], **options), replica, [distribute_tensor(grad, mesh, [Replicate()])])
+        assert isinstance(replica.data, DTensor)
+        assert torch.equal(replica.data.to_local(), whole.detach())
+
+
 def _rank(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -78,7 +96,8 @@ def _rank(rank: int, port: int) -> None:
     torch.manual_seed(0)
     # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
     start, grads = torch.randn(256, 5), [torch.randn(256, 5) for _ in range(3)]
-    choices: list[dict[str, Any]] = [{}, {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}]
+    narrow = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    choices: list[dict[str, Any]] = [{}, narrow, {"hooks": (CautiousDecay(),), "backend": "torch"}]
     for options in choices:
         whole = torch.nn.Parameter(start.clone())
         _steps(optim.AdamW([whole], **options), whole, grads)
@@ -98,6 +117,7 @@ def _rank(rank: int, port: int) -> None:
         assert torch.equal(param.data.full_tensor(), whole.detach())
     _check_numbers(mesh)
     _check_stochastic_rounding(mesh)
+    _check_hooks(mesh)
     with pytest.raises(ValueError, match="its norm spans ranks"):
         optim.AdamW([param], max_norm=1.0).step()
     dist.destroy_process_group()
