@@ -409,6 +409,15 @@ def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, ba
 
 
 @ON_BACKENDS
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_an_infinite_parameter_stays_infinite_under_decoupled_decay(name: str, backend: str) -> None:
+    rule = RULES[name](backend=backend)
+    work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
+    rule.update_([Batch(HYPER, [work])])
+    assert bool((value(work) == -torch.inf).all())
+
+
+@ON_BACKENDS
 def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     # As the gradient of an imaginary part may be.
     lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))

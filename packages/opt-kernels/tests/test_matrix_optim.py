@@ -281,6 +281,17 @@ def test_an_infinite_weight_stays_infinite_without_decay_on_every_backend(
     assert bool((main == torch.inf).all())
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
+@pytest.mark.parametrize("decay", [Decay.DECOUPLED, Decay.INDEPENDENT])
+def test_an_infinite_weight_stays_infinite_with_decay_as_torchs(decay: Decay, backend: str) -> None:
+    # The reference and Triton took the decay off it, infinity less infinity.
+    rule = MuonRule(backend=backend, weight_decay_method=decay)
+    main = torch.full((6, 4), torch.inf)
+    work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
+    rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.1), [work])])
+    assert bool((main == torch.inf).all())
+
+
 def test_an_infinite_weight_stays_infinite_in_soap_without_decay() -> None:
     rule, main = SOAPRule(), torch.full((6, 4), torch.inf)
     work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))

@@ -55,9 +55,8 @@ def muon_(
             direction = transform([task], u.unsqueeze(0), False)[0]
             if adapt_ is not None:
                 adapt_(task, direction)
-            decayed = (
-                main if decay is Decay.L2 else main - decay_rate(decay, hyper) * decay_of(main, hyper.weight_decay)
-            )
+            # A product, as in torch.optim.Muon: an infinite weight stays infinite.
+            decayed = main if decay is Decay.L2 else main * (1.0 - decay_rate(decay, hyper) * hyper.weight_decay)
             write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
 
 

@@ -166,9 +166,9 @@ def descent_tile(
     at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
     if DECAY == "decoupled":
-        p = decayed(p, -tl.load(row + scalars.LR_DECAY), p)
+        p *= 1.0 - tl.load(row + scalars.LR_DECAY)  # a product: an infinite weight stays infinite
     if DECAY == "independent":
-        p = decayed(p, -tl.load(row + scalars.WEIGHT_DECAY), p)
+        p *= 1.0 - tl.load(row + scalars.WEIGHT_DECAY)
     p -= tl.load(row + scalars.LR) * (factor * load(direction, at, n, FULL).to(tl.float32))
     write_main(main, out, p, at, n, first, 0, MAIN, OUT, REMAINDER, False, FULL)
 
