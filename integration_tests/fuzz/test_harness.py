@@ -93,7 +93,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         case "parameters that nobody waits for":
             monkeypatch.setattr(ParamSync, "wait_for", lambda self, ids: None)
         case "a loss scale that never changes":
-            monkeypatch.setattr(DynamicScaler, "update", lambda self, found_inf: None)
+            monkeypatch.setattr(DynamicScaler, "update", lambda self, found_inf, *, unless=None: None)
         case "mains that are not restored":
             monkeypatch.setattr(Main, "set_", lambda self, value: None)
         case "parameters that are not gathered":

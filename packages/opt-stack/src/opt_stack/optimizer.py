@@ -225,11 +225,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def get_loss_scale(self) -> Tensor:
         """Shape (1,), fp32: what the loss is multiplied by at present; 1 without loss scaling."""
-        return torch.tensor([self.stepper.scaler.scale], dtype=torch.float32, device=self._device())
+        factor = self.stepper.scaler.factor
+        if isinstance(factor, Tensor):
+            return factor.to(torch.float32).view(1)
+        return torch.full((1,), factor, dtype=torch.float32, device=self._device())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale, in the loss's own shape."""
-        return loss * self.stepper.scaler.scale
+        """`loss` times the loss scale, in the loss's own shape and dtype."""
+        factor = self.stepper.scaler.factor
+        if not isinstance(factor, Tensor):
+            return loss * factor
+        scaled = loss * factor.to(torch.promote_types(loss.dtype, torch.float32))  # 2**16 is no fp16 number
+        return scaled.to(loss.dtype)
 
     # --- what it holds ----------------------------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class SyncedBuffer:
         """(0,) float64."""
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Sequence[float]) -> None:
+    def settle_(self, flags: Tensor) -> None:
         """Nothing is in doubt."""
 
     def unused(self) -> Collection[ParamId]:

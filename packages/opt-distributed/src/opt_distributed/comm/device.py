@@ -58,6 +58,10 @@ class Device(Protocol):
         """Uninitialised memory of the host, which the device can write while the host goes on."""
         ...
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on the device; the host does not wait."""
+        ...
+
     def release_(self, tensor: Tensor) -> None:
         """Give the memory of `tensor` and of all its views back; the current stream may still have work on it."""
         ...
@@ -129,6 +133,9 @@ class Host(_OwnsMemory):
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
 
 class Accelerator(_OwnsMemory):
     """A device of torch's current accelerator."""
@@ -159,6 +166,10 @@ class Accelerator(_OwnsMemory):
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # torch's allocator of pinned memory keeps the copy's source until the copy has run.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 @cache

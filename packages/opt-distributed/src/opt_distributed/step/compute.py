@@ -177,11 +177,16 @@ def init_state(rule: Rule, main: Tensor, *, id: ParamId, stage: ComputeStage | N
 
 
 def update_(
-    rule: Rule, batches: Sequence[Batch], *, grad_scale: float | Tensor, stages: Sequence[ComputeStage]
+    rule: Rule,
+    batches: Sequence[Batch],
+    *,
+    grad_scale: float | Tensor,
+    stages: Sequence[ComputeStage],
+    skip: Tensor | None = None,
 ) -> None:
     """`rule.update_`, with the matrices of `stages` brought together in between; they come after the others."""
     if not stages:
-        rule.update_(batches, grad_scale=grad_scale)
+        rule.update_(batches, grad_scale=grad_scale, skip=skip)
         return
     assert isinstance(rule, MatrixRule)
     here: list[Batch] = []
@@ -196,10 +201,10 @@ def update_(
                 staged[stage].append(Task(hyper, work))
         if left:
             here.append(Batch(hyper, left))
-    rule.update_(here, grad_scale=grad_scale)
+    rule.update_(here, grad_scale=grad_scale, skip=skip)
     for stage, tasks in staged.items():
         for run in stage.runs(tasks):
-            _update_run_(rule, stage, run, grad_scale)
+            _update_run_(rule, stage, run, grad_scale, skip)
 
 
 def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None:
@@ -207,18 +212,22 @@ def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None
     return None if part is None else next((stage for stage in stages if part.whole in stage), None)
 
 
-def _update_run_(rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float | Tensor) -> None:
+def _update_run_(
+    rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float | Tensor, skip: Tensor | None
+) -> None:
     of_id = {matrix_of(task.work): task for task in run}
     parts = {}
     for id, task in of_id.items():
         parts[id] = scaled_grads([task], grad_scale)[0]
-        rule.prepare_(task, parts[id], None)
-    updates = _transformed(rule, stage, of_id, stage.gather(parts))
+        rule.prepare_(task, parts[id], skip)
+    updates = _transformed(rule, stage, of_id, stage.gather(parts), skip)
     for id, update in stage.scatter(updates, like=parts).items():
-        rule.apply_(of_id[id], update, None)
+        rule.apply_(of_id[id], update, skip)
 
 
-def _transformed(rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, Task], wholes: Parts) -> Parts:
+def _transformed(
+    rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, Task], wholes: Parts, skip: Tensor | None
+) -> Parts:
     """The directions of whole matrices; those of one layout and row of the hyper table are stacked."""
     updates = dict(wholes)  # one without elements has no direction
     batches: dict[int, list[Task]] = {}
@@ -230,7 +239,7 @@ def _transformed(rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, 
         batches.setdefault(id(hyper), []).append(Task(hyper, work))
     for tasks in batches.values():
         for stack in stacks([Batch(tasks[0].hyper, [task.work for task in tasks])]):
-            moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), None)
+            moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), skip)
             updates.update(zip((names[id(task.work)] for task in stack), moved))
     return updates
 

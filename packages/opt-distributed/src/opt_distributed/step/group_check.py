@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
@@ -54,6 +55,12 @@ class GroupCheck:
             checksum = self._checksum(groups[index]) if applied else 0
             flags += [float(applied), float(checksum), float(checksum**2)]
         return flags
+
+    def differ(self, summed: Tensor) -> Tensor:
+        """(groups,) bool, on the device: for which groups `check` would raise, from the sum of all ranks' `flags`."""
+        # Integers: up to 2,048 ranks every product is exact; beyond, both sides are, modulo 2**64.
+        count, total, squares = summed.to(torch.int64).view(-1, 3).unbind(1)
+        return count * squares != total * total
 
     def check(self, summed: Sequence[float], groups: Groups) -> None:
         """Raises HyperError, on every rank, unless all ranks brought equal numbers."""

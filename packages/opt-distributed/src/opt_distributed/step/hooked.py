@@ -4,7 +4,7 @@ directions of every hooked unit ─▶ sums over the elements here ─▶ one al
 parameters are cut over, whatever their number ─▶ the weights of every unit move
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,20 +50,28 @@ class HookedStep(NamedTuple):
             self.rule.finish_(call.begun, call.sums, skip=skip)
 
 
+class ScaledBatches(NamedTuple):
+    """Works whose gradients are multiplied by the same."""
+
+    scale: float | Tensor
+    batches: Sequence[Batch]
+    ids: Sequence[ParamId]  # of the works
+
+
 def begin_(
     rule: HookedUpdate,
-    batches: Mapping[float, Sequence[Batch]],  # by gradient scale
-    ids: Mapping[float, Sequence[ParamId]],  # of the works
+    scaled: Sequence[ScaledBatches],
     *,
     stages: Sequence[ComputeStage],
     cut: Sequence[CutParams],
+    skip: Tensor | None = None,
 ) -> HookedStep:
-    """Runs the bare rule for the directions; writes its states."""
+    """Runs the bare rule for the directions; writes its states, where `skip` is not set."""
     calls = []
-    for scale, of_scale in batches.items():
-        begun = rule.begin(of_scale, grad_scale=scale)
-        update_(rule.rule, begun.directions, grad_scale=begun.grad_scale, stages=stages)
-        calls.append(Call(begun, rule.sums(begun), ids[scale]))
+    for scale, batches, ids in scaled:
+        begun = rule.begin(batches, grad_scale=scale)
+        update_(rule.rule, begun.directions, grad_scale=begun.grad_scale, stages=stages, skip=skip)
+        calls.append(Call(begun, rule.sums(begun), ids))
     return HookedStep(rule, calls, cut)
 
 

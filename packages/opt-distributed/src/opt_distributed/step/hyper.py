@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
+
 from opt_kernels.works import Hyper
 
 FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
 
 
-def read_hyper(group: Mapping[str, Any], *, step: int, own: Sequence[str] = ()) -> Hyper:
+def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Sequence[str] = ()) -> Hyper:
     """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; `own` names further
     entries that the rule reads.
 

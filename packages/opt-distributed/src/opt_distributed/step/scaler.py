@@ -1,6 +1,9 @@
-"""Loss scaling: none, constant, or dynamic with hysteresis. A small state machine on the host; no tensors."""
+"""Loss scaling: none, constant, or dynamic with hysteresis. A small state machine, on the device of the step."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from opt_config import ConstantScale, DynamicScale, NoScale
 
@@ -9,10 +12,18 @@ class Scaler(Protocol):
     """What the loss is multiplied by, and how that changes after each step's verdict."""
 
     @property
-    def scale(self) -> float: ...
+    def scale(self) -> float:
+        """The scale; the host may have to wait for it."""
+        ...
 
-    def update(self, found_inf: bool) -> None:
-        """Once per step, after the verdict of all ranks: the same call with the same flag on every rank."""
+    @property
+    def factor(self) -> float | Tensor:
+        """The same as a number, or as a 0-d float64 tensor that the host does not wait for."""
+        ...
+
+    def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
+        """Once per step, after the verdict of all ranks: the same call with the same flags, 0-d bools, on every rank.
+        Where `unless` is set, nothing changes."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -26,7 +37,11 @@ class ConstantScaler:
     def __init__(self, scale: float = 1.0):
         self.scale = scale
 
-    def update(self, found_inf: bool) -> None:
+    @property
+    def factor(self) -> float:
+        return self.scale
+
+    def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,41 +54,89 @@ class ConstantScaler:
 class DynamicScaler:
     """Grows after `window` clean steps; backs off once `hysteresis` overflows were seen since it last grew.
 
-    Like the reference, the hysteresis count is not refilled by a backoff: every further overflow backs off again,
+    As in Megatron-Core, the hysteresis count is not refilled by a backoff: every further overflow backs off again,
     until a full window of clean steps grows the scale and refills it.
+
+    The host knows the state until a device first decides whether a step overflowed; from then on the state is a tensor
+    there, and whoever reads it waits.
     """
 
     def __init__(self, rule: DynamicScale):
         self.rule = rule
-        self.scale = float(rule.initial)
-        self.growth_tracker = 0  # clean steps since the scale last changed or an overflow was seen
-        self.hysteresis_tracker = rule.hysteresis  # overflows still forgiven
+        self._known: _State | None = _State(float(rule.initial), 0, rule.hysteresis)
+        self._on_device: Tensor | None = None  # (3,) float64, where it is not known
 
-    def update(self, found_inf: bool) -> None:
+    @property
+    def state(self) -> "_State":
+        """What changes, on the host."""
+        if self._known is None:
+            assert self._on_device is not None
+            scale, clean, forgiven = self._on_device.tolist()
+            self._known = _State(scale, int(clean), int(forgiven))
+        return self._known
+
+    @property
+    def scale(self) -> float:
+        return self.state.scale
+
+    @property
+    def factor(self) -> float | Tensor:
+        if self._known is not None:
+            return self._known.scale
+        assert self._on_device is not None
+        return self._on_device[0]
+
+    def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
+        if isinstance(found_inf, Tensor):
+            self._on_device, self._known = self._updated_on_device(found_inf, unless), None
+        else:
+            self._known = self._updated(self.state, found_inf)
+
+    def _updated(self, state: "_State", found_inf: bool) -> "_State":
+        rule, (scale, clean, forgiven) = self.rule, state
         if found_inf:
-            self.growth_tracker = 0
-            self.hysteresis_tracker -= 1
-            if self.hysteresis_tracker <= 0:
-                self.scale = max(self.scale * self.rule.backoff, self.rule.minimum)
-            return
-        self.growth_tracker += 1
-        if self.growth_tracker >= self.rule.window:
-            self.growth_tracker = 0
-            self.hysteresis_tracker = self.rule.hysteresis
-            self.scale *= self.rule.growth
+            backed_off = max(scale * rule.backoff, rule.minimum)
+            return _State(backed_off if forgiven <= 1 else scale, 0, forgiven - 1)
+        if clean + 1 >= rule.window:
+            return _State(scale * rule.growth, 0, rule.hysteresis)
+        return _State(scale, clean + 1, forgiven)
+
+    @torch.no_grad()
+    def _updated_on_device(self, found_inf: Tensor, unless: Tensor | None) -> Tensor:
+        """What `_updated` gives, as a new tensor: a copy of the scaler keeps its own."""
+        rule, where = self.rule, torch.where
+        if self._known is not None:
+            before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in self._known])
+        else:
+            assert self._on_device is not None
+            before = self._on_device
+        scale, clean, forgiven = before.unbind()
+        grows = clean + 1 >= rule.window
+        backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
+        after = torch.stack(
+            [
+                where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale)),
+                where(found_inf | grows, 0.0, clean + 1),
+                where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven)),
+            ]
+        )
+        return after if unless is None else where(unless, before, after)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "growth_tracker": self.growth_tracker,
-            "hysteresis_tracker": self.hysteresis_tracker,
-        }
+        scale, clean, forgiven = self.state
+        return {"scale": scale, "growth_tracker": clean, "hysteresis_tracker": forgiven}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets all three. Tensors of one element are understood: the reference saves its scale as one."""
-        self.scale = float(state["scale"])
-        self.growth_tracker = int(state["growth_tracker"])
-        self.hysteresis_tracker = int(state["hysteresis_tracker"])
+        """Sets all three. Tensors of one element are understood: Megatron-Core saves its scale as one."""
+        self._known = _State(float(state["scale"]), int(state["growth_tracker"]), int(state["hysteresis_tracker"]))
+
+
+class _State(NamedTuple):
+    """What a dynamic scale remembers."""
+
+    scale: float
+    growth_tracker: int  # clean steps since the scale last changed or an overflow was seen
+    hysteresis_tracker: int  # overflows that are still forgiven
 
 
 def scaler_of(choice: NoScale | ConstantScale | DynamicScale) -> Scaler:

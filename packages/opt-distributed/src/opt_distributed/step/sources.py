@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
 from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.dtensor import local, local_address, local_grad
@@ -44,11 +45,12 @@ class Source(Protocol):
         ...
 
     def flags(self) -> Tensor:
-        """(n,) float64: one where this rank has the gradient of a doubtful parameter, zero elsewhere."""
+        """(n,) float64, on the host: one where this rank has the gradient of a doubtful parameter, zero elsewhere."""
         ...
 
-    def settle_(self, flags: Sequence[float]) -> None:
-        """Takes the flags summed over ranks."""
+    def settle_(self, flags: Tensor) -> None:
+        """Takes the flags summed over ranks, (n,) on the device. The host reads them only where this rank lacks the
+        gradient of a doubtful parameter."""
         ...
 
     def unused(self) -> Collection[ParamId]:
@@ -98,7 +100,7 @@ class OwnGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Sequence[float]) -> None:
+    def settle_(self, flags: Tensor) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
@@ -162,7 +164,7 @@ class LaidOutGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Sequence[float]) -> None:
+    def settle_(self, flags: Tensor) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
@@ -186,7 +188,7 @@ class AveragedReplicas:
     """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
 
     All gradients travel as one tensor, with a flag for each parameter that says whether this rank has one: a parameter
-    that no replica used has no gradient. Reading the flags waits for the device.
+    that no replica used has no gradient. The host reads the flags only where this rank lacks a gradient.
     """
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
@@ -194,6 +196,7 @@ class AveragedReplicas:
         shapes = [local(param).shape for param in params.values()]
         numels = [math.prod(shape) for shape in shapes]
         device = local(next(iter(params.values()))).device
+        self._queues = devices.device_of(device)
         self._all = torch.zeros(sum(numels) + len(params), dtype=dtype, device=device)
         *parts, self._flags = torch.split(self._all, [*numels, len(params)])
         self._places = {id: part.view(shape) for id, part, shape in zip(params, parts, shapes, strict=True)}
@@ -207,16 +210,18 @@ class AveragedReplicas:
             CollectiveError: a collective failed, or ran into the group's timeout.
         """
         self._all.zero_()
-        for number, (id, param) in enumerate(self.params.items()):
+        for id, param in self.params.items():
             if param.grad is not None:
                 self._places[id].copy_(local_grad(param))
-                self._flags[number] = 1
+        has_gradient = [param.grad is not None for param in self.params.values()]
+        self._flags.copy_(self._queues.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
         for comm in self.comms:
             try:
                 comm.all_reduce_(self._all)
             except Exception as error:  # whatever a backend raises when a peer is gone
                 raise CollectiveError(f"sum of DTensor gradients over replicas: {error}") from error
-        self._used = {id for id, count in zip(self.params, self._flags.tolist(), strict=True) if count}
+        counts = has_gradient if all(has_gradient) else self._flags.tolist()
+        self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
         self._all.div_(math.prod(comm.size for comm in self.comms))
 
     def reader(self, id: ParamId) -> ReadGrad:
@@ -243,10 +248,15 @@ class BufferedGrads:
         self.reduced.reduce_({id: self.params[id].grad for id in self.doubtful})
 
     def flags(self) -> Tensor:
-        return torch.tensor([self.params[id].grad is not None for id in self.doubtful], dtype=torch.float64)
+        return torch.tensor(self._has_gradient(), dtype=torch.float64)
 
-    def settle_(self, flags: Sequence[float]) -> None:
-        self._unused = frozenset(id for id, count in zip(self.doubtful, flags, strict=True) if not count)
+    def settle_(self, flags: Tensor) -> None:
+        self._unused = _NONE
+        if not all(self._has_gradient()):
+            self._unused = frozenset(id for id, count in zip(self.doubtful, flags.tolist(), strict=True) if not count)
+
+    def _has_gradient(self) -> list[bool]:
+        return [self.params[id].grad is not None for id in self.doubtful]
 
     def unused(self) -> Collection[ParamId]:
         return self._unused

@@ -1,17 +1,17 @@
 """The statistics of a step: norms, overflow, zeros; each element counted once over all ranks, in one reduction."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.storage import StorageError
 from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
@@ -19,17 +19,21 @@ from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
 
 
-class Stats(NamedTuple):
-    """What all ranks know of this step's gradients, as one rank alone would have found it."""
+class Sums(NamedTuple):
+    """What all ranks found together in this step's gradients; equal on every rank. Numbers on the host, or tensors."""
 
-    norms: tuple[float, ...]  # L2, one for each norm slot, of the mean gradient; loss scale still in
-    num_nonfinite: int
-    num_zeros: int
+    squares: Any  # (slots,) of the mean gradient, for each norm slot; loss scale still in
+    num_nonfinite: Any
+    num_zeros: Any
+    num_refused: Any  # ranks that refuse their gradients
+    num_moved: Any  # ranks with parameters that updates no longer reach
+    flags: Any  # (n,) of what was given to travel along
 
-    @property
-    def overflow(self) -> bool:
-        """Whether an element is infinite or NaN, or a norm is: nothing may be updated from such gradients."""
-        return self.num_nonfinite > 0 or not all(map(math.isfinite, self.norms))
+    @classmethod
+    def of(cls, numbers: Sequence[float] | Tensor, *, num_slots: int) -> "Sums":
+        """From what `reduce_stats` gives, on the device or on the host."""
+        nonfinite, zeros, refused, moved = (numbers[num_slots + index] for index in range(4))
+        return cls(numbers[:num_slots], nonfinite, zeros, refused, moved, numbers[num_slots + 4 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +56,10 @@ def reduce_stats(
     device: torch.device,
     num_slots: int,
     count_zeros: bool,
-    refused: UnusableGradientError | None = None,
+    refused: bool = False,
+    moved: bool = False,
     flags: Sequence[float] = (),
-    check: Callable[[Sequence[float]], None] = lambda summed: None,
-) -> Stats:
+) -> Tensor:
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
     It carries the sources' flags too, where all ranks share the parameters; where only some do, these exchange them
@@ -64,44 +68,39 @@ def reduce_stats(
     Norms and zeros count one copy of each element. Finiteness is judged on every copy that may differ: a NaN on a rank
     whose copy is not counted stops the step as well.
 
-    `flags`, as many on every rank, travel along; `check` gets their sums and may raise.
+    `refused` and `moved` say whether this rank refuses its gradients, and whether updates no longer reach one of its
+    parameters. `flags`, as many on every rank, travel along. The host reads nothing, except where a source has to
+    (`Source.settle_`). Returns `Sums` as one tensor, float64 on the device.
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
-        UnusableGradientError: on every rank, if a rank passes `refused`, the reason why its gradients must not be used.
-        StorageError: on every rank, if a parameter of any rank has left the memory that updates are written to.
     """
-    # squares by slot, ranks that refuse their gradients, ranks with moved parameters, non-finite elements, zeros
-    mine = torch.zeros(num_slots + 4, dtype=torch.float64, device=device)
-    mine[-4] = refused is not None
-    left = next((id for family in families for source in family.sources if (id := source.moved()) is not None), None)
-    mine[-3] = left is not None
+    queues = devices.device_of(device)
+    swept = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)  # squares by slot, non-finite, zeros
     for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
-            _add_sweep_(mine, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
+            _add_sweep_(swept, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
     if copies := _uncounted_copies(ready):
-        mine[-2] += grad_stats(copies, count_zeros=False).nonfinite.to(mine.device)
+        swept[-2] += grad_stats(copies, count_zeros=False).nonfinite.to(device)
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
-            _settle_with_(family.sources, [family.axes.dp, family.axes.inter], mine[:0])
-            mine[-1] -= _of_unused(family.sources, _numels(family.sources, ready) if count_zeros else ())
-    brought = _numels(shared, ready) if count_zeros else []
-    summed = _settle_with_(shared, [everyone], torch.cat([mine, mine.new_tensor([*flags, *brought])]))
-    *squares, num_refused, num_moved, nonfinite, zeros = summed[: mine.numel()]
-    if num_refused:
-        raise refused or UnusableGradientError(
-            f"{int(num_refused)} other rank(s) refused their gradients; the message there names the parameter. Nothing "
-            "was updated"
-        )
-    if num_moved:
-        raise StorageError(_moved_in_words(left, int(num_moved)))
-    check(summed[mine.numel() : mine.numel() + len(flags)])
-    zeros -= _of_unused(shared, summed[mine.numel() + len(flags) :])
-    norms = [math.sqrt(s) if s >= 0 else math.nan for s in squares]
-    if nonfinite:
-        norms = [n if not math.isfinite(n) else math.inf for n in norms]
-    return Stats(tuple(norms), int(nonfinite), int(zeros))
+            counts = _settle_with_(family.sources, [family.axes.dp, family.axes.inter], swept[:0], queues).of_doubtful
+            numels = _numels(family.sources, ready) if count_zeros else []
+            _subtract_unused_(swept[-1], queues.upload(_host(numels)), counts)
+    numels = _numels(shared, ready) if count_zeros else []
+    known = queues.upload(_host([float(refused), float(moved), *flags, *numels]))
+    summed, counts = _settle_with_(shared, [everyone], torch.cat([swept, known]), queues)
+    if not numels:
+        return summed
+    sums, numels_of_all = torch.split(summed, [summed.numel() - len(numels), len(numels)])
+    _subtract_unused_(sums[num_slots + 1], numels_of_all, counts)
+    return sums
+
+
+def moved_parameter(families: Iterable[Family]) -> ParamId | None:
+    """A parameter of this rank that has left the memory which updates are written to; None if none has."""
+    return next((id for family in families for source in family.sources if (id := source.moved()) is not None), None)
 
 
 def reduce_norm(ready: Iterable[Ready], *, everyone: Comm, norm_type: float, slot: int) -> float:
@@ -145,15 +144,6 @@ def _by_source(ready: Iterable[Ready]) -> Counted:
     return found
 
 
-def _moved_in_words(left: ParamId | None, num_ranks: int) -> str:
-    which = f"parameter {str(left)!r}" if left is not None else f"a parameter on {num_ranks} other rank(s)"
-    return (
-        f"{which} has left the memory that the optimizer updates: the model was converted or moved, or param.data was "
-        "assigned, after the optimizer was built; convert and move the model first, then build the optimizer. Nothing "
-        "was updated"
-    )
-
-
 def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
     """Gradients of which another rank counts its own copy; the copy here may still differ and must be finite."""
     return [
@@ -164,19 +154,28 @@ def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
     ]
 
 
-def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor) -> list[float]:
-    """Sums the sources' flags over `comms` and settles them. Returns the sum of `beside` (n,), which travels along."""
-    flags = [source.flags().to(beside.device) for source in sources]
-    joined = torch.cat([beside, *flags])
+class _Settled(NamedTuple):
+    """Sums over ranks."""
+
+    beside: Tensor  # (n,)
+    of_doubtful: Tensor  # (doubtful parameters,): ranks that have a gradient of each
+
+
+def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor, queues: Device) -> _Settled:
+    """Sums the sources' flags over `comms` and settles them; `beside` (n,) travels along."""
+    flags = [source.flags() for source in sources]
+    sizes = [own.numel() for own in flags]
+    joined = torch.cat([beside, queues.upload(torch.cat(flags))]) if sum(sizes) else beside
     if joined.numel():
         for comm in comms:
             _sum_(joined, comm)
-    summed: list[float] = joined.tolist()  # the step's one host read for each family
-    start = beside.numel()
-    for source, own in zip(sources, flags, strict=True):
-        source.settle_(summed[start : start + own.numel()])
-        start += own.numel()
-    return summed[: beside.numel()]
+    if not sum(sizes):
+        return _Settled(joined, joined[:0])
+    summed, *settled = torch.split(joined, [beside.numel(), *sizes])
+    for source, own in zip(sources, settled, strict=True):
+        if own.numel():
+            source.settle_(own)
+    return _Settled(summed, joined[beside.numel() :])
 
 
 def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
@@ -185,10 +184,14 @@ def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
     return [counted.get(id, 0) for source in sources for id in source.doubtful]
 
 
-def _of_unused(sources: Sequence[Source], numels: Sequence[float]) -> float:
-    """The sum of those `numels`, one for each doubtful parameter (or none at all), that turned out to have none."""
-    doubtful = ((id, source) for source in sources for id in source.doubtful)
-    return sum(numel for numel, (id, source) in zip(numels, doubtful, strict=False) if id in source.unused())
+def _subtract_unused_(zeros: Tensor, numels: Tensor, counts: Tensor) -> None:
+    """Takes the elements of parameters that no rank has a gradient of from `zeros`; no `numels` are not counted."""
+    if numels.numel():
+        zeros.sub_((numels * (counts == 0)).sum())
+
+
+def _host(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _sum_(x: Tensor, comm: Comm) -> None:
@@ -198,11 +201,11 @@ def _sum_(x: Tensor, comm: Comm) -> None:
         raise CollectiveError(f"sum of the statistics: {error}") from error
 
 
-def _add_sweep_(mine: Tensor, grads: list[Tensor], *, slot: int, scale: float, count_zeros: bool) -> None:
+def _add_sweep_(swept: Tensor, grads: list[Tensor], *, slot: int, scale: float, count_zeros: bool) -> None:
     found = grad_stats(grads, count_zeros=count_zeros)
-    mine[slot] += found.sum_of_squares.to(mine.device) * scale**2
-    mine[-2] += found.nonfinite.to(mine.device)
-    mine[-1] += found.zeros.to(mine.device)
+    swept[slot] += found.sum_of_squares.to(swept.device) * scale**2
+    swept[-2] += found.nonfinite.to(swept.device)
+    swept[-1] += found.zeros.to(swept.device)
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -1,39 +1,38 @@
 """The step, from reduced gradients to published parameters, over a tuple of units. Read this file first.
 
-    reduce ─▶ one sweep and one small all-reduce ─▶ overflow? the scaler learns, nothing else changes
-           ─▶ clip coefficient, or refuse ─▶ one update sweep per unit ─▶ publish what no later unit writes to
+    reduce ─▶ one sweep and one small all-reduce ─▶ verdict: overflow, refusal, errors; the scaler learns
+           ─▶ clip coefficient ─▶ one update sweep per unit ─▶ publish what no later unit writes to
 
 No line here knows how parameters are sharded, which rule moves them or in which numbers they are kept.
+
+On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, scales are
+device tensors. Whoever looks at the result waits. One exception: each step looks at the verdict of the step before,
+which the device has long reached, so that errors of other ranks are raised one step later at the latest.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.step.clip import clip_coefficient
-from opt_distributed.step.group_check import GroupCheck
+from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.hooked import add_over_ranks_
+from opt_distributed.step.result import StepResult
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
-from opt_distributed.step.stats import Family, Stats, reduce_norm, reduce_stats, reduce_zeros
+from opt_distributed.step.stats import Family, moved_parameter, reduce_norm, reduce_stats, reduce_zeros
 from opt_distributed.step.unit import Ready, Unit
+from opt_distributed.step.verdict import Found, Objections, Terms, Verdict, judge
 
-Groups = Sequence[Mapping[str, Any]]  # `param_groups`, read anew at every step
-
-
-class StepResult(NamedTuple):
-    """What a step says of itself; the same on every rank."""
-
-    success: bool  # False: an overflow or a refused norm; nothing but the loss scale has changed
-    grad_norm: float  # L2 norm of the mean gradient, unscaled, before clipping; infinite or NaN on an overflow
-    num_zeros_in_grad: int | None  # None unless zeros are counted
+__all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +49,8 @@ class Limits:
 class _Prepared(NamedTuple):
     """Between `prepare_grads` and `step_with_ready_grads`."""
 
-    stats: Stats
+    verdict: Verdict
     of_units: list[Ready]  # one for each unit
-    inv_scale: float
     max_norm: float  # that gradients are clipped to
 
 
@@ -77,9 +75,11 @@ class Stepper:
         self.scaler = scaler
         self.limits = limits
         self.spans = spans
-        self.grad_norms_by_group: dict[str, float] = {}  # of the last step, by slot name
         self.num_begun = 0  # steps since construction, for errors
+        self._queues = devices.device_of(device)
         self._ready: _Prepared | None = None
+        self._verdict: Verdict | None = None  # of the last step
+        self._is_unread = False  # whether its errors may not have been raised
         self._group_check: GroupCheck | None = None
 
     def compare_groups(self, groups: Groups) -> None:
@@ -92,32 +92,28 @@ class Stepper:
         )
 
     def step(self, groups: Groups) -> StepResult:
-        """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes."""
-        overflow = self.prepare_grads(groups)
-        norm = self.grad_norm
-        zeros = self.num_zeros
-        if overflow:
-            self._ready = None
-            return StepResult(False, norm, zeros)
-        return StepResult(self.step_with_ready_grads(groups), norm, zeros)
+        """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes.
 
-    @torch.no_grad()
+        Raises what `prepare_grads` and `step_with_ready_grads` raise.
+        """
+        verdict = self._prepare(groups)
+        if self._queues.is_asynchronous or not (verdict.found.overflow or verdict.found.is_refused):
+            self._update(groups)
+        self._ready = None
+        if verdict.is_own:
+            self._looked_at(verdict)  # raises: this rank's own objection need not wait for the next step
+        return StepResult.later(lambda: self._result(verdict))
+
     def prepare_grads(self, groups: Groups) -> bool:
-        """Reduces gradients, looks at them once, tells the scaler. True where they overflowed, on every rank alike.
+        """Reduces gradients, looks at them once, updates the loss scale. True where they overflowed, on every rank
+        alike; on an accelerator the host waits for that.
 
         Raises:
             CollectiveError: a peer is lost; it names the step and the collective. No weight has changed.
-            HyperError: on every rank, if ranks would update a group with different numbers. No weight has changed.
+            UnusableGradientError, StorageError, HyperError: on every rank, see `Verdict.found`. No weight has changed.
         """
-        self.num_begun += 1
-        with self._naming_the_step():
-            stats, ready = self._reduced(groups)
-        self._ready = _Prepared(stats, self._used(ready), 1.0 / self.scaler.scale, self.limits.max_norm)
-        self.grad_norms_by_group = dict(zip(self.limits.slots, (self._norm(s) for s in range(len(stats.norms)))))
-        self.scaler.update(stats.overflow)
-        return stats.overflow
+        return self._looked_at(self._prepare(groups)).overflow
 
-    @torch.no_grad()
     def step_with_ready_grads(self, groups: Groups) -> bool:
         """Clips, updates, publishes what `prepare_grads` made ready. False where the norm is above the limit.
 
@@ -125,22 +121,15 @@ class Stepper:
             RuntimeError: no gradients are ready.
             CollectiveError: a peer was lost while parameters were gathered; it names the step and the collective.
         """
-        ready = self._take_ready()
-        if self.grad_norms_by_group[self.limits.slots[0]] > self.limits.skip_above:
-            return False
-        with self.spans("optimizer-clip-main-grad"):
-            scales = self._clip(ready)
-        with self._naming_the_step():
-            units = list(zip(self.units, ready.of_units, strict=True))
-            begun = [unit.begin_(of_unit, groups, scale_of_slot=scales) for unit, of_unit in units]
-            add_over_ranks_(begun, device=self.device)
-            for (unit, of_unit), of_hooks in zip(units, begun, strict=True):
-                with self.spans("optimizer-inner-step"):
-                    unit.update_(of_unit, groups, scale_of_slot=scales, begun=of_hooks)
-                with self.spans("params-all-gather"):
-                    for source in unit.completes:
-                        source.publish_()
-        return True
+        if self._ready is None or self._ready.verdict.found.overflow:
+            raise RuntimeError(
+                "no gradients are ready: call prepare_grads first, and go on only where it returns False"
+            )
+        is_refused = self._ready.verdict.found.is_refused
+        if not is_refused:
+            self._update(groups)
+        self._ready = None
+        return not is_refused
 
     def norm(self, norm_type: float) -> float:
         """The `norm_type`-norm of the gradients that `prepare_grads` made ready, unscaled; of slot "", as `grad_norm`.
@@ -152,7 +141,8 @@ class Stepper:
             ValueError: `norm_type` is not above 0.
         """
         ready = self._prepared(f"for a {norm_type}-norm")
-        return reduce_norm(ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0) * ready.inv_scale
+        norm = reduce_norm(ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0)
+        return norm * ready.verdict.inv_scale
 
     def clip_to(self, max_norm: float) -> None:
         """Lets the update clip what is ready to `max_norm` in place of the limits'; what these never clip stays so.
@@ -173,21 +163,62 @@ class Stepper:
         """
         ready = self._prepared("to count zeros in")
         if self.limits.count_zeros:
-            return ready.stats.num_zeros
+            return ready.verdict.found.num_zeros
         return reduce_zeros(ready.of_units, everyone=self.everyone)
 
     @property
-    def grad_norm(self) -> float:
-        """The model's gradient norm as `prepare_grads` found it last."""
-        return self.grad_norms_by_group.get(self.limits.slots[0], 0.0)
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """The last step's gradient norms by slot name; empty before the first."""
+        if self._verdict is None:
+            return {}
+        return dict(zip(self.limits.slots, self._looked_at(self._verdict).norms, strict=True))
 
     @property
-    def num_zeros(self) -> int | None:
-        """Zero elements in the gradients that are ready; None unless they are counted."""
-        return self._ready.stats.num_zeros if self._ready is not None and self.limits.count_zeros else None
+    def grad_norm(self) -> float:
+        """The model's gradient norm as `prepare_grads` found it last; 0 before the first step."""
+        return 0.0 if self._verdict is None else self._looked_at(self._verdict).norms[0]
 
-    def _reduced(self, groups: Groups) -> tuple[Stats, list[Ready]]:
-        refused: UnusableGradientError | None = None  # carried to the other ranks by the statistics
+    @torch.no_grad()
+    def _prepare(self, groups: Groups) -> Verdict:
+        """Everything up to the verdict. On a CPU its errors are raised here, else where it is looked at."""
+        self._raise_what_is_unread()
+        self.num_begun += 1
+        self._ready = None
+        inv_scale = 1.0 / self.scaler.factor
+        with self._naming_the_step():
+            verdict, ready = self._judged(groups, inv_scale)
+        self.scaler.update(verdict.overflow, unless=verdict.has_error)
+        self._verdict, self._is_unread = verdict, self._queues.is_asynchronous
+        self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
+        return verdict
+
+    def _judged(self, groups: Groups, inv_scale: float | Tensor) -> tuple[Verdict, list[Ready]]:
+        refused = self._reduce()
+        with self.spans("optimizer-unscale-and-check-inf"):
+            ready = [unit.ready() for unit in self.units]
+            compared, moved = self._group_check, moved_parameter(self.families)
+            numbers = reduce_stats(
+                self.families,
+                ready,
+                everyone=self.everyone,
+                device=self.device,
+                num_slots=len(self.limits.slots),
+                count_zeros=self.limits.count_zeros,
+                refused=refused is not None,
+                moved=moved is not None,
+                flags=compared.flags(groups) if compared else (),
+            )
+            verdict = judge(
+                numbers,
+                Objections(refused, moved, compared, groups),
+                Terms(len(self.limits.slots), inv_scale, self.limits.skip_above),
+                self._queues,
+            )
+        return verdict, ready
+
+    def _reduce(self) -> UnusableGradientError | None:
+        """Returns why this rank's gradients must not be used; the statistics carry that to the other ranks."""
+        refused: UnusableGradientError | None = None
         with self.spans("optimizer-copy-to-main-grad"):
             for family in self.families:
                 for source in family.sources:
@@ -195,21 +226,43 @@ class Stepper:
                         source.reduce_()
                     except UnusableGradientError as error:
                         refused = refused or error
-        with self.spans("optimizer-unscale-and-check-inf"):
-            ready = [unit.ready() for unit in self.units]
-            compared = self._group_check
-            stats = reduce_stats(
-                self.families,
-                ready,
-                everyone=self.everyone,
-                device=self.device,
-                num_slots=len(self.limits.slots),
-                count_zeros=self.limits.count_zeros,
-                refused=refused,
-                flags=compared.flags(groups) if compared else (),
-                check=lambda summed: compared.check(summed, groups) if compared else None,
-            )
-        return stats, ready
+        return refused
+
+    @torch.no_grad()
+    def _update(self, groups: Groups) -> None:
+        ready = self._prepared("to update")
+        skip = ready.verdict.skip
+        with self.spans("optimizer-clip-main-grad"):
+            scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
+        with self._naming_the_step():
+            units = list(zip(self.units, ready.of_units, strict=True))
+            begun = [unit.begin_(of_unit, groups, scale_of_slot=scales, skip=skip) for unit, of_unit in units]
+            add_over_ranks_(begun, device=self.device)
+            for (unit, of_unit), of_hooks in zip(units, begun, strict=True):
+                with self.spans("optimizer-inner-step"):
+                    unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
+                with self.spans("params-all-gather"):
+                    for source in unit.completes:
+                        source.publish_()
+
+    def _result(self, verdict: Verdict) -> tuple[bool, float, int | None]:
+        found = self._looked_at(verdict)
+        zeros = found.num_zeros if self.limits.count_zeros else None
+        return not (found.overflow or found.is_refused), found.norms[0], zeros
+
+    def _looked_at(self, verdict: Verdict) -> Found:
+        if verdict is self._verdict:
+            self._is_unread = False
+        try:
+            return verdict.found
+        except Exception:
+            self._verdict = None  # a step that was refused by an error has no norms
+            raise
+
+    def _raise_what_is_unread(self) -> None:
+        """The errors of the last step, of which the host has seen nothing."""
+        if self._is_unread and self._verdict is not None:
+            self._looked_at(self._verdict)
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
@@ -223,24 +276,7 @@ class Stepper:
         unused = {id for family in self.families for source in family.sources for id in source.unused()}
         return [of_unit.without(unused) for of_unit in ready] if unused else ready
 
-    def _norm(self, slot: int) -> float:
-        assert self._ready is not None
-        return self._ready.stats.norms[slot] * self._ready.inv_scale
-
-    def _clip(self, ready: _Prepared) -> list[float]:
-        norms = zip(self.grad_norms_by_group.values(), self.limits.clips, strict=True)
-        coefficients = (clip_coefficient(norm, ready.max_norm) if clips else 1.0 for norm, clips in norms)
-        return [ready.inv_scale * coefficient for coefficient in coefficients]
-
     def _prepared(self, what_for: str) -> _Prepared:
         if self._ready is None:
             raise RuntimeError(f"no gradients are ready {what_for}: ask between prepare_grads and the update")
         return self._ready
-
-    def _take_ready(self) -> _Prepared:
-        if self._ready is None or self._ready.stats.overflow:
-            raise RuntimeError(
-                "no gradients are ready: call prepare_grads first, and go on only where it returns False"
-            )
-        ready, self._ready = self._ready, None
-        return ready

@@ -1,15 +1,18 @@
 """A unit: one rule over the pieces of parameters that this rank owns."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opt_distributed.step.compute import ComputeStage, init_state, update_
+from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
-from opt_distributed.step.hooked import CutParams, HookedStep, begin_
+from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, begin_
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.sources import ReadGrad, Source
@@ -37,11 +40,20 @@ class OwnedPiece:
     replica: int | None = None  # its number among data-parallel replicas, where these do not hold the same parts
     part: str = ""  # names what is stored here of a plain parameter that tensor-parallel ranks share
     stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
-    step: int = 0  # updates made so far; the only state a step keeps on the host
+    count: StepCount = field(default_factory=StepCount)  # of updates; shared with pieces that always step with it
     read_grad: ReadGrad = field(init=False)
 
     def __post_init__(self) -> None:
         self.read_grad = self.source.reader(self.id, self.of_param)
+
+    @property
+    def step(self) -> int:
+        """Updates made so far. On an accelerator the host waits for it."""
+        return int(self.count)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.count = StepCount(value)
 
     @property
     def is_whole(self) -> bool:
@@ -84,15 +96,21 @@ class Unit:
 
     @torch.no_grad()
     def begin_(
-        self, ready: Ready, groups: Sequence[Mapping[str, Any]], *, scale_of_slot: Sequence[float]
+        self,
+        ready: Ready,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        scale_of_slot: Sequence[float | Tensor],
+        skip: Tensor | None = None,
     ) -> HookedStep | None:
         """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states."""
         if not isinstance(self.rule, HookedUpdate):
             return None
-        runs = self._runs_by_scale(ready, scale_of_slot)
-        batches = {scale: self._batches(of_scale, ready, groups) for scale, of_scale in runs.items()}
-        ids = {scale: [piece.id for run in of_scale for piece in run.pieces] for scale, of_scale in runs.items()}
-        return begin_(self.rule, batches, ids, stages=self.stages, cut=self.cut)
+        calls = [
+            ScaledBatches(scale, self._batches(runs, ready, groups), [piece.id for run in runs for piece in run.pieces])
+            for scale, runs in self._runs_by_scale(ready, scale_of_slot)
+        ]
+        return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip)
 
     @torch.no_grad()
     def update_(
@@ -100,33 +118,39 @@ class Unit:
         ready: Ready,
         groups: Sequence[Mapping[str, Any]],
         *,
-        scale_of_slot: Sequence[float],
-        begun: HookedStep | None = None,
+        scale_of_slot: Sequence[float | Tensor],  # multiplies the gradients of a norm slot
+        skip: Tensor | None = None,  # 0-d bool on the device; where it is set, nothing is written or counted
+        begun: HookedStep | None = None,  # what `begin_` returned, with the sums of cut parameters added up
     ) -> None:
-        """Moves the ready pieces by one step of the rule; `scale_of_slot` multiplies the gradients of a norm slot.
-
-        `begun` is what `begin_` returned, with the sums of cut parameters added up.
-        """
+        """Moves the ready pieces by one step of the rule."""
+        proceeds = None if skip is None else ~skip
         if begun is not None:
-            begun.finish_()
-        else:
-            for scale, runs in self._runs_by_scale(ready, scale_of_slot).items():
-                update_(self.rule, self._batches(runs, ready, groups), grad_scale=scale, stages=self.stages)
-        for piece in ready.pieces:
-            piece.step += 1
+            begun.finish_(skip=skip)
+        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
+            if begun is None:
+                batches = self._batches(runs, ready, groups)
+                update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+            for run in runs:
+                run.count.advance(proceeds)
 
-    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float]) -> dict[float, list["_Run"]]:
+    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> list["_Scaled"]:
         """The runs by what their gradients are multiplied by."""
-        found: dict[float, list[_Run]] = {}
+        found: dict[Hashable, _Scaled] = {}
         for run in self._runs_of(ready.pieces):
-            found.setdefault(scale_of_slot[run.key.norm_slot] * run.key.source.grad_scale, []).append(run)
-        return found
+            slot, by = run.key.norm_slot, run.key.source.grad_scale
+            scale = scale_of_slot[slot]
+            # Two tensors may have one value, which the host does not know.
+            key = (slot, by) if isinstance(scale, Tensor) else scale * by
+            if key not in found:
+                found[key] = _Scaled(scale * by, [])
+            found[key].runs.append(run)
+        return list(found.values())
 
     def _batches(self, runs: Sequence["_Run"], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
         batches = []
         for run in runs:
             works = run.works(ready.grads)
-            hyper = read_hyper(groups[run.key.group], step=run.key.step + 1, own=getattr(self.rule, "hyper_names", ()))
+            hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
             # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
             batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
@@ -136,8 +160,7 @@ class Unit:
         together."""
         if pieces is not self.pieces:
             return _runs(pieces)
-        keys = {run.step_now() for run in self._runs}
-        if None in keys or len(keys) < len(self._runs) or not self._runs:
+        if not self._runs or not all(run.is_together for run in self._runs) or _may_join(self._runs):
             self._runs = _runs(pieces)
         return self._runs
 
@@ -150,13 +173,23 @@ class Unit:
         return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
 
 
+_COUNT = attrgetter("count")
+
+
+class _Scaled(NamedTuple):
+    """Runs whose gradients are multiplied by the same."""
+
+    scale: float | Tensor
+    runs: list["_Run"]
+
+
 class _Key(NamedTuple):
     """What pieces must share to share a row of the hyper table and what their gradients are multiplied by."""
 
     source: Source
     norm_slot: int
     group: int
-    step: int  # updates made so far
+    step: int | StepCount  # updates made so far, or the count itself where only the device knows them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,9 +199,13 @@ class _Run:
     key: _Key
     indices: Sequence[int]  # among the pieces that were ready
     pieces: Sequence[OwnedPiece]
+    count: StepCount = field(init=False)  # its pieces' own, from now on
     columns: Works = field(init=False)  # all but the gradients
 
     def __post_init__(self) -> None:
+        self.count = self.pieces[0].count.copy()
+        for piece in self.pieces:
+            piece.count = self.count
         mains = [piece.main for piece in self.pieces]
         self.columns = Works(
             (),
@@ -191,13 +228,16 @@ class _Run:
             matrices=of.matrices,
         )
 
-    def step_now(self) -> _Key | None:
-        """The key as it is now; None where the pieces are no longer at one step."""
-        steps = {piece.step for piece in self.pieces}
-        if len(steps) > 1:
-            return None
-        self.key = self.key._replace(step=steps.pop())
-        return self.key
+    @property
+    def is_together(self) -> bool:
+        """Whether no piece of it has been counted without the others."""
+        return all(map(is_, map(_COUNT, self.pieces), repeat(self.count)))
+
+
+def _may_join(runs: Sequence[_Run]) -> bool:
+    """Whether two runs differ in nothing but numbers of steps that have become equal."""
+    keys = {run.key._replace(step=run.count if run.count.known is None else run.count.known) for run in runs}
+    return len(keys) < len(runs)
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -211,7 +251,8 @@ def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
     """The pieces by key, in their order: the same on every rank that has the same."""
     found: dict[_Key, list[int]] = {}
     for index, piece in enumerate(pieces):
-        found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, piece.step), []).append(index)
+        step = piece.count if piece.count.known is None else piece.count.known
+        found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]
 
 

@@ -7,7 +7,16 @@ give wrong numbers, or an error, in some of the orders.
 """
 
 from opt_distributed.comm.deferred.memory import ReleasedError
+from opt_distributed.comm.deferred.operations import HostReadError
 from opt_distributed.comm.deferred.queues import DeadlockError
 from opt_distributed.comm.deferred.ranks import DeferredComm, DeferredDevice, DeferredRank, run_deferred
 
-__all__ = ["DeadlockError", "DeferredComm", "DeferredDevice", "DeferredRank", "ReleasedError", "run_deferred"]
+__all__ = [
+    "DeadlockError",
+    "DeferredComm",
+    "DeferredDevice",
+    "DeferredRank",
+    "HostReadError",
+    "ReleasedError",
+    "run_deferred",
+]

@@ -16,6 +16,10 @@ _ATEN = torch.ops.aten
 _READS = {_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.nonzero, _ATEN.masked_select, _ATEN.is_nonzero}
 
 
+class HostReadError(RuntimeError):
+    """The host waits for the device where it must not."""
+
+
 class _Kind(Enum):
     READS = auto()  # returns numbers, or a size that depends on numbers: the host waits
     VIEWS = auto()  # computes nothing
@@ -46,6 +50,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, memory: Memory, current: Callable[[], Queue]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory, self._current = memory, current
+        self.forbids_reads = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -57,14 +62,24 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is _Kind.VIEWS or (tensors and all(on_host)):
             return func(*args, **kwargs)
         if kind is _Kind.READS:
-            self._current().synchronize()
+            self.read(str(func))
             return func(*args, **kwargs)
         if kind is _Kind.MAKES:
             return self._make(func, args, kwargs)
         self.queue(str(func), lambda *given: func(*given[0], **given[1]), (args, kwargs))
         if func.overloadpacket is _ATEN.copy_ and any(on_host) and not _is_non_blocking(args, kwargs):
-            self._current().synchronize()
+            self.read(str(func))
         return _written(func, args, kwargs)
+
+    def read(self, what: str) -> None:
+        """The host waits for the current stream.
+
+        Raises:
+            HostReadError: it must not.
+        """
+        if self.forbids_reads:
+            raise HostReadError(f"{what} waits for the device")
+        self._current().synchronize()
 
     def queue(self, name: str, run: Callable[..., object], given: Any, *, on: Queue | None = None) -> None:
         """Lets `run(*given)` run in the order of a stream, with aliases of all tensors in `given`."""

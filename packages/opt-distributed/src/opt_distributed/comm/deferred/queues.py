@@ -104,11 +104,18 @@ class Meeting:
 class World:
     """The queues of all ranks, and whose turn it is."""
 
-    def __init__(self, size: int, *, seed: int, at_once: Callable[[], AbstractContextManager[None]] = nullcontext):
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int,
+        eagerness: float | None = None,
+        at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self.size = size
         self.at_once = at_once  # around everything that runs
         self.random = Random(seed)
-        self.eagerness = self.random.choice(EAGERNESS)
+        self.eagerness = self.random.choice(EAGERNESS) if eagerness is None else eagerness
         self.queues: list[Queue] = []
         self.failed = False
         self._turn = 0

@@ -53,12 +53,25 @@ class DeferredDevice:
         self.memory.allocated(pinned, self._compute, on_host=True)
         return pinned
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def release_(self, tensor: Tensor) -> None:
         self.memory.release(tensor)
 
     def take_back_(self, tensor: Tensor) -> None:
         self.memory.allocated(tensor, self._current)
         self.mode.queue("uninitialised memory", poison_, (tensor,))
+
+    @contextmanager
+    def host_reads_forbidden(self) -> Iterator[None]:
+        """Raises `HostReadError` where the host reads a tensor, or copies one to the host and waits. It may wait for
+        events: that is how a copy which was started earlier is read."""
+        self.mode.forbids_reads = True
+        try:
+            yield
+        finally:
+            self.mode.forbids_reads = False
 
     def synchronize(self) -> None:
         """Return once everything that this rank has queued has run."""
@@ -161,17 +174,20 @@ class DeferredRank:
         self.device.mode.queue(name, kernel, given)
 
 
-def run_deferred(size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int) -> list[Any]:
+def run_deferred(
+    size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int, eagerness: float | None = None
+) -> list[Any]:
     """Runs `rank_main` once per rank, on devices that run their work later, in the order that `seed` stands for.
 
     Returns what the ranks returned, in rank order, once all work has run. Tensors that exist before are on the device;
-    every tensor that a rank makes is, too, except those of `Device.pinned_like`.
+    every tensor that a rank makes is, too, except those of `Device.pinned_like`. `eagerness` is the chance that queued
+    work runs before the host goes on, drawn where it is not given; at 1, work runs as soon as it can.
 
     Raises:
         The first rank's error.
         DeadlockError: all ranks wait, for collectives that another rank never calls or in another order.
     """
-    world = World(size, seed=seed, at_once=at_once)
+    world = World(size, seed=seed, eagerness=eagerness, at_once=at_once)
     groups: dict[tuple[int, ...], _Group] = {}
     ranks = [DeferredRank(world, rank, groups) for rank in range(size)]
     results: list[Any] = [None] * size
@@ -198,9 +214,14 @@ def run_deferred(size: int, rank_main: Callable[[DeferredRank], Any], *, seed: i
         for thread in threads:
             thread.join()
     raised = [error for error in errors if error is not None]
-    for error in [error for error in raised if not isinstance(error, Stopped)] or raised:
+    for error in [error for error in raised if not _is_consequence(error)] or raised:
         raise error
     return results
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether it was raised because another rank failed."""
+    return error is not None and (isinstance(error, Stopped) or _is_consequence(error.__cause__))
 
 
 @contextmanager
@@ -217,7 +238,7 @@ def _waiting(read: Callable[..., Any]) -> Callable[..., Any]:
     def read_when_done(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         device: DeferredDevice | None = getattr(_rank, "device", None)
         if device is not None and not device.memory.is_on_host(tensor):
-            device.current_stream().synchronize()
+            device.mode.read(read.__name__)
         return read(tensor, *args, **kwargs)
 
     return read_when_done

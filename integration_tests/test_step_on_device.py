@@ -1,0 +1,388 @@
+"""A step that stays on the device: the host reads nothing, work runs in any legal order, and the bits are a CPU's.
+
+`OPT_ORDERS` is the number of orders for each case.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from torch import Tensor, nn
+
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.buffers.wire import InFlight
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.deferred import DeferredComm, DeferredDevice, DeferredRank, HostReadError, run_deferred
+from opt_distributed.comm.deferred.memory import at_once
+from opt_distributed.comm.device import HostCopy
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.step import stats
+from opt_distributed.step.counts import StepCount
+from opt_distributed.step.scaler import DynamicScaler
+from opt_distributed.step.sources import BufferedGrads
+from opt_kernels.backends.grad_stats import GradStats
+from opt_stack import Optimizer, StepResult, get_optimizer
+
+NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "2"))
+STEPS = 4
+BAD_STEP = 1  # a gradient of one rank is infinite
+SIZE = 2
+SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
+
+sweep_stats = stats.grad_stats
+
+
+class LaunchedRule:
+    """A rule whose update is one queued kernel, which takes its numbers from the device as Triton's does."""
+
+    def __init__(self, rule: Any):
+        self._rule = rule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        assert isinstance(grad_scale, Tensor)
+        assert isinstance(skip, Tensor)
+        device = devices.device_of(skip.device)
+        assert isinstance(device, DeferredDevice)
+        update = partial(self._rule.update_, batches, grad_scale=grad_scale, skip=skip)
+        device.mode.queue("update", update, ())
+
+
+def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+    """The statistics as one queued kernel."""
+    device = devices.device_of(torch.device("cpu"))
+    if not isinstance(device, DeferredDevice):
+        return sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    power, counts = torch.empty((), dtype=torch.float64), torch.empty(2, dtype=torch.int64)
+
+    def kernel(power: Tensor, counts: Tensor) -> None:
+        found = sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+        power.copy_(found.sum_of_squares)
+        counts.copy_(torch.stack([found.nonfinite, found.zeros]))
+
+    device.mode.queue("grad_stats", kernel, (power, counts))
+    return GradStats(power, counts[0], counts[1])
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+
+
+class Trained(NamedTuple):
+    weights: list[Tensor]
+    results: list[tuple[Any, ...]]
+    loss_scale: float
+    steps: list[float]
+
+
+def built(case: Case, comm: Comm) -> tuple[nn.Module, Optimizer]:
+    net: nn.Module = Net(case.numbers.dtype, SHAPES)
+    roles = roles_over(comm)
+    if case.wrapping is not Wrapping.PLAIN:
+        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
+        net = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
+    config = replace(case.config, log_num_zeros_in_grad=True)
+    if case.numbers is Numbers.FP16:
+        config = replace(config, loss_scale_window=2, hysteresis=1)
+    return net, get_optimizer(config, [net], {}, pg_collection=roles)
+
+
+def iterate(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm) -> StepResult:
+    grads = grads_of(step, comm.rank, comm.size, SHAPES)
+    if step == BAD_STEP and comm.rank == 1:
+        grads["first"][2, 3] = torch.inf
+    optimizer.scale_loss(model(grads)).backward()
+    result = optimizer.step()
+    if isinstance(model, DistributedDataParallel):
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+    return result
+
+
+def outcome(model: nn.Module, optimizer: Optimizer, results: list[StepResult]) -> Trained:
+    steps = [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
+    if isinstance(model, DistributedDataParallel):
+        model.finish_param_sync()
+    weights = [param.detach().clone() for param in model.parameters()]
+    return Trained(weights, [tuple(result) for result in results], float(optimizer.get_loss_scale()), steps)
+
+
+def train_on_host(case: Case, comm: Comm) -> Trained:
+    model, optimizer = built(case, comm)
+    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
+
+
+def train_on_device(case: Case, one: DeferredRank) -> Trained:
+    """Nothing is read before the last step is queued."""
+    model, optimizer = built(case, one.comm)
+    for unit in optimizer.stepper.units:
+        unit.rule = LaunchedRule(unit.rule)
+    with one.device.host_reads_forbidden():
+        results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
+    return outcome(model, optimizer, results)
+
+
+def equal(found: Trained, expected: Trained) -> bool:
+    same_weights = all(torch.equal(one, other) for one, other in zip(found.weights, expected.weights, strict=True))
+    return same_weights and repr(found[1:]) == repr(expected[1:])
+
+
+def cases() -> Iterator[Case]:
+    for spread in Spread:
+        for numbers in Numbers:
+            for wrapping in Wrapping:
+                rule = "muon" if spread is Spread.WHOLE else "adam"
+                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(case: Case) -> None:
+    """One of the steps overflows."""
+    expected = run_threads(SIZE, partial(train_on_host, case))
+    assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
+    for seed in range(NUM_ORDERS):
+        found = run_deferred(SIZE, partial(train_on_device, case), seed=seed)
+        assert all(map(equal, found, expected)), f"seed {seed}"
+
+
+FLAT = Case(
+    size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
+)  # fmt: skip
+
+
+def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is the one exception: errors of other ranks must be raised, also where nobody looks at results."""
+
+    def rank_main(one: DeferredRank) -> list[bool]:
+        waited: list[Any] = []
+        wait = HostCopy.wait
+        model, optimizer = built(FLAT, one.comm)
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+        before: list[Any] = []
+        found = []
+        with pytest.MonkeyPatch.context() as patch, one.device.host_reads_forbidden():
+            patch.setattr(HostCopy, "wait", lambda copy: (waited.append(copy), wait(copy))[1])
+            for step in range(STEPS):
+                iterate(model, optimizer, step, one.comm)
+                found.append(waited == before)
+                verdict, waited = optimizer.stepper._verdict, []
+                before = [copy for copy in (verdict._copy, verdict._copy_of_scale) if copy is not None]
+        return found
+
+    assert run_deferred(1, rank_main, seed=0) == [[True] * STEPS]
+
+
+def a_step_count_is_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepCount, "next", lambda count: int(count) + 1)
+
+
+def the_loss_scale_is_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DynamicScaler, "factor", property(lambda scaler: scaler.scale))
+
+
+def flags_of_gradients_are_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BufferedGrads, "settle_", lambda source, flags: flags.tolist())
+
+
+@pytest.mark.parametrize("plant", [a_step_count_is_read, the_loss_scale_is_read, flags_of_gradients_are_read])
+def test_a_host_read_inside_the_step_is_refused(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(HostReadError):
+        run_deferred(SIZE, partial(train_on_device, FLAT), seed=0)
+
+
+def a_result_is_read_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostCopy, "wait", lambda copy: copy._copy)
+
+
+def an_update_does_not_wait_for_the_reduction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InFlight, "finish", lambda flight: None)
+
+
+def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
+    advance = StepCount.advance
+    patch.setattr(StepCount, "advance", lambda count, proceeds: advance(count, None))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [a_result_is_read_before_it_is_there, an_update_does_not_wait_for_the_reduction, a_skipped_step_is_counted],
+)
+def test_a_fault_in_the_step_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_threads(SIZE, partial(train_on_host, FLAT))
+    plant(monkeypatch)
+
+    def is_noticed(seed: int) -> bool:
+        try:
+            found = run_deferred(SIZE, partial(train_on_device, FLAT), seed=seed)
+        except ValueError as error:  # garbage where a count of ranks belongs
+            return "NaN" in str(error)
+        return not all(map(equal, found, expected))
+
+    assert any(is_noticed(seed) for seed in range(10))
+
+
+def step_alone(one: Any, *, prepare: Any) -> tuple[str, str, bool]:
+    """One step of rank 0 and 1, prepared by `prepare`: the error of the step, that of its result, and whether the
+    weights stayed."""
+    model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
+    for unit in optimizer.stepper.units:
+        unit.rule = LaunchedRule(unit.rule)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
+    prepare(one.rank, model, optimizer)
+    of_step = of_result = ""
+    try:
+        result = optimizer.step()
+    except ValueError as error:
+        of_step = type(error).__name__
+    else:
+        try:
+            assert result.success
+        except ValueError as error:
+            of_result = type(error).__name__
+    stayed = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return of_step, of_result, stayed
+
+
+def test_a_rank_raises_its_own_objection_at_once_and_the_others_when_they_look() -> None:
+    def moved(rank: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if rank == 1:
+            model.first.weight.data = model.first.weight.data.clone()
+
+    for seed in range(5):
+        found = run_deferred(SIZE, partial(step_alone, prepare=moved), seed=seed)
+        assert found == [("", "StorageError", True), ("StorageError", "", True)]
+
+
+def test_groups_that_differ_are_an_error_on_every_rank_that_looks() -> None:
+    def other_lr(rank: int, model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] += rank
+
+    assert run_deferred(SIZE, partial(step_alone, prepare=other_lr), seed=0) == [("", "HyperError", True)] * SIZE
+
+
+def test_an_error_that_nobody_looked_at_is_raised_by_the_next_step() -> None:
+    def rank_main(one: DeferredRank) -> list[str]:
+        model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+        optimizer.param_groups[0]["lr"] += one.rank
+        found = []
+        for step in (2, 3, 4):
+            try:
+                iterate(model, optimizer, step, one.comm)
+                found.append("")
+            except ValueError as error:
+                found.append(type(error).__name__)
+                optimizer.param_groups[0]["lr"] -= one.rank
+        return found
+
+    assert run_deferred(SIZE, rank_main, seed=0) == [["", "HyperError", ""]] * SIZE
+
+
+def test_a_refused_norm_changes_nothing_and_is_not_counted() -> None:
+    def rank_main(one: DeferredRank) -> tuple[bool, bool, set[float]]:
+        model, optimizer = built(FLAT, one.comm)
+        optimizer.stepper.limits = replace(optimizer.stepper.limits, skip_above=1e-3)
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+        before = [param.detach().clone() for param in model.parameters()]
+        result = iterate(model, optimizer, 0, one.comm)
+        stayed = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        return result.success, stayed, steps
+
+    assert run_deferred(SIZE, rank_main, seed=0) == [(False, True, {0.0})] * SIZE
+
+
+def some_unused(comm: Comm) -> Trained:
+    """first has a gradient on rank 1 only, and router on none but in the third step."""
+    model, optimizer = built(FLAT, comm)
+    if isinstance(comm, DeferredComm):
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+    results = []
+    for step in range(STEPS):
+        left_out = {"router"} if comm.rank == 1 else {"router", "first"}
+        grads = {name: grad for name, grad in grads_of(step, comm.rank, SIZE, SHAPES).items() if name not in left_out}
+        if step == 2:
+            grads["router"] = grads_of(step, comm.rank, SIZE, SHAPES)["router"]
+        losses = [module(grads[name]) for name, module in model.named_children() if name in grads]
+        optimizer.scale_loss(torch.stack(losses).sum()).backward()
+        results.append(optimizer.step())
+        optimizer.zero_grad()
+    return outcome(model, optimizer, results)
+
+
+def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
+    """A rank that lacks a gradient reads which other ranks have one: the exception of plain modules."""
+    expected = run_threads(SIZE, some_unused)
+    assert sorted(set(expected[0].steps) | set(expected[1].steps)) == [1.0, 4.0]
+    for seed in range(5):
+        found = run_deferred(SIZE, lambda one: some_unused(one.comm), seed=seed)
+        assert all(map(equal, found, expected))
+
+
+def test_the_two_halves_of_a_step_are_the_whole() -> None:
+    def rank_main(one: DeferredRank) -> tuple[Any, ...]:
+        model, optimizer = built(FLAT, one.comm)
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+        optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
+        halves = (optimizer.prepare_grads(), optimizer.clip_grad_norm(1.0), optimizer.count_zeros())
+        return (*halves, optimizer.step_with_ready_grads(), [param.detach().clone() for param in model.parameters()])
+
+    def on_host(comm: Comm) -> tuple[Any, ...]:
+        model, optimizer = built(FLAT, comm)
+        optimizer.stepper.limits = replace(optimizer.stepper.limits, max_norm=1.0)
+        optimizer.scale_loss(model(grads_of(0, comm.rank, SIZE, SHAPES))).backward()
+        success, norm, zeros = optimizer.step()
+        return False, norm, zeros, success, [param.detach().clone() for param in model.parameters()]
+
+    found, expected = run_deferred(SIZE, rank_main, seed=1), run_threads(SIZE, on_host)
+    assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize("numbers", list(Numbers), ids=lambda numbers: numbers.value)
+def test_the_host_code_of_triton_kernels_reads_nothing(numbers: Numbers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Triton's interpreter, on a device that runs everything at once."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        with at_once():  # it copies tensors to NumPy arrays and back, which a GPU does not
+            launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
+    case = replace(FLAT, size=1, numbers=numbers, spread=Spread.REPLICATED)
+
+    def build(comm: Comm) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = built(case, comm)
+        for unit in optimizer.stepper.units:
+            unit.rule = replace(unit.rule, backend="triton")
+        return model, optimizer
+
+    def on_device(one: DeferredRank) -> Trained:
+        model, optimizer = build(one.comm)
+        with one.device.host_reads_forbidden():
+            results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
+        return outcome(model, optimizer, results)
+
+    def on_host(comm: Comm) -> Trained:
+        model, optimizer = build(comm)
+        return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
+
+    assert all(map(equal, run_deferred(1, on_device, seed=0, eagerness=1.0), run_threads(1, on_host)))

@@ -1,0 +1,77 @@
+"""`StepResult`: what a step says of itself, read from the device when somebody looks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
+
+
+class _Values(NamedTuple):
+    success: bool
+    grad_norm: float
+    num_zeros_in_grad: int | None
+
+
+class StepResult(Sequence[Any]):
+    """The triple (success, grad_norm, num_zeros_in_grad), the same on every rank.
+
+    On an accelerator the first access waits for the step's statistics, though not for its update, and raises what the
+    step would have raised on a CPU. The errors of a result that nobody looks at are raised by the next step.
+    """
+
+    __slots__ = ("_read", "_values")
+
+    def __init__(self, success: bool, grad_norm: float, num_zeros_in_grad: int | None):
+        self._values: _Values | None = _Values(success, grad_norm, num_zeros_in_grad)
+        self._read: Callable[[], tuple[bool, float, int | None]] | None = None
+
+    @classmethod
+    def later(cls, read: Callable[[], tuple[bool, float, int | None]]) -> "StepResult":
+        """A result whose values `read` gives, once."""
+        result = cls.__new__(cls)
+        result._values, result._read = None, read
+        return result
+
+    @property
+    def success(self) -> bool:
+        """False: an overflow or a refused norm; nothing but the loss scale has changed."""
+        return self._known.success
+
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm of the mean gradient, unscaled, before clipping; infinite or NaN on an overflow."""
+        return self._known.grad_norm
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        """None unless zeros are counted."""
+        return self._known.num_zeros_in_grad
+
+    @property
+    def _known(self) -> _Values:
+        if self._values is None:
+            assert self._read is not None
+            self._values, self._read = _Values(*self._read()), None
+        return self._values
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._known[index]
+
+    def __len__(self) -> int:
+        return 3
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, StepResult | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._known)
+
+    def __repr__(self) -> str:
+        return "StepResult" + repr(self._known).removeprefix("_Values")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, tuple(self._known)

@@ -1,0 +1,167 @@
+"""What a step's statistics mean: norms, overflow, refusal, errors; for the host, and for a device it does not wait for.
+
+`Verdict` is the host's view, read when somebody asks. Where the host must not wait, `DeviceVerdict` holds the same
+decisions as tensors: the update takes a skip flag and scales from it. Both follow the same rules.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.storage import StorageError
+from opt_distributed.comm.device import Device, HostCopy
+from opt_distributed.step.clip import clip_coefficient, clip_coefficients
+from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.stats import Sums
+from opt_paramgroups import ParamId
+
+
+class Found(NamedTuple):
+    """A verdict on the host; the same on every rank."""
+
+    overflow: bool  # an element is infinite or NaN, or a norm is: nothing may be updated from such gradients
+    is_refused: bool  # the model's own norm is above the limit
+    num_zeros: int
+    norms: tuple[float, ...]  # L2, for each norm slot, of the mean gradient, unscaled
+
+
+class Objections(NamedTuple):
+    """Why this rank, or the numbers of its parameter groups, stand against an update."""
+
+    refused: UnusableGradientError | None  # why it refuses its gradients
+    moved: ParamId | None  # a parameter that updates no longer reach
+    group_check: GroupCheck | None
+    groups: Groups
+
+
+class Terms(NamedTuple):
+    """What a verdict depends on besides sums over ranks."""
+
+    num_slots: int  # of norms
+    inv_scale: float | Tensor  # what divides the loss scale out
+    skip_above: float  # a larger norm of the first slot refuses the step
+
+
+class Verdict:
+    """One step's verdict, as the host reads it."""
+
+    skip: Tensor | None = None  # 0-d bool on the device: the update must write nothing; None where the host decides
+
+    def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
+        self._objections, self._terms = objections, terms
+        self._copy = HostCopy(numbers, device)
+        self._copy_of_scale = HostCopy(terms.inv_scale, device) if isinstance(terms.inv_scale, Tensor) else None
+        self._found: Found | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank itself has an error to raise."""
+        return self._objections.refused is not None or self._objections.moved is not None
+
+    @property
+    def overflow(self) -> bool | Tensor:
+        """Whether gradients overflowed."""
+        return self.found.overflow
+
+    @property
+    def has_error(self) -> Tensor | None:
+        """0-d bool on the device: whether `found` will raise; None where it has not."""
+        return None
+
+    @property
+    def found(self) -> Found:
+        """What all ranks found. The host waits for it.
+
+        Raises:
+            UnusableGradientError: a rank refuses its gradients.
+            StorageError: a parameter of a rank has left the memory that updates are written to.
+            HyperError: ranks would update a group with different numbers.
+        """
+        if self._found is None:
+            sums = Sums.of(self._copy.wait().tolist(), num_slots=self._terms.num_slots)
+            self._raise_for(sums)
+            self._found = _judged(sums, inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
+        return self._found
+
+    @property
+    def inv_scale(self) -> float:
+        """What divided the loss scale out. The host waits for it."""
+        if self._copy_of_scale is not None:
+            return float(self._copy_of_scale.wait())
+        return float(self._terms.inv_scale)
+
+    def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[float | Tensor]:
+        """What the gradients of each norm slot are multiplied by; those that `clips` names are clipped."""
+        norms = zip(self.found.norms, clips, strict=True)
+        inv_scale = self.inv_scale
+        return [inv_scale * (clip_coefficient(norm, max_norm) if clips else 1.0) for norm, clips in norms]
+
+    def _raise_for(self, sums: Sums) -> None:
+        refused, moved, group_check, groups = self._objections
+        if sums.num_refused:
+            raise refused or UnusableGradientError(
+                f"{int(sums.num_refused)} other rank(s) refused their gradients; the message there names the "
+                "parameter. Nothing was updated"
+            )
+        if sums.num_moved:
+            raise StorageError(_moved_in_words(moved, int(sums.num_moved)))
+        if group_check is not None:
+            group_check.check(sums.flags, groups)
+
+
+class DeviceVerdict(Verdict):
+    """One step's verdict, decided on the device."""
+
+    def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
+        super().__init__(numbers, objections, terms, device)
+        sums, check = Sums.of(numbers, num_slots=terms.num_slots), objections.group_check
+        norms = sums.squares.sqrt()  # NaN where a sum is negative or NaN
+        norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
+        self._norms = norms * terms.inv_scale
+        self._overflow: Tensor = ~norms.isfinite().all()
+        self._has_error: Tensor = (sums.num_refused > 0) | (sums.num_moved > 0)
+        if check is not None:
+            self._has_error |= check.differ(sums.flags).any()
+        self.skip = self._overflow | self._has_error | (self._norms[0] > terms.skip_above)
+
+    @property
+    def overflow(self) -> Tensor:
+        return self._overflow
+
+    @property
+    def has_error(self) -> Tensor:
+        return self._has_error
+
+    def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
+        coefficients = clip_coefficients(self._norms, max_norm).unbind()
+        by_slot = zip(coefficients, clips, strict=True)
+        return [(one if clips else torch.ones_like(one)) * self._terms.inv_scale for one, clips in by_slot]
+
+
+def judge(numbers: Tensor, objections: Objections, terms: Terms, device: Device) -> Verdict:
+    """The verdict on what `reduce_stats` gave, of the kind that suits the device."""
+    kind = DeviceVerdict if device.is_asynchronous else Verdict
+    return kind(numbers, objections, terms, device)
+
+
+def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Found:
+    norms = [math.sqrt(square) if square >= 0 else math.nan for square in sums.squares]
+    if sums.num_nonfinite:
+        # A copy that is not counted has it, or squares of what is finite in float64.
+        norms = [norm if not math.isfinite(norm) else math.inf for norm in norms]
+    overflow = bool(sums.num_nonfinite) or not all(map(math.isfinite, norms))
+    unscaled = tuple(norm * inv_scale for norm in norms)
+    return Found(overflow, unscaled[0] > skip_above, int(sums.num_zeros), unscaled)
+
+
+def _moved_in_words(left: ParamId | None, num_ranks: int) -> str:
+    which = f"parameter {str(left)!r}" if left is not None else f"a parameter on {num_ranks} other rank(s)"
+    return (
+        f"{which} has left the memory that the optimizer updates: the model was converted or moved, or param.data was "
+        "assigned, after the optimizer was built; convert and move the model first, then build the optimizer. Nothing "
+        "was updated"
+    )
