@@ -88,6 +88,22 @@ def _check_hooks(mesh: DeviceMesh) -> None:
         assert torch.equal(replica.data.to_local(), whole.detach())
 
 
+def _check_matrices(mesh: DeviceMesh) -> None:
+    """Matrices that a rank has a part of are refused by name; whole ones are moved."""
+    net = torch.nn.Linear(6, 4, bias=False)
+    net.weight = torch.nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
+    message = r"needs whole matrices, but of 'weight' of shape \(4, 6\) this rank has \(2, 6\); replicate it"
+    for kind in (optim.Muon, optim.AdaptiveMuon, optim.SOAP):
+        for params in (net, net.named_parameters()):
+            with pytest.raises(ValueError, match=f"{kind.__name__} {message}"):
+                kind(params)
+    with pytest.raises(ValueError, match=r"but of a parameter of shape \(4, 6\) this rank has"):
+        optim.NAMO(net.parameters())
+    net.weight = torch.nn.Parameter(distribute_tensor(net.weight.full_tensor().detach(), mesh, [Replicate()]))
+    net.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
+    optim.Muon(net).step()
+
+
 def _rank(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -118,6 +134,7 @@ def _rank(rank: int, port: int) -> None:
     _check_numbers(mesh)
     _check_stochastic_rounding(mesh)
     _check_hooks(mesh)
+    _check_matrices(mesh)
     with pytest.raises(ValueError, match="its norm spans ranks"):
         optim.AdamW([param], max_norm=1.0).step()
     dist.destroy_process_group()

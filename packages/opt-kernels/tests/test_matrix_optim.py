@@ -168,6 +168,8 @@ def test_a_group_may_have_heads_and_matrices_of_any_sizes() -> None:
     torch.testing.assert_close(moved(grad, num_heads=3), apart(4, 4, 4), **close)
     torch.testing.assert_close(moved(grad, split_sizes=(5, 1, 6)), apart(5, 1, 6), **close)
     torch.testing.assert_close(moved(grad, num_heads=1), moved(grad), **close)
+    # As JSON and YAML bring them back.
+    torch.testing.assert_close(moved(grad, num_heads=3, split_rows=[]), apart(4, 4, 4), **close)
     assert not torch.allclose(moved(grad, num_heads=3), moved(grad), atol=0.1)
 
 

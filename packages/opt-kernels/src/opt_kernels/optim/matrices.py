@@ -110,7 +110,8 @@ class MatrixOptimizer(RuleOptimizer, ABC):
                 f"{tuple(local(param).shape)}; replicate it, or use opt_distributed, which gathers"
             )
         check_shape(param.shape)
-        given = {name: group[name] for name in self.splits if group[name] != _UNSPLIT[name]}
+        chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in self.splits}
+        given = {name: value for name, value in chosen.items() if value != _UNSPLIT[name]}
         if len(given) > 1:
             raise MatrixError(f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: give one of them")
         try:
