@@ -168,6 +168,18 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
         assert words in told
 
 
+def test_ranks_with_other_hooks_are_refused_by_name() -> None:
+    given = ((CautiousDecay(),), (ClipUpdateRms(2.0),))
+
+    def rank_main(comm: Comm) -> str:
+        with pytest.raises(ConfigError) as caught:
+            get_optimizer(config(), [Net(torch.float32)], {}, pg_collection=roles_over(comm), hooks=given[comm.rank])
+        return str(caught.value)
+
+    for told in run_threads(2, rank_main):
+        assert "is ('CautiousDecay()',) on rank 0 and ('ClipUpdateRms(threshold=2.0)',) on rank 1" in told
+
+
 def test_zeros_on_a_sphere_are_refused() -> None:
     model = Net(torch.float32, {"first": (4, 4), "embedding": (4, 4), "qkv": (12, 4)})
     with torch.no_grad():
