@@ -476,6 +476,7 @@ HOSTILE = {
     "product": framed(json.dumps({"w": entry(shape=[3])}).encode()),
     "huge product": framed(json.dumps({"w": entry(shape=[1 << 40, 1 << 40, 1 << 40])}).encode()),
     "negative": framed(json.dumps({"w": entry(shape=[-2, -2])}).encode()),
+    "an end that lies": framed(json.dumps({"w": entry(offsets=[0, 999])}).encode()),
     "backwards": framed(json.dumps({"w": entry(offsets=[16, 0])}).encode()),
     "many axes": framed(json.dumps({"w": entry(shape=[1] * 100 + [4])}).encode()),
     "true": framed(json.dumps({"w": entry(shape=[True, 4])}).encode()),
