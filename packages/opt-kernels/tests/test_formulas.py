@@ -265,6 +265,16 @@ def scalars_that_loop(*, lr: float) -> dict[str, float]:
 
 
 TRACE, PEAK = State("trace"), State("peak", when="has_peak")
+
+
+def chooses_with_if(p: Any, g: Any, trace: Any) -> Any:
+    return p - g if g > 0 else p, trace
+
+
+def asks_for_both(p: Any, g: Any, trace: Any) -> Any:
+    return where(g > 0 and p > 0, p - g, p), trace
+
+
 ABSENT = {"states": (TRACE, PEAK), "choices": (Choice("has_peak", False),), "update": reads_an_absent_state}
 DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "a state twice": ({"states": (TRACE, TRACE)}, "its positional parameters must be p, g, trace, trace"),
@@ -278,6 +288,8 @@ DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "a comprehension in scalars": ({"scalars": scalars_that_loop}, "a formula may call"),
     "a root as a power": ({"update": raises_to_a_power}, "calls power on elements"),
     "a state without its choice": (ABSENT, "reads peak, which is not there"),
+    "an expression that branches on elements": ({"update": chooses_with_if}, r"`if g > 0` branches on elements \(g\)"),
+    "a conjunction of elements": ({"update": asks_for_both}, r"branches on elements \(g, p\); .* where\(condition"),
     "a lambda": ({"update": lambda p, g, trace: (p, trace)}, "a lambda cannot be translated"),
     "a constant that no choice declares": (
         {"constants": (("nesterov", True),)},

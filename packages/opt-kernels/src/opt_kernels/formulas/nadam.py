@@ -8,7 +8,7 @@ With g the scaled gradient, t the step (from 1), and M(t) the product of mu(1) t
     m <- b1 * m + (1 - b1) * g        v <- b2 * v + (1 - b2) * g^2
     p <- p - lr * ((1 - mu(t)) / (1 - M(t)) * g + mu(t+1) / (1 - M(t+1)) * m) / (sqrt(v / (1 - b2^t)) + eps)
 
-exp_avg and exp_avg_sq are m and v. M(t) is computed from t, where torch keeps it as a state.
+exp_avg and exp_avg_sq are m and v. M(t), which torch keeps as a state, is computed from t.
 """
 
 from typing import Any

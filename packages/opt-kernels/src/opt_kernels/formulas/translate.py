@@ -163,7 +163,7 @@ def check(
 ) -> None:
     """Raises FormulaError for an update that cannot be translated, or reads what it does not have."""
     body, results = body_and_results(update, names, constants)
-    dialect = Check(constants, {*names, "g", *scalars, *constants, *assigned(body)}, update.__qualname__)
+    dialect = Check(constants, {*names, "g", *scalars, *constants, *assigned(body)}, update.__qualname__, scalars)
     dialect.statements(body, scalars)
     for result in results:
         dialect.expression(result)
@@ -172,9 +172,9 @@ def check(
 def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
     """Raises FormulaError for scalars that cannot be translated, or read what they do not have."""
     body, values = scalar_expressions(scalars)
-    numbers = frozenset(parameters_of(scalars)[1])
-    dialect = _CheckScalars(constants, {*numbers, *assigned(body)}, scalars.__qualname__)
-    dialect.statements(body, numbers | {*assigned(body)})
+    known = frozenset(parameters_of(scalars)[1]) | {*assigned(body)}
+    dialect = _CheckScalars(constants, known, scalars.__qualname__, known)
+    dialect.statements(body, known)
     for _, value in values:
         dialect.expression(value)
 
@@ -182,10 +182,23 @@ def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]
 class Check(Dialect):
     """A language of no words: what it can be written in, every other can."""
 
-    def __init__(self, constants: Mapping[str, Constant], known: Collection[str], function: str) -> None:
+    def __init__(
+        self, constants: Mapping[str, Constant], known: Collection[str], function: str, scalars: frozenset[str]
+    ) -> None:
         super().__init__(constants)
         self.known = known
         self.function = function
+        self.scalars = scalars | constants.keys()
+
+    def expression(self, node: ast.expr) -> str:
+        if isinstance(node, ast.IfExp):
+            _check_branch(node.test, self.scalars)
+        return super().expression(node)
+
+    def condition(self, node: ast.expr) -> str:
+        if isinstance(node, ast.BoolOp | ast.UnaryOp):  # Python asks elements for one truth, which they do not have
+            _check_branch(node, self.scalars)
+        return super().condition(node)
 
     def name(self, name: str) -> str:
         if name not in self.known:
