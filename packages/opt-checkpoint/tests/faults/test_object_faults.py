@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_ranks import RankPool
 from states import assert_is_step, state_at
 from stores import FaultyClient, failing, faulty
@@ -25,6 +26,7 @@ from opt_checkpoint import (
     ObjectPath,
     committed_steps,
     load,
+    load_optimizer,
     read_index,
     save,
     verify_checkpoint,
@@ -32,6 +34,7 @@ from opt_checkpoint import (
 from opt_checkpoint.disk import object_target
 from opt_checkpoint.disk.lease import EXPIRED_S, LEASE, Process
 from opt_checkpoint.disk.object_target import COMMIT, encode_commit, leftovers_of
+from opt_checkpoint.objects import obstore_client
 from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -327,3 +330,29 @@ def _another_place(rank: int, size: int, folder: str) -> None:
 
 def test_ranks_with_different_urls_are_an_error_everywhere(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(2, _another_place, str(tmp_path))
+
+
+def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
+    url, told = f"file://{folder}/run", []
+    model = torch.nn.Linear(2, 2)
+    calls: list[Callable[[], object]] = [
+        lambda: save(state_at(1, rank, size), url),
+        lambda: load(state_at(1, rank, size), url),
+        lambda: CheckpointManager(url),
+        lambda: load_optimizer(model, torch.optim.SGD(model.parameters()), url),
+    ]
+    installed = obstore_client._INSTALLED
+    obstore_client._INSTALLED = rank != 1
+    try:
+        for call in calls:
+            with pytest.raises(CheckpointingException, match=r"rank 1: .*opt-checkpoint\[cloud\]") as caught:
+                call()
+            told.append(str(caught.value))
+    finally:
+        obstore_client._INSTALLED = installed
+    return told
+
+
+def test_a_rank_that_cannot_open_a_url_is_an_error_on_every_rank(tmp_path: Path, ranks: RankPool) -> None:
+    first, second = ranks.run(2, _without_obstore, str(tmp_path))
+    assert first == second

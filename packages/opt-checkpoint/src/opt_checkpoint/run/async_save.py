@@ -13,8 +13,8 @@ import torch.distributed as dist
 from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.objects.path import AnyPath, Location, location_of
-from opt_checkpoint.run.ranks import Ranks, everyone, leave, ranks_of, same_everywhere
+from opt_checkpoint.objects.path import AnyPath, Location
+from opt_checkpoint.run.ranks import Ranks, everyone, leave, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_DETAILS, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -112,8 +112,7 @@ class AsyncSaver:
         if self._closed:
             raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
         self.wait()
-        target = location_of(path)
-        same_everywhere(self._ranks, "saving", path=target, common=common)
+        target = same_location(self._ranks, "saving", path, common=common)
 
         def write(snapshot: ShardedStateDict) -> None:
             save(

@@ -19,7 +19,7 @@ from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of, subdirectories
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import agreed, ranks_of, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -119,10 +119,9 @@ class CheckpointManager:
         files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
-        self.directory = location_of(directory)
         self._group, self._ranks = process_group, ranks_of(process_group)
         own = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
-        same_everywhere(self._ranks, "opening", path=self.directory, **own)
+        self.directory = same_location(self._ranks, "opening", directory, **own)
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(
                 f"keep={keep}, keep_every={keep_every}: both must be at least 1; one checkpoint always stays"

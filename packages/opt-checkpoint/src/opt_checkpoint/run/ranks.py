@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.failures import Failure, as_ours
 
 T = TypeVar("T")
@@ -210,6 +212,26 @@ def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
     if failures:
         raise as_ours(what, failures) from own
     return [o.value for o in outcomes]
+
+
+def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:
+    """Where a path leads; all call this together, as `same_everywhere`, which this includes for path and arguments.
+
+    Raises:
+        CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
+    """
+    place: Location | None = None
+    error: CheckpointingException | None = None
+    try:
+        place = location_of(path)
+    except CheckpointingException as raised:
+        error = raised
+    same_everywhere(ranks, what, path=place or str(path).rstrip("/"), **arguments)
+    if not isinstance(place, Path):  # a path in a file system cannot fail, on any rank
+        everyone(ranks, error, what)
+    if place is None:
+        raise RuntimeError("a rank without a place has an error")
+    return place
 
 
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:

@@ -31,9 +31,9 @@ from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.failures import Failure, as_ours, crossing
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location
 from opt_checkpoint.run.shared_reads import HeldBack, read_shared
 from opt_checkpoint.state.sharded import ShardedStateDict
 
@@ -104,8 +104,8 @@ def save(
             or ranks were given different paths or `common`.
         CheckpointFailedError: a rank failed otherwise; `.causes` has an exception for each such rank.
     """
-    ranks, target = ranks_of(process_group), location_of(path)
-    same_everywhere(ranks, "saving", path=target, common=common)
+    ranks = ranks_of(process_group)
+    target = same_location(ranks, "saving", path, common=common)
     system = files or LocalFiles()
     writer = CheckpointWriter(
         target,
@@ -219,8 +219,8 @@ def load(
         CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
         CheckpointFailedError: a rank failed otherwise.
     """
-    ranks, source = ranks_of(process_group), location_of(path)
-    same_everywhere(ranks, "loading", path=source, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
+    ranks = ranks_of(process_group)
+    source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
     check_reads(verify, share_reads=share_reads)
     what = f"loading {source}"
     opened = with_client(agreed(ranks, lambda: open_checked(source, verify, safe_globals), what), source)

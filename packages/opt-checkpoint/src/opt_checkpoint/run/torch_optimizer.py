@@ -25,8 +25,8 @@ from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
-from opt_checkpoint.objects.path import AnyPath, Location, location_of
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.objects.path import AnyPath, Location
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_location
 from opt_checkpoint.run.save_load import (
     NO_ALIASES,
     Verify,
@@ -224,8 +224,7 @@ def load_optimizer(
         CheckpointingException: as `load`, and as `apply_saved_groups`.
     """
     ranks = ranks_of(process_group)
-    source = location_of(path)
-    same_everywhere(ranks, "loading an optimizer", path=source, verify=verify, share_reads=share_reads)
+    source = same_location(ranks, "loading an optimizer", path, verify=verify, share_reads=share_reads)
     check_reads(verify, share_reads=share_reads)
     opened = with_client(agreed(ranks, lambda: open_checked(source, verify), f"opening {path}"), source)
 
