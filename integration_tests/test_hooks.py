@@ -143,7 +143,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "hooks has 'muon', but the rules that move parameters are adam",
     ),
-    "a vector on a sphere": ((Hyperball(),), {"weight_decay": 0.0}, "'bias.weight': its shape is (7,), and the hook"),
+    "a vector on a sphere": (
+        (Hyperball(),),
+        {"weight_decay": 0.0},
+        "'bias.weight': its shape is (7,), and it is for matrices",
+    ),
     "rows over ranks": (
         (CentralizeGradient(),),
         {"use_distributed_optimizer": True},
