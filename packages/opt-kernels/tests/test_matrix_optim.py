@@ -133,7 +133,7 @@ def test_a_group_may_keep_its_matrices_from_muon() -> None:
 
 def test_a_group_may_give_stacks_of_matrices_to_muon() -> None:
     stack = nn.Parameter(torch.zeros(3, 4, 4))
-    stack.grad = torch.randn(3, 4, 4)
+    stack.grad = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
     group = {"params": [stack], "use_matrix_rule": True}
     Muon([group], lr=1.0, weight_decay=0.0, scale_mode="spectral", coefficient_type="quintic").step()
     # Each matrix of the stack has become as orthogonal as five bf16 steps make it: norm 2 x sqrt(4).
