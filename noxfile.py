@@ -41,10 +41,9 @@ PACKAGES = [
     "opt-stack",
 ]
 WITHOUT_TORCH = ["opt-scheduler"]
-# Tests that a package's own session skips because they need an extra (triton, yaml, rich, matplotlib, obstore): "all"
-# runs them.
+# Tests that a package's own session skips because they need an extra (yaml, rich, matplotlib, obstore): "all" runs
+# them, and those of opt-kernels that have "triton" in their names.
 NEED_EXTRAS = [
-    "opt-kernels/tests/test_triton_*.py",
     "opt-config/tests/test_files.py",
     "opt-paramgroups/tests/test_table.py",
     "opt-scheduler/tests/test_cli.py",
@@ -140,6 +139,7 @@ def tests(session: nox.Session, package: str) -> None:
         session.run(
             "pytest", "-n", "2", "--dist", "loadfile", "integration_tests", "kernels", *with_extras, *session.posargs
         )
+        session.run("pytest", "-n", "2", "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
     if package not in WITHOUT_TORCH:
         install_torch(session)

@@ -22,6 +22,7 @@ from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
 from opt_kernels.backends.dispatch import _available
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.works import Batch, Hyper, Work, Works
 
@@ -383,7 +384,7 @@ def test_float32_adamw_has_the_operations_of_torchs_fused_adamw() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
-def test_neither_threads_nor_cuts_change_a_bit(rule: Adam | Lion) -> None:
+def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule) -> None:
     together, alone, cut = (work_of(NUMEL) for _ in range(3))
     rule.update_([Batch(HYPER, [together])], grad_scale=0.3)
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ NARROW = {
 FAST = [
     "torch",
     pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here")),
-    "triton",
+    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
 ]
 
 
