@@ -31,6 +31,7 @@ from opt_checkpoint.disk.files import Files
 from opt_checkpoint.run.ranks import leave
 
 TIMEOUT = timedelta(seconds=60)
+NO_ANSWER = "no answer"
 
 
 def new_meeting(folder: Path) -> str:
@@ -93,7 +94,9 @@ class RankPool:
         meeting = new_meeting(Path(self._folder.name))
         for rank, (_, pipe) in enumerate(self._workers[:size]):
             pipe.send((inspect.getsourcefile(work), work.__name__, rank, size, meeting, arguments))
-        answers = [pipe.recv() if pipe.poll(120) else (False, "no answer") for _, pipe in self._workers[:size]]
+        answers = [pipe.recv() if pipe.poll(120) else (False, NO_ANSWER) for _, pipe in self._workers[:size]]
+        if (False, NO_ANSWER) in answers:  # a late answer would be taken for that of the next test
+            self._kill()
         failed = [f"rank {rank}:\n{answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
@@ -104,6 +107,12 @@ class RankPool:
             pipe.send(None)
             process.join(5)
         self._folder.cleanup()
+
+    def _kill(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            pipe.close()
+        self._workers.clear()
 
 
 def _sent(message: Any) -> Any:
