@@ -31,7 +31,8 @@ def check_restart(folder: Path) -> int:
     manager = CheckpointManager(folder, keep=10_000, in_background=False)
     assert_is_step(manager.load(state_at(0, 0, 1, filled=False)).state, steps[-1], 0, 1)
     for killed in folder.glob(".opt-checkpoint-tmp-*"):
-        if not (killed / LEASE).exists():  # killed before its lease was written, or just before the commit
+        lease = killed / LEASE
+        if not lease.exists() or not lease.stat().st_size:  # killed before its lease was written, or before the commit
             os.utime(killed, (0, 0))
             for file in killed.iterdir():
                 os.utime(file, (0, 0))
