@@ -10,7 +10,8 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.binding import is_bound
-from opt_distributed.buffers.data_parallel import DistributedDataParallel, SyncedBuffer
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.rules.base import Rule

@@ -1,10 +1,9 @@
 """`DistributedDataParallel`: a model chunk over contiguous buffers whose collectives overlap with compute."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -12,116 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.agreement import Facts, agree_on, check_config
-from opt_distributed.buffers.binding import (
-    adopt_main_grad_,
-    begin_accumulation,
-    bind_main_grad,
-    check_unbound,
-    take_grad_,
-)
-from opt_distributed.buffers.bucket import GradBucket, Travel
+from opt_distributed.buffers.binding import adopt_main_grad_, begin_accumulation, bind_main_grad, take_grad_
+from opt_distributed.buffers.bucket import GradBucket
+from opt_distributed.buffers.chunk_buffers import ChunkSpec, make_buffers
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
-from opt_distributed.buffers.grouping import (
-    BufferPlan,
-    IsWhole,
-    NumShards,
-    nothing_whole,
-    plan_buffers,
-)
+from opt_distributed.buffers.grouping import IsWhole, nothing_whole
 from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_reads import UseHooks
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
 from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
+from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.comm.groups import Axes
-from opt_distributed.layout import Piece
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta, describe
 from opt_paramgroups.names import parameters_by_id
-
-
-class _Buffers(NamedTuple):
-    plans: tuple[BufferPlan, ...]
-    memories: tuple[ParamAndGradBuffer, ...]
-
-
-class SyncedBuffer:
-    """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
-
-    grad_scale = 1.0
-    doubtful: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
-
-    def __init__(
-        self,
-        plan: BufferPlan,
-        memory: ParamAndGradBuffer,
-        axes: Axes,
-        chunk: "DistributedDataParallel",
-        together: Sequence[ParamAndGradBuffer],  # the buffers that are published in one step, this one among them
-    ):
-        self.plan, self.memory, self.axes = plan, memory, axes
-        self._chunk = chunk
-        self._together = together
-
-    @property
-    def params(self) -> Mapping[ParamId, nn.Parameter]:
-        """The parameters that live here."""
-        return self.memory.params
-
-    def reduce_(self) -> None:
-        """Completes the reduction of the whole chunk's gradients; a second call in an iteration changes nothing."""
-        self._chunk.finish_grad_sync()
-
-    def flags(self) -> Tensor:
-        """(0,) float64."""
-        return torch.empty(0, dtype=torch.float64)
-
-    def settle_(self, flags: Tensor) -> None:
-        """Nothing is in doubt."""
-
-    def unused(self) -> Collection[ParamId]:
-        """None: zeros are a gradient too."""
-        return ()
-
-    def moved(self) -> ParamId | None:
-        """A parameter that has left the buffer; None if none has."""
-        return self.memory.moved()
-
-    def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
-        """Reads what `grad` gives, at every step anew: the same view."""
-        view = self.grad(id, of_param)
-        return lambda: view
-
-    def grad(self, id: ParamId, of_param: slice) -> Tensor:
-        """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
-        return self.memory.grad_piece(id, of_param)
-
-    def publish_(self) -> None:
-        """Reports that this rank's parameters have been written; gathers start with the last buffer of the step."""
-        if self.memory.param_data is not None:
-            self._chunk.publish(self.memory, together=self._together)
-
-    def owned(self) -> Iterator[Piece]:
-        """What this rank owns of the parameters; all of them where the buffer is replicated."""
-        layout = self.plan.layout
-        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
-        return (owned.piece for owned in layout.owned(rank))
-
-    def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
-        """The same buffer for a step that publishes `buffers` and no others of the chunk.
-
-        Dense buffers do not wait for experts: a replica without experts would start their gathers earlier than others.
-        """
-        together = [one.memory for one in buffers if one.plan.key.is_expert == self.plan.key.is_expert]
-        return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
-
-    def results(self) -> Iterator[Tensor]:
-        """What this rank holds of the reduced gradients: a view for each bucket."""
-        for index in range(len(self.plan.layout.buckets)):
-            yield self.memory.result(index, self.axes.dp.rank)
 
 
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
@@ -195,29 +99,38 @@ class DistributedDataParallel(nn.Module):
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
-        plans, memories = self._agreed_buffers(is_whole, shard_multiple)
+        buffers = make_buffers(
+            ChunkSpec(
+                config=config,
+                params=self._params,
+                metas=self.metas,
+                roles=self.roles,
+                is_whole=is_whole,
+                shard_multiple=shard_multiple,
+                calculate_per_token_loss=calculate_per_token_loss,
+            )
+        )
         if broadcast_params:
             broadcast_replicas_(self._params, self.metas, self.roles)
-        travels = [self._travel(plan) for plan in plans]
-        buckets = [(number, index) for number, plan in enumerate(plans) for index in range(len(plan.layout.buckets))]
+        buckets = [(buffer, index) for buffer in buffers for index in range(len(buffer.plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
         self.grad_sync = GradSync(
-            [GradBucket(memories[number], index, travels[number]) for number, index in buckets],
+            [GradBucket(buffer.memory, index, buffer.travel) for buffer, index in buckets],
             reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
             learns=overlaps,
             number=chunk,
         )
         self._param_sync = ParamSync(
             [
-                ParamBucket(memories[number], index, travels[number].axes.dp)
-                for number, index in buckets
+                ParamBucket(buffer.memory, index, buffer.travel.axes.dp)
+                for buffer, index in buckets
                 if config.use_distributed_optimizer
             ],
             gathers=Gathers.BEFORE_USE if config.overlap_param_gather else Gathers.IN_STEP,
         )
+        memories = [buffer.memory for buffer in buffers]
         self.synced_buffers = tuple(
-            SyncedBuffer(plan, memory, self._axes(plan), self, memories)
-            for plan, memory in zip(plans, memories, strict=True)
+            SyncedBuffer(buffer.plan, buffer.memory, buffer.travel.axes, self, memories) for buffer in buffers
         )
         self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
         self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
@@ -388,72 +301,6 @@ class DistributedDataParallel(nn.Module):
         )
 
     # --- construction ---------------------------------------------------------------------------
-
-    def _axes(self, plan: BufferPlan) -> Axes:
-        return self.roles.expert if plan.key.is_expert else self.roles.dense
-
-    def _agreed_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
-        """Plans and memory; an error of one rank, or a difference between ranks, is every rank's error."""
-        buffers, error = _Buffers((), ()), None
-        try:
-            check_config(self.config, self.roles, per_token=self.calculate_per_token_loss)
-            check_unbound(self._params)
-            buffers = self._make_buffers(is_whole, shard_multiple)
-        except Exception as caught:  # of any kind, running out of memory too: the other ranks wait for the verdict
-            error = caught
-        families = ((self.roles.dense, False), (self.roles.expert, True))
-        facts = [Facts(axes, self._facts(buffers.plans, is_expert=is_expert)) for axes, is_expert in families]
-        agree_on(facts, error, peers=(self.roles.dense.tp, self.roles.expert.tp))
-        return buffers
-
-    def _facts(self, plans: Sequence[BufferPlan], *, is_expert: bool) -> dict[str, str]:
-        """What all replicas of a family must have equal: configuration, kind of loss, order and layout of buffers."""
-        facts = {field.name: repr(getattr(self.config, field.name)) for field in fields(self.config)}
-        facts["calculate_per_token_loss"] = repr(self.calculate_per_token_loss)
-        layouts = {str(p.key): p.layout.fingerprint()[:16] for p in plans if p.key.is_expert == is_expert}
-        facts["order of buffers"] = ", ".join(layouts)
-        return facts | {f"layout of {key}": fingerprint for key, fingerprint in layouts.items()}
-
-    def _make_buffers(self, is_whole: IsWhole, shard_multiple: int) -> _Buffers:
-        shards = NumShards(dense=self.roles.dense.dp.size, expert=self.roles.expert.dp.size)
-        plans = plan_buffers(
-            self.metas,
-            self.config,
-            num_shards=shards,
-            num_ranks=self.roles.dense.num_replicas,
-            is_whole=is_whole,
-            shard_multiple=shard_multiple,
-        )
-        return _Buffers(plans, tuple(self._allocate(plan) for plan in plans))
-
-    def _allocate(self, plan: BufferPlan) -> ParamAndGradBuffer:
-        params = {shape.id: self._params[shape.id] for shape in plan.params}
-        return ParamAndGradBuffer(
-            plan.layout,
-            params,
-            param_dtype=plan.key.param_dtype,
-            grad_dtype=plan.key.grad_dtype,
-            device=next(iter(params.values())).device,
-            sharded=self.config.use_distributed_optimizer,
-        )
-
-    def _travel(self, plan: BufferPlan) -> Travel:
-        axes = self._axes(plan)
-        mean = 1.0 if self.calculate_per_token_loss else 1.0 / self.roles.dense.num_replicas
-        return Travel(
-            name=f"{plan.key}",
-            wire=self._wire(plan, axes),
-            axes=axes,
-            is_expert=plan.key.is_expert,
-            scale_before=1.0 if self.config.average_in_collective else mean,
-            scale_after=mean if self.config.average_in_collective else 1.0,
-            check_for_nan=self.config.check_for_nan_in_grad,
-        )
-
-    def _wire(self, plan: BufferPlan, axes: Axes) -> Wire:
-        if self.config.reduce_scatter_with_fp32_accumulation:
-            return SumInFp32(axes.dp)
-        return sum_over(axes, num_shards=plan.layout.num_shards)
 
     def _bind(self) -> None:
         for bucket in self.grad_sync.buckets:

@@ -1,0 +1,113 @@
+"""The buffers of one model chunk: planned, allocated, and agreed on by all replicas."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from torch import nn
+
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.agreement import Facts, agree_on, check_config
+from opt_distributed.buffers.binding import check_unbound
+from opt_distributed.buffers.bucket import Travel
+from opt_distributed.buffers.grouping import BufferPlan, IsWhole, NumShards, plan_buffers
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
+from opt_distributed.comm.groups import Axes, Roles
+from opt_paramgroups import ParamId, ParamMeta
+
+
+class ChunkBuffer(NamedTuple):
+    """One buffer of a chunk."""
+
+    plan: BufferPlan
+    memory: ParamAndGradBuffer
+    travel: Travel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSpec:
+    """What decides how the gradients and parameters of a chunk are kept and reduced."""
+
+    config: DistributedDataParallelConfig
+    params: Mapping[ParamId, nn.Parameter]
+    metas: Mapping[ParamId, ParamMeta]
+    roles: Roles
+    is_whole: IsWhole
+    shard_multiple: int
+    calculate_per_token_loss: bool
+
+
+def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
+    """The buffers of a chunk; an error of one rank, or a difference between ranks, is every rank's error.
+
+    Raises:
+        LayoutError, StorageError, ValueError: as `DistributedDataParallel` does.
+    """
+    buffers: tuple[ChunkBuffer, ...] = ()
+    error = None
+    try:
+        check_config(spec.config, spec.roles, per_token=spec.calculate_per_token_loss)
+        check_unbound(spec.params)
+        buffers = tuple(_make_buffer(spec, plan) for plan in _plans(spec))
+    except Exception as caught:  # of any kind, running out of memory too: the other ranks wait for the verdict
+        error = caught
+    plans = [buffer.plan for buffer in buffers]
+    families = ((spec.roles.dense, False), (spec.roles.expert, True))
+    facts = [Facts(axes, _facts(spec, plans, is_expert=is_expert)) for axes, is_expert in families]
+    agree_on(facts, error, peers=(spec.roles.dense.tp, spec.roles.expert.tp))
+    return buffers
+
+
+def _facts(spec: ChunkSpec, plans: Sequence[BufferPlan], *, is_expert: bool) -> dict[str, str]:
+    """What all replicas of a family must have equal: configuration, kind of loss, order and layout of buffers."""
+    facts = {field.name: repr(getattr(spec.config, field.name)) for field in fields(spec.config)}
+    facts["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
+    layouts = {str(plan.key): plan.layout.fingerprint()[:16] for plan in plans if plan.key.is_expert == is_expert}
+    facts["order of buffers"] = ", ".join(layouts)
+    return facts | {f"layout of {key}": fingerprint for key, fingerprint in layouts.items()}
+
+
+def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
+    return plan_buffers(
+        spec.metas,
+        spec.config,
+        num_shards=NumShards(dense=spec.roles.dense.dp.size, expert=spec.roles.expert.dp.size),
+        num_ranks=spec.roles.dense.num_replicas,
+        is_whole=spec.is_whole,
+        shard_multiple=spec.shard_multiple,
+    )
+
+
+def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
+    params = {shape.id: spec.params[shape.id] for shape in plan.params}
+    memory = ParamAndGradBuffer(
+        plan.layout,
+        params,
+        param_dtype=plan.key.param_dtype,
+        grad_dtype=plan.key.grad_dtype,
+        device=next(iter(params.values())).device,
+        sharded=spec.config.use_distributed_optimizer,
+    )
+    return ChunkBuffer(plan, memory, _travel(spec, plan))
+
+
+def _travel(spec: ChunkSpec, plan: BufferPlan) -> Travel:
+    config = spec.config
+    axes = spec.roles.expert if plan.key.is_expert else spec.roles.dense
+    mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
+    return Travel(
+        name=f"{plan.key}",
+        wire=_wire(config, plan, axes),
+        axes=axes,
+        is_expert=plan.key.is_expert,
+        scale_before=1.0 if config.average_in_collective else mean,
+        scale_after=mean if config.average_in_collective else 1.0,
+        check_for_nan=config.check_for_nan_in_grad,
+    )
+
+
+def _wire(config: DistributedDataParallelConfig, plan: BufferPlan, axes: Axes) -> Wire:
+    if config.reduce_scatter_with_fp32_accumulation:
+        return SumInFp32(axes.dp)
+    return sum_over(axes, num_shards=plan.layout.num_shards)

@@ -1,0 +1,97 @@
+"""One buffer of a wrapped chunk, as the step sees it: where its gradients come from and its parameters go."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opt_distributed.buffers.grouping import BufferPlan
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.comm.groups import Axes
+from opt_distributed.layout import Piece
+from opt_paramgroups import ParamId
+
+
+class Chunk(Protocol):
+    """What a buffer asks of the wrapper that it belongs to."""
+
+    def finish_grad_sync(self) -> None: ...
+
+    def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None: ...
+
+
+class SyncedBuffer:
+    """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
+
+    grad_scale = 1.0
+    doubtful: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        memory: ParamAndGradBuffer,
+        axes: Axes,
+        chunk: Chunk,
+        together: Sequence[ParamAndGradBuffer],  # the buffers that are published in one step, this one among them
+    ):
+        self.plan, self.memory, self.axes = plan, memory, axes
+        self._chunk = chunk
+        self._together = together
+
+    @property
+    def params(self) -> Mapping[ParamId, nn.Parameter]:
+        """The parameters that live here."""
+        return self.memory.params
+
+    def reduce_(self) -> None:
+        """Completes the reduction of the whole chunk's gradients; a second call in an iteration changes nothing."""
+        self._chunk.finish_grad_sync()
+
+    def flags(self) -> Tensor:
+        """(0,) float64."""
+        return torch.empty(0, dtype=torch.float64)
+
+    def settle_(self, flags: Tensor) -> None:
+        """Nothing is in doubt."""
+
+    def unused(self) -> Collection[ParamId]:
+        """None: zeros are a gradient too."""
+        return ()
+
+    def moved(self) -> ParamId | None:
+        """A parameter that has left the buffer; None if none has."""
+        return self.memory.moved()
+
+    def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
+        """Reads what `grad` gives, at every step anew: the same view."""
+        view = self.grad(id, of_param)
+        return lambda: view
+
+    def grad(self, id: ParamId, of_param: slice) -> Tensor:
+        """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
+        return self.memory.grad_piece(id, of_param)
+
+    def publish_(self) -> None:
+        """Reports that this rank's parameters have been written; gathers start with the last buffer of the step."""
+        if self.memory.param_data is not None:
+            self._chunk.publish(self.memory, together=self._together)
+
+    def owned(self) -> Iterator[Piece]:
+        """What this rank owns of the parameters; all of them where the buffer is replicated."""
+        layout = self.plan.layout
+        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
+        return (owned.piece for owned in layout.owned(rank))
+
+    def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
+        """The same buffer for a step that publishes `buffers` and no others of the chunk.
+
+        Dense buffers do not wait for experts: a replica without experts would start their gathers earlier than others.
+        """
+        together = [one.memory for one in buffers if one.plan.key.is_expert == self.plan.key.is_expert]
+        return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
+
+    def results(self) -> Iterator[Tensor]:
+        """What this rank holds of the reduced gradients: a view for each bucket."""
+        for index in range(len(self.plan.layout.buckets)):
+            yield self.memory.result(index, self.axes.dp.rank)
