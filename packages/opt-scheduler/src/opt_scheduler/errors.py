@@ -1,16 +1,19 @@
-"""What a refusal looks like: the field, the value given, what is allowed, how to go on."""
+"""The package's error and the wording of its messages: the field, the value, what is allowed, what to do."""
 
 from collections.abc import Iterable, Sequence
 
 
-# Also an AssertionError: the reference refuses with bare asserts, and code or tests that catch those keep working.
-class ScheduleError(ValueError, AssertionError):
-    """A schedule, a scheduler, or a state to be loaded that cannot mean anything."""
+class ScheduleError(ValueError):
+    """An invalid schedule, scheduler setting or saved state.
+
+    Megatron-Core's scheduler raises a bare `AssertionError` in such cases. Code that caught it there catches
+    `ScheduleError` or `ValueError` here.
+    """
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
-    """The sentence for a name that is not among the known ones, with the nearest of them where one is near."""
-    import difflib  # 3 ms to import, and needed only on the way to an error
+    """Return the message for an unknown name: the known names, and a close match if there is one."""
+    import difflib  # takes 3 ms to import, and only errors need it
 
     names = sorted(known)
     near = difflib.get_close_matches(str(given).lower().replace("_", "-"), [n.lower() for n in names], n=1, cutoff=0.5)
@@ -20,7 +23,7 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> str:
 
 
 def refuse(problems: Sequence[str], *, where: str) -> None:
-    """Raise one `ScheduleError` that lists every problem; return if there is none."""
+    """Raise one `ScheduleError` that lists every problem, or return if the list is empty."""
     if len(problems) == 1:
         raise ScheduleError(f"{where}: {problems[0]}")
     if problems:
