@@ -1,0 +1,169 @@
+"""The modes of the optimizer: every combination of values of these axes either trains a small GPT, or is refused.
+
+`AXES` says what a value sets in the configuration, `REFUSALS` which values do not go together and with which sentence.
+"""
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from char_gpt import CharGPT, batch_at, stdlib_text
+from parity import roles_over
+from torch import Tensor
+
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.threads import run_threads
+from opt_stack import get_optimizer
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
+STEPS, RANKS, CONTEXT = 10, 2, 24
+SIZE = {"dim": 24, "depth": 1, "num_heads": 2}
+LR = {"sgd": 0.3, "lion": 2e-3, "signum": 2e-3}  # where it is not 1e-2
+
+Fields = Mapping[str, Any]
+Values = Mapping[str, str]  # one value of each axis
+
+
+def _aware(**fields: Any) -> dict[str, Any]:
+    return {"use_precision_aware_optimizer": True, **fields}
+
+
+RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap")
+AXES: Mapping[str, Mapping[str, Fields]] = {
+    "rule": {rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
+    "numbers": {
+        "fp32": {},
+        "bf16": {"bf16": True},
+        "bf16, remainders": _aware(bf16=True),
+        "bf16, bf16 gradients": _aware(bf16=True, main_grads_dtype=BF16, store_param_remainders=False),
+        "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
+    },
+    "moments": {
+        "fp32": {},
+        "bf16": _aware(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16),
+        "scaled fp16": _aware(exp_avg_dtype=FP16, exp_avg_sq_dtype=FP16),
+        "scaled fp8": _aware(exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
+    },
+    "sharding": {
+        "replicated": {},
+        "ZeRO-1": {"use_distributed_optimizer": True},
+        "layer-wise": {"use_layer_wise_distributed_optimizer": True},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Values that do not go together: one of each named axis."""
+
+    when: Mapping[str, Sequence[str]]
+    sentence: str  # a regular expression of the message
+
+    def applies(self, values: Values) -> bool:
+        return all(values[axis] in refused for axis, refused in self.when.items())
+
+    def is_in(self, message: str) -> bool:
+        return re.search(self.sentence, message) is not None
+
+
+MATRIX_RULES = ("muon", "adaptive_muon", "soap")
+NARROW = ("bf16", "scaled fp16", "scaled fp8")
+
+REFUSALS: Sequence[Refusal] = (
+    Refusal({"rule": MATRIX_RULES, "sharding": ["ZeRO-1"]}, "needs whole matrices, but use_distributed_optimizer=True"),
+    Refusal({"rule": ["sgd", "schedule_free"], "moments": NARROW}, "exp_avg_dtype=.*keeps no such state"),
+    Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion keeps no such state"),
+    Refusal({"rule": ["soap"], "moments": NARROW}, "exp_avg_dtype=.*optimizer='soap' keeps it in fp32"),
+)
+
+# How far a mode may end from fp32 on one process's rule, as a fraction of what training gained. Ten steps of 16-bit
+# weights lose less than a hundredth; AdaptiveMuon divides each element by its own size, so that small ones move more.
+DISTANCE, DISTANCE_OF = 0.01, {"adaptive_muon": 0.03}
+
+
+class Trained(NamedTuple):
+    before: float  # the loss on the text that all modes are judged by
+    after: float
+    optimizer: Any
+
+
+def every_mode() -> Iterator[dict[str, str]]:
+    for chosen in itertools.product(*AXES.values()):
+        yield dict(zip(AXES, chosen, strict=True))
+
+
+def name_of(values: Values) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in values.items())
+
+
+def pairwise(modes: Sequence[Values]) -> list[Values]:
+    """Few modes among which every pair of two values occurs that occurs at all."""
+
+    def pairs(mode: Values) -> set[Any]:
+        return set(itertools.combinations(mode.items(), 2))
+
+    left = set().union(*map(pairs, modes))
+    order = random.Random(7).sample(list(modes), len(modes))
+    chosen: list[Values] = []
+    while left:
+        best = max(order, key=lambda mode: len(left & pairs(mode)))
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+def config_of(values: Values) -> OptimizerConfig:
+    fields: dict[str, Any] = {"weight_decay": 0.1, "muon_fp32_matmul_prec": "highest"}
+    for axis, value in values.items():
+        fields.update(AXES[axis][value])
+    return OptimizerConfig(**fields)
+
+
+def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
+    """Raises `ConfigError` where the mode is refused."""
+    return run_threads(ranks, lambda comm: _train(values, steps, comm))[0]
+
+
+@cache
+def initial() -> tuple[dict[str, Tensor], Tensor]:
+    """The weights that all modes start from, and the text."""
+    torch.manual_seed(5)
+    return CharGPT(**SIZE).state_dict(), stdlib_text(200_000)
+
+
+def build(values: Values, comm: Comm) -> tuple[CharGPT, Any]:
+    config = config_of(values)
+    model = CharGPT(**SIZE)
+    model.load_state_dict(initial()[0])
+    model.to(config.precision.params)
+    return model, get_optimizer(config, [model], pg_collection=roles_over(comm))
+
+
+def batch(step: int, rows: slice) -> Tensor:
+    return batch_at(step, initial()[1], size=8, context=CONTEXT)[rows]
+
+
+def judged(model: CharGPT) -> float:
+    with torch.no_grad():
+        return model(batch(10_000, slice(None))).item()
+
+
+def _train(values: Values, steps: int, comm: Comm) -> Trained:
+    model, optimizer = build(values, comm)
+    before = judged(model)
+    for step in range(steps):
+        advance(model, optimizer, step, comm)
+    return Trained(before, judged(model), optimizer)
+
+
+def advance(model: CharGPT, optimizer: Any, step: int, comm: Comm) -> None:
+    loss = model(batch(step, slice(comm.rank, None, comm.size)))
+    optimizer.scale_loss(loss).backward()
+    assert optimizer.step().success
+    optimizer.zero_grad()

@@ -1,0 +1,50 @@
+"""Every combination of modes trains the small GPT as fp32 does, or is refused in a sentence. Ranks are threads."""
+
+import os
+from functools import cache
+
+import modes
+import pytest
+import torch
+from modes import AXES, DISTANCE, DISTANCE_OF, REFUSALS, Trained, Values, every_mode, name_of, pairwise, train
+
+from opt_config import ConfigError
+
+ALL = [*every_mode()]
+CASES = ALL if os.environ.get("OPT_MODES") == "full" else pairwise(ALL)
+LEGAL = [mode for mode in CASES if not any(refusal.applies(mode) for refusal in REFUSALS)]
+REFUSED = [mode for mode in CASES if any(refusal.applies(mode) for refusal in REFUSALS)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_each_rank():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    modes.initial()
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def in_fp32(rule: str) -> Trained:
+    """The first value of every axis is the plainest."""
+    return train({**{axis: next(iter(values)) for axis, values in AXES.items()}, "rule": rule}, ranks=1)
+
+
+@pytest.mark.parametrize("mode", LEGAL, ids=name_of)
+def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
+    plain, found = in_fp32(mode["rule"]), train(mode)
+    gained = plain.before - plain.after
+    assert gained > 0.3
+    assert abs(found.after - plain.after) < DISTANCE_OF.get(mode["rule"], DISTANCE) * gained
+
+
+@pytest.mark.parametrize("mode", REFUSED, ids=name_of)
+def test_a_refused_mode_is_refused_in_one_of_its_sentences(mode: Values) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(mode, steps=0)
+    assert any(refusal.applies(mode) and refusal.is_in(str(caught.value)) for refusal in REFUSALS), str(caught.value)
+
+
+def test_every_refusal_is_among_the_cases() -> None:
+    assert all(any(refusal.applies(mode) for mode in REFUSED) for refusal in REFUSALS)
