@@ -16,6 +16,7 @@ from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
+from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_kernels.hooks import GivenHooks
 from opt_stack import get_optimizer
 
@@ -226,7 +227,8 @@ def _train(case: Case, config: OptimizerConfig, hooks: GivenHooks, comm: Comm) -
     model: nn.Module = net
     if case.wrapping is not Wrapping.PLAIN:
         whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
-        model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
+        multiple = 128 if config.main_params_dtype is torch.float16 else SHARD_MULTIPLE  # 128 elements have one scale
+        model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole, shard_multiple=multiple)
     optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
     norms = []
     for step in range(STEPS):

@@ -59,9 +59,7 @@ def test_precision_follows_the_flags(given, expected):
     assert OptimizerConfig(**given).precision == dataclasses.replace(PLAIN, **expected)
 
 
-def test_there_are_no_remainders_of_fp16_mains(monkeypatch):
-    # Independent of whether fp16 mains are built: the table of what is not built is emptied for this test.
-    monkeypatch.setattr(optimizer_rules, "UNBUILT", frozenset())
+def test_there_are_no_remainders_of_fp16_mains():
     config = OptimizerConfig(bf16=True, use_precision_aware_optimizer=True, main_params_dtype=FP16)
     assert config.precision == dataclasses.replace(PLAIN, params=BF16, mains=FP16)
 

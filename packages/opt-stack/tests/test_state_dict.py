@@ -25,6 +25,11 @@ CONFIGS = [
         torch.bfloat16,
         id="precision-aware",
     ),
+    pytest.param(
+        OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, main_params_dtype=torch.float16),
+        torch.bfloat16,
+        id="fp16 mains",
+    ),
 ]
 
 
@@ -218,8 +223,11 @@ def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_one_unless_asked() -
 
 REMAINDER = OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, store_param_remainders=True)
 
+FP16_MAINS = OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, main_params_dtype=torch.float16)
+KEPT = {"copy": OptimizerConfig(lr=1e-2, bf16=True), "remainder": REMAINDER, "fp16 mains": FP16_MAINS}
 
-@pytest.mark.parametrize("config", [OptimizerConfig(lr=1e-2, bf16=True), REMAINDER], ids=["copy", "remainder"])
+
+@pytest.mark.parametrize("config", KEPT.values(), ids=KEPT)
 def test_main_values_are_exactly_the_parameters_that_were_reloaded(config: OptimizerConfig) -> None:
     optimizer = trained(config, torch.bfloat16, 3)[1]
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -248,15 +256,15 @@ class Moving(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("config", [OptimizerConfig(lr=1e-2, bf16=True), REMAINDER], ids=["copy", "remainder"])
+@pytest.mark.parametrize("config", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("method", ["offload_to_cpu", "restore_from_cpu"])
 def test_moving_the_state_moves_every_tensor_of_it_and_no_parameter(config: OptimizerConfig, method: str) -> None:
     model, optimizer = trained(config, torch.bfloat16, 2)
     unmoved, _ = trained(config, torch.bfloat16, 4)
     pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
-    kept = [t for p in pieces for t in (*p.state.values(), p.main.copy, p.main.remainder) if t is not None]
+    kept = [t for p in pieces for t in (*p.state.values(), *p.main.kept())]
     before = {tensor.data_ptr() for tensor in kept}
-    assert len(before) == 3 * len(pieces)
+    assert len(before) == (4 if config is FP16_MAINS else 3) * len(pieces)  # codes and scales, or one
     params = [param.data_ptr() for param in model.parameters()]
     with Moving() as moving:
         getattr(optimizer, method)()

@@ -63,7 +63,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "use_precision_aware_optimizer": _precision(),
         "store_param_remainders": _precision(),
         "main_grads_dtype": _effect(_CHOICES, "test_gradients_are_summed_in_the_dtype_asked_for"),
-        "main_params_dtype": _not_built(_CHOICES),
+        "main_params_dtype": _precision(),
         "exp_avg_dtype": _precision(),
         "exp_avg_sq_dtype": _precision(),
         "optimizer": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),

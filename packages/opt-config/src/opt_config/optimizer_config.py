@@ -70,7 +70,7 @@ class OptimizerConfig(Configuration):
     main_grads_dtype: torch.dtype = torch.float32
     """Dtype in which gradients of bf16 parameters are summed over ranks and kept for the rule: float32 or bfloat16."""
     main_params_dtype: torch.dtype = torch.float32
-    """Dtype of the mains: float32. (The reference's float16 is not built.)"""
+    """Dtype of the mains of 16-bit parameters: float32, or float16 with a scale for each 128 elements."""
     exp_avg_dtype: torch.dtype = torch.float32
     """Dtype of the first moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
     exp_avg_sq_dtype: torch.dtype = torch.float32

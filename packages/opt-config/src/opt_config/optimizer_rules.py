@@ -164,6 +164,9 @@ def _numbers(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.main_grads_dtype is torch.bfloat16 and config.precision.params is not torch.bfloat16:
         reason = "is for bf16 parameters, whose gradients have no more bits; set bf16=True, or leave it out"
         yield Problem("main_grads_dtype", config.main_grads_dtype, reason)
+    if config.main_params_dtype is torch.float16 and config.precision.params is torch.float32:
+        reason = "is for mains beside 16-bit parameters; fp32 ones have none: set bf16=True or fp16=True, or leave it"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
     if named is None and config.params_dtype is torch.float16:
         yield Problem("params_dtype", config.params_dtype, "needs fp16=True, which scales the loss")
     if config.min_loss_scale > config.initial_loss_scale:

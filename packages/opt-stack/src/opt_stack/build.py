@@ -14,9 +14,10 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
-from opt_distributed.step.mains import make_main
+from opt_distributed.step.mains import Main, Numbers, make_main
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
@@ -162,7 +163,7 @@ def _pieces(
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             _check_dense(id, stored)
-            main = make_main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
+            main = _main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
             inspected = _inspected(buffer, axes, number)
             yield OwnedPiece(
                 id=id,
@@ -180,6 +181,10 @@ def _pieces(
                 matrix=placed[id].spec,
                 stage=placed[id].stage,
             )
+
+
+def _main(numbers: Numbers, target: Tensor) -> Main | CodedMain:
+    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _check_dense(id: ParamId, stored: Tensor) -> None:

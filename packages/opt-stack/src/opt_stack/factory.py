@@ -286,7 +286,7 @@ def plan_of(
     check_weight_decay(groups, made)
     record_hooks_(groups, made)
     check_wrapped(config, chunks)
-    check_blocks(chunks, groups, made)
+    check_blocks(chunks, groups, made, mains=config.precision.mains)
     trained = {id for group in groups for id in group["param_ids"]}
     ready = [buffer.plan for buffer in wrapped_buffers(chunks, trained=trained)]
     return make_plan(

@@ -352,9 +352,8 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
 
     def _move(self, device: torch.device) -> None:
         for _, piece in self._held.values():
-            for tensor in (*piece.state.values(), piece.main.copy, piece.main.remainder):
-                if tensor is not None:
-                    tensor.data = tensor.data.to(device)
+            for tensor in (*piece.state.values(), *piece.main.kept()):
+                tensor.data = tensor.data.to(device)
 
 
 MegatronOptimizer = Optimizer  # the reference's name

@@ -12,6 +12,7 @@ import torch
 
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
 from opt_distributed.layout import Computes, Layout, ParamShape
+from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import hooks_of
 from opt_kernels.rules.base import Rule
@@ -25,10 +26,11 @@ NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
         Numbers.DIRECT: "updated in place",
         Numbers.FP32_COPY: "fp32 mains",
         Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+        Numbers.FP16_SCALED: "scaled fp16 mains",
     }
 )
-MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # for each element, beside the parameter
-    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2}
+_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # for each element, beside the parameter
+    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.FP16_SCALED: 2}
 )
 
 
@@ -143,10 +145,10 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         if not shapes:
             continue  # the unit may know nothing of the buffer's dtype
-        main = MAIN_BYTES[unit.numbers[buffer.dtype]]
+        numbers = unit.numbers[buffer.dtype]
         for run in buffer.runs(rank):
             if run.id in shapes:
-                total += run.numel * main
+                total += main_bytes(numbers, run.numel)
                 whole = wholes.get(run.id)
                 for spec in kept_specs(unit.rule, shapes[run.id] if whole is None else whole.shape):
                     if spec.whole and whole is not None:
@@ -154,6 +156,12 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
                     else:
                         total += spec_bytes(spec, shapes[run.id], run.numel)
     return total
+
+
+def main_bytes(numbers: Numbers, numel: int) -> int:
+    """Bytes of the main values of `numel` elements of one parameter, beside the parameter itself."""
+    scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
+    return numel * _MAIN_BYTES[numbers] + 4 * scales
 
 
 class _Whole(NamedTuple):

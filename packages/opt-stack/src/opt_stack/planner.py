@@ -10,6 +10,7 @@ import torch
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.padding import SHARD_MULTIPLE
+from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
@@ -70,7 +71,7 @@ def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
         return Numbers.DIRECT
     if dtype == torch.bfloat16 and config.precision.remainder:
         return Numbers.REMAINDER
-    return Numbers.FP32_COPY
+    return Numbers.FP16_SCALED if config.precision.mains is torch.float16 else Numbers.FP32_COPY
 
 
 def _plan_buffers(
@@ -91,8 +92,10 @@ def _plan_buffers(
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
         found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
-    # A block of a block-quantised state has one scale, so that no cut may go through it.
+    # A block of block-quantised state or main values has one scale, so that no cut may go through it.
     multiple = lcm(SHARD_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block))
+    if config.precision.mains is torch.float16:
+        multiple = lcm(multiple, FP16.block)
     buffers = []
     for (dtype, is_expert, spread), params in found.items():
         size = sizes.expert if is_expert else sizes.dense

@@ -14,7 +14,9 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.step.coded_main import FP16
 from opt_kernels.rules.base import Rule
+from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.plan import BufferPlan, Spread
 
@@ -110,13 +112,20 @@ def _in_words(axes: Axes) -> str:
     return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{told})"
 
 
-def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]], rules: Mapping[str, Rule]) -> None:
-    """State that is kept in blocks, each with one scale, may not be cut inside of a block.
+def check_blocks(
+    chunks: Sequence[nn.Module],
+    groups: Sequence[Mapping[str, Any]],
+    rules: Mapping[str, Rule],
+    *,
+    mains: torch.dtype = torch.float32,
+) -> None:
+    """State and main values that are kept in blocks, each with one scale, may not be cut inside of a block.
 
     Args:
         chunks: the model.
         groups: its parameter groups: `optimizer` and `param_ids` are read.
         rules: by the groups' `optimizer`.
+        mains: the dtype of main values; torch.float16 is kept in blocks.
 
     Raises:
         ConfigError: a wrapper may cut so. Also where one rank holds everything: the same wrapper on more would.
@@ -127,7 +136,10 @@ def check_blocks(chunks: Sequence[nn.Module], groups: Sequence[Mapping[str, Any]
             continue
         flat = [buffer.plan.params for buffer in chunk.synced_buffers if not buffer.plan.key.is_whole]
         cut = {param.id for params in flat for param in params}
-        for spec in (spec for id, rule in rule_of.items() if id in cut for spec in rule.state_specs if spec.block):
+        specs = [spec for id, rule in rule_of.items() if id in cut for spec in rule.state_specs if spec.block]
+        if cut and mains is torch.float16:
+            specs.append(StateSpec(name="main_params_scale", block=FP16.block))
+        for spec in specs:
             if chunk.shard_multiple % spec.block:
                 raise ConfigError(
                     f"{spec.name} is kept for blocks of {spec.block} elements, but model chunk {index} was wrapped "

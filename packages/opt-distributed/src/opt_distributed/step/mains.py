@@ -15,6 +15,7 @@ class Numbers(Enum):
     DIRECT = auto()  # in the parameter itself
     FP32_COPY = auto()  # in an fp32 copy; the parameter receives it rounded
     REMAINDER = auto()  # in the bf16 parameter and the 16 bits that make it fp32 again
+    FP16_SCALED = auto()  # in fp16 codes with a scale for each block; see `coded_main`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Main:
     def out(self) -> Tensor | None:
         """What receives the rounded value; None where the rule writes the parameter itself."""
         return None if self.numbers is Numbers.DIRECT else self.target
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The memory that it takes beside the parameter."""
+        return tuple(tensor for tensor in (self.copy, self.remainder) if tensor is not None)
 
     def value(self) -> Tensor:
         """The main values, exact: the memory itself where it exists, a new fp32 tensor where they must be joined."""
@@ -77,3 +82,5 @@ def make_main(numbers: Numbers, target: Tensor) -> Main:
             if target.dtype != torch.bfloat16:
                 raise ValueError(f"a remainder completes bf16 parameters; this one is {target.dtype}")
             return Main(numbers, target, remainder=torch.zeros_like(target, dtype=torch.int16))
+        case Numbers.FP16_SCALED:
+            raise ValueError("scaled fp16 main values are made by coded_main.CodedMain.of")

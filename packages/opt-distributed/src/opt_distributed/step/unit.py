@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
@@ -21,6 +22,9 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, MatrixSpec, Works
 from opt_paramgroups import ParamId
 
+DECODED_NUMEL = 1 << 25
+"""Elements of coded mains that are decoded at a time, 128 MiB, and what is left of one piece."""
+
 
 @dataclass(slots=True, kw_only=True)
 class OwnedPiece:
@@ -31,7 +35,7 @@ class OwnedPiece:
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # where its gradient comes from
-    main: Main
+    main: Main | CodedMain
     state: dict[str, Tensor]
     norm_slot: int = 0  # which of the step's gradient norms it belongs to
     counted: bool = True  # False where another rank counts these elements in norms and zeros
@@ -127,11 +131,20 @@ class Unit:
         if begun is not None:
             begun.finish_(skip=skip)
         for scale, runs in self._runs_by_scale(ready, scale_of_slot):
-            if begun is None:
-                batches = self._batches(runs, ready, groups)
-                update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
-            for run in runs:
-                run.count.advance(proceeds)
+            for together in self._calls(runs):
+                if begun is None:
+                    batches = self._batches(together, ready, groups)
+                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+                for run in together:
+                    run.close_(skip=skip)
+                    run.count.advance(proceeds)
+
+    def _calls(self, runs: list["_Run"]) -> list[list["_Run"]]:
+        """The runs that one call of the rule moves. Coded mains are decoded for a call: few at a time, unless ranks
+        compute matrices together, which must not depend on what one of them decodes."""
+        if self.stages or not any(run.coded for run in runs):
+            return [runs]
+        return [[run] for run in runs]
 
     def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> list["_Scaled"]:
         """The runs by what their gradients are multiplied by."""
@@ -190,6 +203,7 @@ class _Key(NamedTuple):
     norm_slot: int
     group: int
     step: int | StepCount  # updates made so far, or the count itself where only the device knows them
+    call: int = 0  # of the coded mains, those that are decoded together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,6 +214,7 @@ class _Run:
     indices: Sequence[int]  # among the pieces that were ready
     pieces: Sequence[OwnedPiece]
     count: StepCount = field(init=False)  # its pieces' own, from now on
+    coded: Sequence[CodedMain] = ()  # the mains of its pieces, where these are decoded for an update
     columns: Works = field(init=False)  # all but the gradients
 
     def __post_init__(self) -> None:
@@ -207,6 +222,7 @@ class _Run:
         for piece in self.pieces:
             piece.count = self.count
         mains = [piece.main for piece in self.pieces]
+        self.coded = [main for main in mains if isinstance(main, CodedMain)]
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
@@ -217,16 +233,21 @@ class _Run:
         )
 
     def works(self, grads: Sequence[Tensor]) -> Works:
-        """What a rule has to do, with the gradients of all that is ready."""
+        """What a rule has to do, with the gradients of all that is ready. Decodes mains until `close_`."""
         of = self.columns
         return Works(
             [grads[index] for index in self.indices],
-            mains=of.mains,
+            mains=[main.open_() for main in self.coded] if self.coded else of.mains,
             states=of.states,
             outs=of.outs,
             remainders=of.remainders,
             matrices=of.matrices,
         )
+
+    def close_(self, *, skip: Tensor | None) -> None:
+        """Stores the mains that `works` decoded."""
+        for main in self.coded:
+            main.close_(skip=skip)
 
     @property
     def is_together(self) -> bool:
@@ -250,12 +271,15 @@ def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
 def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
     """The pieces by key, in their order: the same on every rank that has the same."""
     found: dict[_Key, list[int]] = {}
+    num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step), []).append(index)
+        num_decoded += piece.main.target.numel() if isinstance(piece.main, CodedMain) else 0
+        call = num_decoded // DECODED_NUMEL
+        found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
     yield from piece.state.values()
-    yield from (tensor for tensor in (piece.main.copy, piece.main.remainder) if tensor is not None)
+    yield from piece.main.kept()

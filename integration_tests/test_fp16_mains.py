@@ -1,0 +1,176 @@
+"""Main values in scaled fp16: any rule and layout, equal weights on any number of ranks, into other precisions."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity import Case, Numbers, Spread, Wrapping, roles_over, train
+from resuming import begin, state_of
+from resuming import train as train_tiny
+from torch import Tensor, nn
+
+from opt_checkpoint import load, save
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.step import unit as units
+from opt_distributed.step.coded_main import CodedMain
+from opt_stack import Optimizer, get_optimizer
+
+FP16_MAINS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
+
+
+def case(rule: str, spread: Spread, wrapping: Wrapping, size: int, *, clips: bool = False) -> Case:
+    return Case(size=size, spread=spread, numbers=Numbers.BF16, rule=rule, clips=clips, wrapping=wrapping)
+
+
+CASES = [
+    case("adam", Spread.REPLICATED, Wrapping.PLAIN, 2),
+    case("adam", Spread.FLAT, Wrapping.PLAIN, 4),
+    case("adam", Spread.FLAT, Wrapping.OVERLAP, 2, clips=True),
+    case("lion", Spread.FLAT, Wrapping.WRAPPED, 2),
+    case("sgd", Spread.FLAT, Wrapping.PLAIN, 3),
+    case("muon", Spread.WHOLE, Wrapping.PLAIN, 2),
+    case("muon", Spread.WHOLE, Wrapping.WRAPPED, 4),
+    case("soap", Spread.WHOLE, Wrapping.PLAIN, 2, clips=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_rule_and_layout_has_the_weights_of_one_process(case: Case) -> None:
+    (want,) = train(case.alone, **FP16_MAINS)
+    for got in train(case, **FP16_MAINS):
+        for name, weight in want.weights.items():
+            if case.is_exact:
+                assert torch.equal(got.weights[name], weight), name
+            else:  # one more rounding of a bf16 weight; and one of an fp16 main, 2**-11, before it
+                torch.testing.assert_close(got.weights[name], weight, rtol=2.0**-7 + 2.0**-10, atol=5e-4)
+
+
+def test_no_rank_cuts_through_elements_of_one_scale() -> None:
+    config = OptimizerConfig(bf16=True, use_distributed_optimizer=True, **FP16_MAINS)
+
+    def starts(comm: Comm) -> list[int]:
+        model = nn.Linear(64, 5, bias=False, dtype=torch.bfloat16)  # 320 elements: in equal halves, 192 and 128
+        nn.init.ones_(model.weight)
+        built = get_optimizer(config, [model], pg_collection=roles_over(comm))
+        return [piece.of_param.start for unit in built.stepper.units for piece in unit.pieces]
+
+    assert run_threads(2, starts) == [[0], [256]]
+
+
+def one_layer(*shape: int, **fields: object) -> tuple[nn.Parameter, Optimizer]:
+    model = nn.Module()
+    generator = torch.Generator().manual_seed(1)
+    model.weight = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad=0.0, bf16=True, **FP16_MAINS, **fields)
+    return model.weight, get_optimizer(config, [model], {})
+
+
+def test_mains_follow_steps_that_the_parameter_rounds_away() -> None:
+    weight, optimizer = one_layer(300)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    optimizer.reload_model_params()
+    for _ in range(8):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    (main,) = optimizer.get_parameters()
+    # Adam moves by lr; each step is rounded to a multiple of 2**-11 below 1. bf16 would stay at 1: lr < 2**-9.
+    torch.testing.assert_close(main, torch.full_like(main, 1 - 8 * 1e-3), rtol=0, atol=8 * 2.0**-12)
+    assert torch.equal(weight.detach(), main.bfloat16())
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    largest, opened = 0, 0
+    open_, close_ = CodedMain.open_, CodedMain.close_
+
+    def opening(main: CodedMain) -> Tensor:
+        nonlocal opened, largest
+        opened += main.target.numel()
+        largest = max(largest, opened)
+        return open_(main)
+
+    def closing(main: CodedMain, *, skip: Tensor | None = None) -> None:
+        nonlocal opened
+        opened -= main.target.numel()
+        close_(main, skip=skip)
+
+    monkeypatch.setattr(units, "DECODED_NUMEL", 500)
+    monkeypatch.setattr(CodedMain, "open_", opening)
+    monkeypatch.setattr(CodedMain, "close_", closing)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(8)])
+    config = OptimizerConfig(optimizer=optimizer, lr=1e-3, bf16=True, **FP16_MAINS)
+    built = get_optimizer(config, [model], {})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    built.step()
+    assert opened == 0
+    assert largest <= 500 + 256
+
+
+def test_an_overflow_changes_no_byte() -> None:
+    weight, optimizer = one_layer(300)
+    (held,) = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    before = [tensor.clone() for tensor in (weight.detach(), *held.main.kept())]
+    weight.grad = torch.full_like(weight, torch.inf)
+    assert not optimizer.step().success
+    assert all(map(torch.equal, before, (weight.detach(), *held.main.kept())))
+
+
+def test_a_skip_that_only_the_device_knows_changes_no_byte() -> None:
+    main = CodedMain.of(torch.randn(300).bfloat16())
+    before = [tensor.clone() for tensor in (main.target, *main.kept())]
+    for skips in (True, False):
+        main.open_().mul_(2.0)
+        main.close_(skip=torch.tensor(skips))
+        assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips
+
+
+def test_the_plan_counts_the_bytes_that_are_kept() -> None:
+    _, optimizer = one_layer(3, 100)
+    kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)
+    assert optimizer.plan.state_bytes() == kept == 300 * (2 + 8) + 3 * 4
+    assert "scaled fp16 mains" in str(optimizer.plan)
+
+
+OTHERS = {
+    "fp32 copies": ({"bf16": True}, torch.bfloat16),
+    "remainders": ({"bf16": True, "use_precision_aware_optimizer": True}, torch.bfloat16),
+    "fp32": ({}, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_goes_to_other_precisions_and_back(name: str, tmp_path: Path) -> None:
+    model, optimizer = begin({"bf16": True, **FP16_MAINS}, torch.bfloat16)
+    train_tiny(model, optimizer, range(3))
+    mains = optimizer.get_parameters()
+    save(state_of(model, optimizer), tmp_path / "there")
+    fields, dtype = OTHERS[name]
+    other, wide = begin(fields, dtype)
+    wide.load_state_dict(load(state_of(other, wide), tmp_path / "there", dtype="cast").state["optimizer"])
+    for got, want in zip(wide.get_parameters(), mains, strict=True):
+        assert torch.equal(got, want)
+    save(state_of(other, wide), tmp_path / "back")
+    again, narrow = begin({"bf16": True, **FP16_MAINS}, torch.bfloat16)
+    narrow.load_state_dict(load(state_of(again, narrow), tmp_path / "back", dtype="cast").state["optimizer"])
+    for got, want in zip(narrow.get_parameters(), mains, strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_wrapper_that_cuts_through_blocks_is_refused() -> None:
+    wrapping = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(wrapping, nn.Linear(3, 2, dtype=torch.bfloat16))
+    config = OptimizerConfig(bf16=True, use_distributed_optimizer=True, **FP16_MAINS)
+    with pytest.raises(ConfigError, match=r"main_params_scale is kept for blocks of 128 elements.*shard_multiple=128"):
+        get_optimizer(config, [model])
+
+
+def test_fp16_mains_of_fp32_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"main_params_dtype=torch.float16: is for mains beside 16-bit parameters"):
+        OptimizerConfig(**FP16_MAINS)

@@ -1,0 +1,84 @@
+"""Main values in scaled fp16: half the memory of an fp32 copy, decoded for the time of an update.
+
+The codes are fp16 with an fp32 scale, a power of two, for each 128 elements. (Megatron-Core keeps one scale for each
+tensor, max |x| / 32752, so that its values depend on how the tensor is cut over ranks.) The parameter is the rounded
+value of the codes, not of what the rule computed: so a run that loads a checkpoint goes on with the same parameter.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from opt_distributed.step.codes import encode_again_, values_of
+from opt_distributed.step.mains import Numbers
+from opt_kernels.codecs import codec_for
+
+FP16 = codec_for("main_params", torch.float16, signed=True)
+
+
+@dataclass(slots=True)
+class CodedMain:
+    """Main values of one piece of a parameter, in the interface of `Main`.
+
+    A rule moves fp32 values, in `main`, which exist between `open_` and `close_`.
+    """
+
+    numbers: ClassVar[Numbers] = Numbers.FP16_SCALED
+    copy: ClassVar[None] = None
+    remainder: ClassVar[None] = None
+    out: ClassVar[None] = None  # `close_` writes the parameter
+
+    target: Tensor
+    codes: Tensor  # (target.numel(),) fp16
+    scales: Tensor  # (ceil(target.numel() / 128),) fp32
+    main: Tensor | None = None  # fp32, the target's shape
+
+    @classmethod
+    def of(cls, target: Tensor) -> "CodedMain":
+        """The main values of `target`, starting from what it holds."""
+        numel, device = target.numel(), target.device
+        codes = torch.zeros(numel, dtype=FP16.dtype, device=device)
+        made = cls(target, codes, torch.zeros(-(-numel // FP16.block), dtype=torch.float32, device=device))
+        made.reload_()
+        return made
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The memory that it takes beside the parameter."""
+        return self.codes, self.scales
+
+    def value(self) -> Tensor:
+        """The main values: a new fp32 tensor, in the target's shape."""
+        return values_of(FP16, self.codes, self.scales).view(self.target.shape)
+
+    def open_(self) -> Tensor:
+        """Returns the values that a rule is to move, until `close_`."""
+        self.main = self.value()
+        return self.main
+
+    @torch.no_grad()
+    def close_(self, *, skip: Tensor | None = None) -> None:
+        """Stores what a rule has moved, and writes the parameter; neither where `skip`, 0-d on the device, is set."""
+        assert self.main is not None
+        moved, self.main = self.main.reshape(-1), None
+        if skip is None:
+            FP16.encode_(self.codes, self.scales, moved)
+            self.target.copy_(self.value())
+            return
+        kept = self.codes.clone(), self.scales.clone(), self.target.clone()
+        FP16.encode_(self.codes, self.scales, moved)
+        self.target.copy_(self.value())
+        for memory, before in zip((self.codes, self.scales, self.target), kept, strict=True):
+            memory.copy_(torch.where(skip, before, memory))
+
+    @torch.no_grad()
+    def set_(self, value: Tensor) -> None:
+        """Writes the main values, and the parameter with them."""
+        encode_again_(FP16, self.codes, self.scales, value.reshape(-1).float())
+        self.target.copy_(self.value())
+
+    @torch.no_grad()
+    def reload_(self) -> None:
+        """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
+        encode_again_(FP16, self.codes, self.scales, self.target.detach().reshape(-1).float())
