@@ -1,5 +1,6 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
+from opt_checkpoint.convert.megatron_buckets import BucketSlot
 from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
 from opt_checkpoint.convert.safetensors_export import save_safetensors
@@ -78,6 +79,7 @@ __all__ = [
     "SAME_NAMES",
     "AsyncSaver",
     "BlockScales",
+    "BucketSlot",
     "CheckpointCorruptError",
     "CheckpointExistsError",
     "CheckpointFailedError",

@@ -15,7 +15,7 @@ from opt_config.choices import (
     WholeParams,
 )
 from opt_config.data_parallel_config import DistributedDataParallelConfig
-from opt_config.errors import ConfigError, Problem, did_you_mean
+from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
 from opt_config.fields import DATA_PARALLEL_FIELDS, OPTIMIZER_FIELDS, FieldUse
 from opt_config.files import Configuration
 from opt_config.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
@@ -49,6 +49,7 @@ __all__ = [
     "Replicated",
     "SGDOptimizerConfig",
     "Sharding",
+    "UnknownFieldError",
     "WholeParams",
     "did_you_mean",
     "has_attribute",

@@ -1,5 +1,26 @@
-"""Optimizer rules and the fused sweeps that run them, on GPU and CPU."""
+"""Optimizer rules and the fused sweeps that run them, on GPU and CPU.
+
+`public` lists the names that can be imported from here; it is imported at the first use of one of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from opt_kernels.backends.cpp import fork as fork  # imported before anything forks
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from opt_kernels.public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """Find a public name at its first use. Raises AttributeError for any other."""
+        if not name.startswith("_"):
+            public = import_module(f"{__name__}.public")
+            if name in public.__all__:
+                return getattr(public, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module(f"{__name__}.public").__all__})

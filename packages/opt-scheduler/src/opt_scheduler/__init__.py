@@ -1,5 +1,7 @@
 """Learning-rate and weight-decay schedules as pure functions of the step."""
 
+from typing import TYPE_CHECKING
+
 from .compose import clip, cooldown, cut, join, repeat, scale, shift, stretch, warmup
 from .curves import (
     constant,
@@ -65,3 +67,15 @@ __all__ = [
     "warmup",
     "wsd",
 ]
+
+if TYPE_CHECKING:
+    from .lr_scheduler import as_lr_scheduler as as_lr_scheduler
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import `as_lr_scheduler` at its first use: it needs torch. Raises AttributeError for other names."""
+        if name == "as_lr_scheduler":
+            from .lr_scheduler import as_lr_scheduler
+
+            return as_lr_scheduler
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

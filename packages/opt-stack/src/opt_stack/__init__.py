@@ -1,8 +1,26 @@
 """The optimizer stack for large models: get_optimizer and its plan."""
 
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups
-from opt_distributed.step.stepper import StepResult
+from opt_config import (
+    ConfigError,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    ParamKey,
+    load_config,
+)
+from opt_distributed import (
+    DistributedDataParallel,
+    GradientError,
+    ProcessGroupCollection,
+    ProcessGroupError,
+    ProcessGroups,
+    ReplicaError,
+    StepResult,
+    finalize_model_grads,
+    matrices_whole,
+    run_threads,
+    share_launch_order,
+)
+from opt_scheduler import OptimizerParamScheduler
 from opt_stack.built_in import RuleEntry
 from opt_stack.factory import (
     describe_optimizer,
@@ -21,20 +39,33 @@ describe = describe_optimizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConfigError",
     "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GradientError",
     "MegatronOptimizer",
     "Optimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "ParamKey",
     "Plan",
     "ProcessGroupCollection",
+    "ProcessGroupError",
     "ProcessGroups",
     "Registry",
+    "ReplicaError",
     "RuleEntry",
     "StepResult",
     "describe",
     "describe_optimizer",
+    "finalize_model_grads",
     "get_megatron_optimizer",
     "get_optimizer",
     "get_optimizer_based_on_param_groups",
     "list_optimizers",
+    "load_config",
+    "matrices_whole",
+    "run_threads",
+    "share_launch_order",
     "torch_rule",
 ]

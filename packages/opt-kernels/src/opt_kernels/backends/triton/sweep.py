@@ -154,7 +154,7 @@ def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[S
     """
     found = cut_sweeps(_pieces(batches), codecs)
     if found is None:
-        raise LayoutError("a work has tensors that are not contiguous; give its tensors as `in_order` returns them")
+        raise LayoutError("a work has tensors that are not contiguous; pass contiguous tensors")
     return found
 
 

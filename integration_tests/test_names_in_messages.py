@@ -1,0 +1,130 @@
+"""What a message or a README names can be typed: it exists, and it is importable from the top of a package."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as checkpoint_state_dict
+from torch.distributed import fsdp, tensor
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+PACKAGES = sorted(path.name for path in ROOT.glob("packages/*/src/opt_*"))
+# `name(`, dotted.names, CamelCase and snake_case; plain words are prose.
+NAME = re.compile(r"[A-Za-z_][\w.]*\w(?=\()|[A-Za-z_]\w*(?:\.[A-Za-z_]\w+)+|\b[A-Z][a-z]+[A-Z]\w*|\b[a-z]+_\w+")
+# Where torch's own names are looked up.
+TORCH = (
+    torch,
+    *(torch.nn, torch.nn.Module, torch.Tensor, torch.optim.lr_scheduler),
+    *(torch.distributed, fsdp, checkpoint_state_dict, tensor, tensor.DTensor, tensor.parallel),
+)
+# Plurals, and names that belong to other projects' files, optimizers and trainers.
+ELSEWHERE = """
+    NaN ParamKeys ShardedObjects ShardedTensors adjust_lr_fn base_model_chunks data_offsets dp_reshardable
+    dp_group_idx_0.gbuf_idx_0.dtype_ flatten_optimizer_state_dict fully_reshardable metadata.json my_project.model
+    ns_coefficients parallel_state prepare shard_OFFSET_SHAPE
+"""
+
+
+def messages(tree: ast.AST) -> Iterator[str]:
+    """The texts of errors, problems and warnings."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called)) if called in ("warning", "warn"):
+                pass
+            case ast.Call(func=ast.Name(id=called)) if called.endswith(("Error", "Exception", "Problem")):
+                pass
+            case _:
+                continue
+        yield from (part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and type(part.value) is str)
+
+
+@cache
+def defined() -> dict[str, set[str]]:
+    """`top`: public functions and classes of modules. `inside`: methods, parameters, attributes, keywords and keys."""
+    top: set[str] = set()
+    inside: set[str] = set()
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        top |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.arg(arg=name) | ast.keyword(arg=str(name)) | ast.Attribute(attr=name):
+                    inside.add(name)
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    inside.add(name)
+                case ast.Constant(value=str(name)) if name.isidentifier():
+                    inside.add(name)
+                case ast.FunctionDef(name=name) if node not in tree.body:
+                    inside.add(name)
+    return {"top": {name for name in top if not name.startswith("_")}, "inside": inside}
+
+
+def resolves(dotted: str) -> bool:
+    """Whether an absolute dotted name can be imported, whatever part of it is a module."""
+    first, *rest = dotted.split(".")
+    try:
+        here: object = importlib.import_module(first)
+        for depth, part in enumerate(rest, start=2):
+            if not hasattr(here, part):
+                importlib.import_module(".".join(dotted.split(".")[:depth]))
+            here = getattr(here, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def problem(name: str) -> str:
+    """Why `name` cannot be typed; empty where it can."""
+    first, last = name.split(".")[0], name.split(".")[-1]
+    if first == "torch" or first in PACKAGES:
+        return "" if resolves(name) else "cannot be imported"
+    if name in ELSEWHERE.split() or any(hasattr(owner, last) for owner in TORCH):
+        return ""
+    if last in defined()["top"] - defined()["inside"] and first == last:
+        modules = [importlib.import_module(package) for package in PACKAGES]
+        return "" if any(hasattr(module, last) for module in modules) else "is not at the top of any package"
+    known = last in defined()["inside"] or resolves(name)
+    return "" if known else "is not a name of the source"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_in_a_message_can_be_typed(package: str) -> None:
+    named = {
+        (name, path.name)
+        for path in SOURCES
+        if package in path.parts
+        for text in messages(ast.parse(path.read_text()))
+        for name in NAME.findall(text)
+    }
+    assert named
+    assert {named_in: why for named_in in sorted(named) if (why := problem(named_in[0]))} == {}
+
+
+@pytest.mark.parametrize("name", ["no_such_function", "opt_stack.NoSuchName", "torch.optim.NoSuch", "NoSuchClass"])
+def test_a_name_that_does_not_exist_is_noticed(name: str) -> None:
+    assert problem(name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_exists(package: str) -> None:
+    module = importlib.import_module(package)
+    names = getattr(module, "__all__", None) or importlib.import_module(f"{package}.public").__all__
+    assert sorted(set(names)) == sorted(names)
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", ["opt_distributed", "opt_kernels"])
+def test_the_package_alone_is_imported_without_what_its_names_need(package: str) -> None:
+    code = (
+        f"import sys, {package}; print([m for m in sys.modules if m == '{package}.public' or m == 'torch.distributed'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

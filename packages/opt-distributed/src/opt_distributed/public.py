@@ -1,0 +1,65 @@
+"""The public names of this package, gathered from the modules that define them.
+
+`opt_distributed.NAME` imports this module at the first use of a name: `import opt_distributed` alone stays quick.
+"""
+
+from opt_distributed.buffers.binding import GradientError, UnusableGradientError
+from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
+from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.buffers.replicas import ReplicaError
+from opt_distributed.buffers.storage import ParamAndGradBuffer, StorageError
+from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.comm.collectives import Alone, Comm, TorchComm
+from opt_distributed.comm.errors import ProcessGroupError
+from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.finalize import finalize_model_grads
+from opt_distributed.layout import (
+    ComputeLayout,
+    Layout,
+    LayoutError,
+    ParamShape,
+    compute_layout,
+    flat_layout,
+    replicated_layout,
+    whole_layout,
+)
+from opt_distributed.step.dtensor import PlacementError
+from opt_distributed.step.group_check import HyperError
+from opt_distributed.step.result import StepResult
+from opt_distributed.step.state import StateError
+from opt_distributed.step.stepper import Stepper
+
+__all__ = [
+    "Alone",
+    "CollectiveError",
+    "Comm",
+    "ComputeLayout",
+    "DistributedDataParallel",
+    "GradientError",
+    "HyperError",
+    "Layout",
+    "LayoutError",
+    "ParamAndGradBuffer",
+    "ParamShape",
+    "PlacementError",
+    "ProcessGroupCollection",
+    "ProcessGroupError",
+    "ProcessGroups",
+    "ReplicaError",
+    "StateError",
+    "StepResult",
+    "Stepper",
+    "StorageError",
+    "TorchComm",
+    "UnusableGradientError",
+    "compute_layout",
+    "finalize_model_grads",
+    "flat_layout",
+    "matrices_whole",
+    "nothing_whole",
+    "replicated_layout",
+    "run_threads",
+    "share_launch_order",
+    "whole_layout",
+]

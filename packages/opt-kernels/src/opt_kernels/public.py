@@ -1,0 +1,61 @@
+"""The public names of this package, gathered from the modules that define them.
+
+`opt_kernels.NAME` imports this module at the first use of a name: `import opt_kernels` alone stays quick.
+"""
+
+from opt_kernels.backends.dispatch import BackendError
+from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.codecs.codec import CodecError
+from opt_kernels.formulas import Choice, Formula, FormulaError, Number, NumberError, State
+from opt_kernels.hooks import (
+    CautiousDecay,
+    CautiousUpdate,
+    CentralizeGradient,
+    ClipUpdateRms,
+    CoupledDecay,
+    HookError,
+    Hyperball,
+    LrDecoupledDecay,
+    RelativeUpdate,
+    hooked,
+)
+from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels.optim import *  # noqa: F403
+from opt_kernels.optim import __all__ as optimizers
+from opt_kernels.rules.base import MatrixRule, Needs, Rule
+from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, TensorParallel, Work, Works
+
+__all__ = [
+    "BackendError",
+    "Batch",
+    "CautiousDecay",
+    "CautiousUpdate",
+    "CentralizeGradient",
+    "Choice",
+    "ClipUpdateRms",
+    "CodecError",
+    "CoupledDecay",
+    "Formula",
+    "FormulaError",
+    "HookError",
+    "Hyper",
+    "Hyperball",
+    "LrDecoupledDecay",
+    "MatrixError",
+    "MatrixRule",
+    "MatrixSpec",
+    "Needs",
+    "Number",
+    "NumberError",
+    "RelativeUpdate",
+    "Rule",
+    "State",
+    "StateKind",
+    "StateSpec",
+    "TensorParallel",
+    "Work",
+    "Works",
+    "grad_stats",
+    "hooked",
+]
+__all__ += optimizers
