@@ -20,6 +20,12 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "sharded, instances": (wrapped(Config(**SHARDED, num_distributed_optimizer_instances=2)), 2),
     "sharded, sums in fp32": (wrapped(Config(**SHARDED, reduce_scatter_with_fp32_accumulation=True)), 1),
     "sharded, checked for NaN": (wrapped(Config(**SHARDED, check_for_nan_in_grad=True)), 1),
+    "sharded, checked for large gradients": (wrapped(Config(**SHARDED, check_for_large_grads=True)), 1),
+    "instances, checked for large gradients": (
+        wrapped(Config(**SHARDED, check_for_large_grads=True, num_distributed_optimizer_instances=2)),
+        2,
+    ),
+    "sharded, aligned": (wrapped(Config(**SHARDED, align_param_gather=True)), 1),
     "not wrapped": (in_the_step, 1),
     "not wrapped, instances": (in_the_step, 2),
 }

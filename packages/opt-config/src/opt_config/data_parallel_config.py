@@ -29,7 +29,7 @@ class DistributedDataParallelConfig(Configuration):
     overlap_param_gather: bool = False
     """Gather each bucket's parameters in the forward, before use."""
     align_param_gather: bool = False
-    """Let the pipeline schedule dispatch the gathers."""
+    """Let a pipeline's schedule start the gathers, by `start_param_sync`; the first read of a parameter does, too."""
     use_distributed_optimizer: bool = False
     """Shard: reduce-scatter gradients, gather parameters. False: all-reduce gradients."""
     num_distributed_optimizer_instances: int = 1
@@ -37,7 +37,8 @@ class DistributedDataParallelConfig(Configuration):
     check_for_nan_in_grad: bool = False
     """Check each bucket for NaN and infinity before its reduction."""
     check_for_large_grads: bool = False
-    """Check each bucket for unexpectedly large gradients before its reduction."""
+    """Refuse a step where a bucket's norm, before its reduction, is above ten times the largest norm of the first
+    hundred iterations."""
     bucket_size: int | None = None
     """Elements after which a bucket closes; None: max(40 000 000, 1 000 000 x ranks)."""
     num_buckets: int | None = None
@@ -47,7 +48,8 @@ class DistributedDataParallelConfig(Configuration):
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send gradients in their own dtype, sum them in fp32."""
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    """Patterns of the parameters whose gradients accumulate in fp32 before they are sent; "all" means all."""
+    """Shell patterns of the parameters whose gradients add up in fp32 on each rank, over microbatches, and are rounded
+    once before they are sent; "all" means all."""
     average_in_collective: bool = False
     """Let the collective average; False: scale before, then sum."""
     fp8_param_gather: bool = False

@@ -138,31 +138,39 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
 )
 
 _WRAPPER = "opt_distributed.buffers.data_parallel"
+_BUFFERS = "opt_distributed.buffers.chunk_buffers"
 _GROUPING = "opt_distributed.buffers.grouping"
-_FAULT_TESTS = "packages/opt-distributed/tests/test_data_parallel_faults.py"
+_WRAPPER_TESTS = "packages/opt-distributed/tests"
+_FAULT_TESTS = f"{_WRAPPER_TESTS}/test_data_parallel_faults.py"
 
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
         "grad_reduce_in_fp32": _effect(_GROUPING, "test_a_wrapper_reduces_in_the_dtype_asked_for"),
         "overlap_grad_reduce": _effect(_WRAPPER, "test_gradients_are_reduced_in_the_step_or_in_backward"),
         "overlap_param_gather": _effect(_WRAPPER, "test_parameters_are_gathered_in_the_step_or_before_use"),
-        "align_param_gather": _not_built(_WRAPPER),
+        "align_param_gather": FieldUse(
+            _WRAPPER, f"{_WRAPPER_TESTS}/test_gather_order.py::test_a_schedule_starts_the_gathers_that_are_aligned"
+        ),
         "use_distributed_optimizer": _effect(_WRAPPER, "test_a_wrapper_reduces_everywhere_or_to_shards"),
         "num_distributed_optimizer_instances": FieldUse(
             "opt_distributed.buffers.agreement", f"{_FAULT_TESTS}::test_what_cannot_be_meant_is_refused"
         ),
         "check_for_nan_in_grad": FieldUse(
-            _WRAPPER, f"{_FAULT_TESTS}::test_a_check_for_nan_names_the_parameter_and_stops_every_rank"
+            _BUFFERS, f"{_FAULT_TESTS}::test_a_check_for_nan_names_the_parameter_and_stops_every_rank"
         ),
-        "check_for_large_grads": _not_built(_WRAPPER),
+        "check_for_large_grads": FieldUse(
+            _BUFFERS, f"{_WRAPPER_TESTS}/test_large_grads.py::test_a_gradient_ten_times_the_first_hundred_is_refused"
+        ),
         "bucket_size": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
         "num_buckets": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
         "pad_buckets_for_high_nccl_busbw": _effect(
             _GROUPING, "test_buckets_are_padded_to_the_size_at_which_links_are_fastest"
         ),
-        "reduce_scatter_with_fp32_accumulation": _effect(_WRAPPER, "test_sums_in_fp32_travel_as_parts"),
-        "param_name_patterns_for_fp32_local_accumulation": _not_built(_WRAPPER),
-        "average_in_collective": _effect(_WRAPPER, "test_a_mean_may_be_taken_after_the_sum"),
+        "reduce_scatter_with_fp32_accumulation": _effect(_BUFFERS, "test_sums_in_fp32_travel_as_parts"),
+        "param_name_patterns_for_fp32_local_accumulation": FieldUse(
+            _BUFFERS, f"{_WRAPPER_TESTS}/test_local_sums.py::test_microbatches_of_the_parameters_named_add_up_in_fp32"
+        ),
+        "average_in_collective": _effect(_BUFFERS, "test_a_mean_may_be_taken_after_the_sum"),
         "fp8_param_gather": _not_built(_WRAPPER),
         "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_WRAPPER),
     }

@@ -39,6 +39,7 @@ from opt_stack.records import write_group_map, write_plan
 from opt_stack.registry import Registry
 from opt_stack.torch_ddp import averaged_by_torch
 from opt_stack.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
+from opt_stack.wrapper_fields import check_patterns
 
 logger = logging.getLogger("opt_stack")
 
@@ -218,6 +219,7 @@ def _build(
         expert_tp=roles.expert.tp.size,
     )
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
+    check_patterns(chunks, roles.everyone)
     plan = agreed(
         roles.everyone,
         lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),

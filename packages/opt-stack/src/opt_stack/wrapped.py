@@ -19,6 +19,7 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.plan import BufferPlan, Spread
+from opt_stack.wrapper_fields import check_against
 
 
 class WrappedBuffer(NamedTuple):
@@ -63,6 +64,7 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                 f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}"
             )
         _check_grads(config, index, chunk)
+        check_against(config, index, chunk)
         for name, ours, theirs in (
             ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
             ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),

@@ -3,16 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import GradientError, UnusableGradientError, adopt_main_grad_, is_rebound
+from opt_distributed.buffers.binding import (
+    GradientError,
+    UnusableGradientError,
+    adopt_main_grad_,
+    bind_main_grad,
+    is_rebound,
+)
+from opt_distributed.buffers.large_grads import LargestNorm
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
+
+_NO_SUMS: Mapping[ParamId, Tensor] = MappingProxyType({})
 
 
 class BucketState(Enum):
@@ -35,21 +45,37 @@ class Travel:
     scale_before: float = 1.0  # of what is sent
     scale_after: float = 1.0  # of the sum
     check_for_nan: bool = False
+    check_for_large: bool = False
 
 
 class GradBucket:
-    """One bucket of a buffer, and which of its parameters have had their gradients."""
+    """One bucket of a buffer, and which of its parameters have had their gradients.
 
-    def __init__(self, memory: ParamAndGradBuffer, index: int, travel: Travel):
+    `main_grad` is bound to `accumulators` while gradients accumulate, to `views` of the buffer from `launch` on. These
+    are the same tensors, except for the parameters of `sums`, which accumulate in fp32 elsewhere.
+    """
+
+    def __init__(
+        self, memory: ParamAndGradBuffer, index: int, travel: Travel, *, sums: Mapping[ParamId, Tensor] = _NO_SUMS
+    ):
         self.memory, self.index, self.travel = memory, index, travel
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
-        self.views = {id: memory.grad_view(id) for id in self.ids}  # what `main_grad` is bound to
+        self.views = {id: memory.grad_view(id) for id in self.ids}
+        self.sums = {id: sums[id] for id in self.ids if id in sums}
+        self.accumulators = {**self.views, **self.sums}
         self.state = BucketState.ACCUMULATING
         self.arrivals: dict[ParamId, int] = {}  # backward passes that brought a gradient, in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
+        self.norm: Tensor | None = None  # (1,) see `LargestNorm`, if large gradients are refused
+        self._largest_norm: LargestNorm | None = None
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        return f"bucket {self.index} of {self.travel.name}"
 
     @property
     def is_complete(self) -> bool:
@@ -87,13 +113,14 @@ class GradBucket:
             )
 
     def adopt(self) -> None:
-        """Takes over tensors that the caller bound to ``param.main_grad`` in place of the buffer's views.
+        """Takes over tensors that the caller bound to ``param.main_grad`` in place of what it is bound to here.
 
         Raises:
             GradientError: such a tensor is no gradient of its parameter.
         """
         self.check_here()
-        for id, view in self.views.items():
+        bound = self.accumulators if self.state is BucketState.ACCUMULATING else self.views
+        for id, view in bound.items():
             adopt_main_grad_(self.memory.params[id], view, str(id))
 
     @torch.no_grad()
@@ -107,19 +134,24 @@ class GradBucket:
             CollectiveError: it could not be started.
         """
         self._adopt_or_note()
+        self._round_sums_()
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
         if self.travel.check_for_nan:
             self.problem = self.problem or self._find_nonfinite(full)
+        if self.travel.check_for_large:
+            self._largest_norm = LargestNorm(full, self.travel.axes, f"norm of {self.name}", device=self.memory.queues)
         if self.travel.scale_before != 1.0:
             full.mul_(self.travel.scale_before)
-        what = f"gradient reduction {iteration} of bucket {self.index} of {self.travel.name}"
+        what = f"gradient reduction {iteration} of {self.name}"
         wire = self.travel.wire
         stages = wire.stages(full, self.result)
         self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
     def advance(self) -> None:
         """Lets a reduction of several stages go on to the next, if such a one is under way."""
+        if self._largest_norm is not None:
+            self._largest_norm.advance()
         if self._flight is not None and self.travel.wire.is_staged:
             self._flight.advance()
 
@@ -144,7 +176,7 @@ class GradBucket:
         """A new iteration."""
         self._land()
         self.state = BucketState.ACCUMULATING
-        self.problem = None
+        self.problem = self.norm = None
         self.arrivals = {}
         self._missing = len(self.ids)
 
@@ -157,8 +189,11 @@ class GradBucket:
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError("gradients cannot be scaled while they are on the wire; call finish_grad_sync() first")
         self.adopt()
-        whole = self.memory.grad_bucket(self.index)
-        (self.result if self.state is BucketState.REDUCED else whole).mul_(factor)
+        if self.state is BucketState.REDUCED:
+            self.result.mul_(factor)
+            return
+        for tensor in (self.memory.grad_bucket(self.index), *self.sums.values()):
+            tensor.mul_(factor)
 
     def send_away(self) -> None:
         """The memory is about to be given away, until `begin`."""
@@ -175,6 +210,9 @@ class GradBucket:
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
+        largest_norm, self._largest_norm = self._largest_norm, None
+        if largest_norm is not None:
+            self.norm = largest_norm.finish()
         if flight is not None:
             flight.finish()
 
@@ -183,6 +221,11 @@ class GradBucket:
             self.adopt()
         except GradientError as error:
             self.problem = self.problem or UnusableGradientError(str(error))
+
+    def _round_sums_(self) -> None:
+        for id, total in self.sums.items():
+            self.views[id].copy_(total)
+            bind_main_grad(self.memory.params[id], self.views[id])
 
     def _find_rebound(self) -> UnusableGradientError | None:
         rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
@@ -204,6 +247,4 @@ class GradBucket:
         bad = [str(id) for id, view in self.views.items() if not bool(view.isfinite().all())]
         if bad:
             return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
-        return UnusableGradientError(
-            f"gradients in bucket {self.index} of {self.travel.name} are not finite on another rank"
-        )
+        return UnusableGradientError(f"gradients in {self.name} are not finite on another rank")

@@ -11,6 +11,7 @@ from opt_distributed.buffers.agreement import Facts, agree_on, check_config
 from opt_distributed.buffers.binding import check_unbound
 from opt_distributed.buffers.bucket import Travel
 from opt_distributed.buffers.grouping import BufferPlan, IsWhole, NumShards, plan_buffers
+from opt_distributed.buffers.local_sums import LocalSums, local_sums
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, Roles
@@ -23,6 +24,7 @@ class ChunkBuffer(NamedTuple):
     plan: BufferPlan
     memory: ParamAndGradBuffer
     travel: Travel
+    sums: LocalSums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +83,18 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
 
 def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
     params = {shape.id: spec.params[shape.id] for shape in plan.params}
+    device = next(iter(params.values())).device
     memory = ParamAndGradBuffer(
         plan.layout,
         params,
         param_dtype=plan.key.param_dtype,
         grad_dtype=plan.key.grad_dtype,
-        device=next(iter(params.values())).device,
+        device=device,
         sharded=spec.config.use_distributed_optimizer,
     )
-    return ChunkBuffer(plan, memory, _travel(spec, plan))
+    patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
+    sums = local_sums(plan.params, patterns, grad_dtype=plan.key.grad_dtype, device=device)
+    return ChunkBuffer(plan, memory, _travel(spec, plan), sums)
 
 
 def _travel(spec: ChunkSpec, plan: BufferPlan) -> Travel:
@@ -104,6 +109,7 @@ def _travel(spec: ChunkSpec, plan: BufferPlan) -> Travel:
         scale_before=1.0 if config.average_in_collective else mean,
         scale_after=mean if config.average_in_collective else 1.0,
         check_for_nan=config.check_for_nan_in_grad,
+        check_for_large=config.check_for_large_grads,
     )
 
 

@@ -14,6 +14,7 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import adopt_main_grad_, begin_accumulation, bind_main_grad, take_grad_
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, make_buffers
+from opt_distributed.buffers.gather_order import share_gather_order
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import IsWhole, nothing_whole
 from opt_distributed.buffers.launch_order import share_order
@@ -31,6 +32,8 @@ from opt_paramgroups.names import parameters_by_id
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
     """Lets the reductions of several chunks overlap with their backward passes although they share process groups.
 
+    With `align_param_gather` it gives their gathers one order, too.
+
     The chunks' iterations must begin and end together: all backward passes run before the first `finish_grad_sync`.
     `get_optimizer` calls this for its chunks.
 
@@ -39,6 +42,7 @@ def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
     """
     if chunks:
         share_order([chunk.grad_sync for chunk in chunks])
+        share_gather_order([chunk.param_sync for chunk in chunks])
 
 
 class DistributedDataParallel(nn.Module):
@@ -114,20 +118,23 @@ class DistributedDataParallel(nn.Module):
             broadcast_replicas_(self._params, self.metas, self.roles)
         buckets = [(buffer, index) for buffer in buffers for index in range(len(buffer.plan.layout.buckets))]
         overlaps = config.overlap_grad_reduce or config.overlap_param_gather
-        self.grad_sync = GradSync(
-            [GradBucket(buffer.memory, index, buffer.travel) for buffer, index in buckets],
-            reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
-            learns=overlaps,
-            number=chunk,
-        )
-        self._param_sync = ParamSync(
+        self.param_sync = ParamSync(
             [
                 ParamBucket(buffer.memory, index, buffer.travel.axes.dp)
                 for buffer, index in buckets
                 if config.use_distributed_optimizer
             ],
-            gathers=Gathers.BEFORE_USE if config.overlap_param_gather else Gathers.IN_STEP,
+            gathers=Gathers.IN_STEP,
+            number=chunk,
         )
+        self.grad_sync = GradSync(
+            [GradBucket(buffer.memory, index, buffer.travel, sums=buffer.sums.views) for buffer, index in buckets],
+            reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
+            learns=overlaps,
+            number=chunk,
+            before_launch=self._start_gathers,
+        )
+        self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
         self.synced_buffers = tuple(
             SyncedBuffer(buffer.plan, buffer.memory, buffer.travel.axes, self, memories) for buffer in buffers
@@ -153,7 +160,8 @@ class DistributedDataParallel(nn.Module):
 
     def start_grad_sync(self) -> None:
         """Starts the reduction of every bucket that is not under way yet."""
-        self._param_sync.wait()
+        self._start_gathers()
+        self.param_sync.wait()
         self.grad_sync.start()
 
     def finish_grad_sync(self) -> None:
@@ -165,8 +173,8 @@ class DistributedDataParallel(nn.Module):
         """
         self.start_grad_sync()
         self.grad_sync.finish()
-        if self._param_sync.buckets:
-            self._param_sync.order = self.grad_sync.order[::-1]
+        if self.param_sync.buckets:
+            self.param_sync.order = self.grad_sync.order[::-1]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -184,9 +192,11 @@ class DistributedDataParallel(nn.Module):
         self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()
+        for sums in self._local_sums:
+            sums.zero_()
         for bucket in self.grad_sync.buckets:
-            for id, view in bucket.views.items():
-                begin_accumulation(self._params[id], view)
+            for id, accumulator in bucket.accumulators.items():
+                begin_accumulation(self._params[id], accumulator)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`zero_grad_buffer`, for callers that treat the wrapper as any module; gradients stay in their buffers."""
@@ -213,6 +223,8 @@ class DistributedDataParallel(nn.Module):
             bucket.send_away()
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
+        for sums in self._local_sums:
+            sums.release_()
 
     def restore_grad_buffers(self) -> None:
         """Takes the gradients' memory again, as zeros, and begins an iteration."""
@@ -220,11 +232,20 @@ class DistributedDataParallel(nn.Module):
 
     # --- parameters -----------------------------------------------------------------------------
 
-    def start_param_sync(self, *, force_sync: bool = False) -> None:
-        """Gathers every bucket from its owners, in the background where gathers overlap and `force_sync` is not set."""
-        self._param_sync.start()
+    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+        """Gathers every bucket from its owners, in the background where gathers overlap and `force_sync` is not set.
+
+        With `align_param_gather`, unless `force_sync` is set, gathers only what was updated since its last gather, of
+        this chunk and of chunks before it. A pipeline's schedule may call it with the chunk's parameters, as
+        Megatron-Core's `param_sync_func`; they are not used.
+        """
+        if self.param_sync.gathers is Gathers.WHEN_ASKED and not force_sync:
+            self.param_sync.start_asked()
+            return
+        self._start_gathers()
+        self.param_sync.start()
         if force_sync or not self.config.overlap_param_gather:
-            self._param_sync.wait()
+            self.param_sync.wait()
 
     def buffers_of(self, ids: Collection[ParamId]) -> tuple[SyncedBuffer, ...]:
         """The buffers that hold any of these parameters, for an optimizer that steps only these: a `publish_` of all of
@@ -234,16 +255,16 @@ class DistributedDataParallel(nn.Module):
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None:
         """Reports that this rank has written its part of a buffer; with the last of `together`, their gathers start."""
-        self._param_sync.publish(memory, together=together)
+        self.param_sync.publish(memory, together=together)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters on their way. Nothing has to be called before a forward of this wrapper."""
-        self._param_sync.wait()
+        self.param_sync.wait()
 
     def disable_forward_pre_hook(self) -> None:
         """Completes the parameters; from now on gathers complete in the step, until hooks are enabled again."""
-        self._param_sync.wait()
-        self._param_sync.gathers = Gathers.IN_STEP
+        self.param_sync.wait()
+        self.param_sync.gathers = Gathers.IN_STEP
         if self._use_hooks is not None:
             self._use_hooks.remove()
             self._use_hooks = None
@@ -257,18 +278,18 @@ class DistributedDataParallel(nn.Module):
         if not self.config.overlap_param_gather:
             raise ValueError("overlap_param_gather=False: parameters are complete after each step, without hooks")
         if self._use_hooks is None:
-            self._use_hooks = UseHooks(self.module, self._param_sync)
-            self._param_sync.gathers = Gathers.BEFORE_USE
+            self._use_hooks = UseHooks(self.module, self.param_sync)
+            self.param_sync.gathers = Gathers.WHEN_ASKED if self.config.align_param_gather else Gathers.BEFORE_USE
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Writes every parameter: the first replica's values."""
-        self._param_sync.wait()
+        self.param_sync.wait()
         broadcast_replicas_(self._params, self.metas, self.roles)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's, under the module's own names, once its parameters are complete."""
-        self._param_sync.wait()
+        self.param_sync.wait()
         found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return found
 
@@ -280,7 +301,7 @@ class DistributedDataParallel(nn.Module):
         """
         if assign:
             raise ValueError("assign=True would take parameters out of their buffers; load with assign=False")
-        self._param_sync.wait()
+        self.param_sync.wait()
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -302,17 +323,21 @@ class DistributedDataParallel(nn.Module):
 
     # --- construction ---------------------------------------------------------------------------
 
+    def _start_gathers(self) -> None:
+        """Lets no reduction overtake a gather that other ranks may have started: not of any chunk."""
+        self.param_sync.gather_order.start_all()
+
     def _bind(self) -> None:
         for bucket in self.grad_sync.buckets:
-            for id, view in bucket.views.items():
+            for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
-                bind_main_grad(param, view)
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, id, view))  # type: ignore[no-untyped-call]
+                bind_main_grad(param, accumulator)
+                param.register_post_accumulate_grad_hook(partial(self._on_grad, id, accumulator))  # type: ignore[no-untyped-call]
 
-    def _on_grad(self, id: ParamId, view: Tensor, param: Tensor) -> None:
+    def _on_grad(self, id: ParamId, accumulator: Tensor, param: Tensor) -> None:
         """Runs in backward, once a parameter's gradient of this backward pass is complete."""
         assert isinstance(param, nn.Parameter)
         self.grad_sync.check_accumulating(id)
-        adopt_main_grad_(param, view, str(id))
+        adopt_main_grad_(param, accumulator, str(id))
         take_grad_(param)
         self.grad_sync.note(id)

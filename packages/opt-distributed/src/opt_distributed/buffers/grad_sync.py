@@ -1,12 +1,14 @@
 """When gradients are reduced: all buckets in the step, or each in backward as soon as it is complete."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
 
 from opt_distributed.buffers.agreement import from_all_replicas
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.bucket import GradBucket
+from opt_distributed.buffers.large_grads import LargeGrads
 from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
 from opt_paramgroups import ParamId
 
@@ -25,6 +27,10 @@ class _Seen(NamedTuple):
     lacks_gradient: bool  # of one of its parameters
 
 
+def _nothing() -> None:
+    """Nothing has to precede a reduction."""
+
+
 class GradSync:
     """Reduces the buckets of one model chunk, in one order on all ranks (`launch_order`).
 
@@ -34,19 +40,30 @@ class GradSync:
     `learns`, nothing overlaps and nothing is learned.
     """
 
-    def __init__(self, buckets: Sequence[GradBucket], *, reduces: Reduces, learns: bool, number: int = 0):
+    def __init__(
+        self,
+        buckets: Sequence[GradBucket],
+        *,
+        reduces: Reduces,
+        learns: bool,
+        number: int = 0,
+        before_launch: Callable[[], None] = _nothing,
+    ):
         self.buckets = tuple(buckets)
         self.reduces = reduces
         self.number = number  # of the chunk
+        self.before_launch = before_launch
         self.groups = groups_of(buckets)
         self.is_last_microbatch = True
         self.is_started = False
         self.iteration = 1  # reductions begun, counted from 1
         self._has_to_learn = learns
+        self._large_grads = [LargeGrads(of_family) for of_family in _measured(self.buckets)]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self._has_run = False  # a forward or backward pass of this iteration may have launched buckets on some rank
         self._finished = False
+        self._refused: list[UnusableGradientError] = []  # in this iteration, because gradients are too large
         self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
         self.launch_order = LaunchOrder([self])
         register(self)
@@ -112,9 +129,12 @@ class GradSync:
             self.buckets[index].finish()
         if self._has_to_learn and not self._finished:
             self._learn()
+        if not self._finished:
+            self._refused = [problem for large in self._large_grads if (problem := large.verdict()) is not None]
         self._finished = True
-        for index in self.order:
-            if (problem := self.buckets[index].problem) is not None:
+        problems = [self.buckets[index].problem for index in self.order]
+        for problem in (*problems, *self._refused):
+            if problem is not None:
                 raise problem
 
     def begin(self) -> None:
@@ -128,6 +148,7 @@ class GradSync:
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
+        self._refused = []
         self._completed, self._finished, self._has_run, self.is_started = {}, False, False, False
 
     def _check_here(self) -> None:
@@ -158,3 +179,11 @@ class GradSync:
     def _seen(self, index: int) -> _Seen:
         position = self._completed.get(index, len(self.buckets))
         return _Seen(position / len(self.buckets), self.buckets[index].lacks_gradient)
+
+
+def _measured(buckets: Sequence[GradBucket]) -> Iterator[list[GradBucket]]:
+    """Buckets whose norms are checked, by family: the same on all replicas of a family."""
+    for is_expert in (False, True):
+        of_family = [one for one in buckets if one.travel.check_for_large and one.travel.is_expert == is_expert]
+        if of_family:
+            yield of_family

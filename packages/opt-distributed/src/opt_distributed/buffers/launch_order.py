@@ -10,7 +10,7 @@ expert buckets travel over different groups that overlap.
 import gc
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -37,6 +37,7 @@ class Chunk(Protocol):
     iteration: int
     is_started: bool  # all its buckets may be launched, complete or not
     groups: list[object]  # process groups of its reductions
+    before_launch: Callable[[], None]  # starts collectives that precede reductions on every rank
     launch_order: "LaunchOrder"
 
     @property
@@ -100,6 +101,7 @@ class LaunchOrder:
         """Lets the previous bucket go on to its next stage first, so that only one at a time holds scratch memory."""
         if self._previous is not None:
             self._previous.advance()
+        chunk.before_launch()
         self._previous = chunk.buckets[index]
         self._previous.launch(chunk.iteration)
 

@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from torch import nn
 
+from opt_distributed.buffers.gather_order import GatherOrder
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
@@ -15,6 +16,7 @@ class Gathers(Enum):
 
     IN_STEP = auto()  # when `publish` returns
     BEFORE_USE = auto()  # before they are read (`UseHooks`)
+    WHEN_ASKED = auto()  # likewise, but gathers start when a schedule asks for them, or at the first read
 
 
 class ParamBucket:
@@ -52,25 +54,32 @@ class ParamSync:
     A step publishes the buffers it writes one by one; their gathers start with the last of them, inside the step, so
     that their order follows their use rather than their buffers. All start at once: they land in the buffer itself, so
     early ones cost no memory, the next bucket travels while this one computes, and no rank can start a gather late
-    because its forward took another path.
+    because its forward took another path. With `Gathers.WHEN_ASKED` they start later, as `gather_order` says.
     """
 
-    def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers):
+    def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers, number: int = 0):
         self.buckets = tuple(buckets)
         self.gathers = gathers
+        self.number = number  # of the chunk
         self.order: Sequence[int] = range(len(self.buckets))  # positions in `buckets`, first used first
         self._published: set[int] = set()  # buffers, by identity of their memory
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
         self._num_under_way = 0  # buckets
         # By identity of the parameter: a tensor compares element by element.
         self._bucket_of = {id(bucket.memory.params[one]): bucket for bucket in self.buckets for one in bucket.ids}
+        self.gather_order = GatherOrder([self])
+
+    @property
+    def is_due(self) -> bool:
+        """Whether shards have been written whose gathers have not begun."""
+        return bool(self._published)
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
         """Reports that this rank's shards of a buffer have been written; with the last of `together`, gathers start."""
         self._published.add(id(memory))
         self.is_pending = True
-        if self._published >= {id(one) for one in together}:
-            self._start_published()
+        if self.gathers is not Gathers.WHEN_ASKED and self._published >= {id(one) for one in together}:
+            self.start_due()
             if self.gathers is Gathers.IN_STEP:
                 self.wait()
 
@@ -78,23 +87,34 @@ class ParamSync:
         """Starts the gather of every bucket."""
         self._start({id(bucket.memory) for bucket in self.buckets})
 
+    def start_asked(self) -> None:
+        """Starts, with `Gathers.WHEN_ASKED`, the gathers that are due, and those of chunks before this one."""
+        self.gather_order.start_through(self)
+
     def wait(self) -> None:
-        """Returns once every parameter is complete; starts the gathers of buffers that were published alone."""
-        self._start_published()
+        """Returns once every parameter is complete; starts the gathers that are due."""
+        self._start_what_is_read()
         for bucket in self.buckets:
             self._wait_for(bucket)
 
     def wait_for(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Returns once these parameters are complete; starts the gathers of buffers that were published alone."""
-        self._start_published()
+        """Returns once these parameters are complete; starts the gathers that are due."""
+        self._start_what_is_read()
         for param in params:
             bucket = self._bucket_of.get(id(param))
             if bucket is not None:
                 self._wait_for(bucket)
 
-    def _start_published(self) -> None:
+    def start_due(self) -> None:
+        """Starts the gathers of buffers that were published."""
         if self._published:
             self._start(self._published)
+
+    def _start_what_is_read(self) -> None:
+        if self.gathers is Gathers.WHEN_ASKED:
+            self.start_asked()
+        else:
+            self.start_due()
 
     def _start(self, memories: Collection[int]) -> None:
         self._published = set()

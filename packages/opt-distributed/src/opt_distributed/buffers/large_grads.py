@@ -1,0 +1,93 @@
+"""Gradients that are much larger than those of the first iterations, found before they are summed over ranks.
+
+As Megatron-Core's `check_for_large_grads` (`rerun_state_machine.is_unexpectedly_large`): the limit is ten times the
+largest norm of a bucket in the first hundred iterations. Here the norms are the largest over ranks, so that all ranks
+have one limit and one verdict, and the limit counts iterations rather than buckets.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.wire import InFlight
+from opt_distributed.comm.collectives import Op, Pending
+from opt_distributed.comm.device import Device
+from opt_distributed.comm.groups import Axes
+from opt_kernels.backends.grad_stats import grad_stats
+
+NUM_ITERATIONS = 100
+THRESHOLD = 10.0
+
+
+class LargestNorm:
+    """The L2 norm of a bucket's gradients on the rank where it is largest: on its way from construction on.
+
+    It starts with the bucket's reduction, so that all ranks launch both in one order.
+    """
+
+    def __init__(self, grads: Tensor, axes: Axes, what: str, *, device: Device):
+        norm = grad_stats([grads], count_zeros=False).sum_of_squares.sqrt()
+        self._norm = norm.nan_to_num(nan=0.0, posinf=0.0).view(1)
+        self._is_staged = axes.inter.size > 1
+        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
+
+    def advance(self) -> None:
+        """Goes on to the other optimizer instances, if there are any."""
+        if self._is_staged:
+            self._flight.advance()
+
+    def finish(self) -> Tensor:
+        """(1,) float64, on the device of the gradients. Infinite and NaN norms count as 0."""
+        self._flight.finish()
+        return self._norm
+
+    def _stages(self, axes: Axes) -> Iterator[Pending]:
+        yield axes.dp.all_reduce_(self._norm, op=Op.MAX, async_op=True)
+        if self._is_staged:
+            yield axes.inter.all_reduce_(self._norm, op=Op.MAX, async_op=True)
+
+
+class Measured(Protocol):
+    """What is read of a bucket."""
+
+    norm: Tensor | None  # (1,) `LargestNorm` of the iteration that was reduced; None before
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        ...
+
+
+class LargeGrads:
+    """The norms of the first iterations of one family of buckets, and the limit that follows from them.
+
+    The limit is learned anew after a resume. Norms that are not finite are left to `check_for_nan_in_grad` and to loss
+    scaling.
+    """
+
+    def __init__(self, buckets: Sequence[Measured]):
+        self.buckets = tuple(buckets)
+        self._num_seen = 0
+        self._largest = 0.0
+
+    def verdict(self) -> UnusableGradientError | None:
+        """What is wrong with the iteration whose buckets were reduced; the same on all ranks that reduced them.
+
+        The host reads one number, in the step. An iteration without any gradient teaches nothing.
+        """
+        norms = [bucket.norm for bucket in self.buckets if bucket.norm is not None]
+        if not norms:
+            return None
+        value, index = (found.item() for found in torch.cat(norms).max(0))
+        if self._num_seen >= NUM_ITERATIONS and value > THRESHOLD * self._largest:
+            return UnusableGradientError(
+                f"gradients in {self.buckets[int(index)].name} are unexpectedly large: their norm on a rank is "
+                f"{value:.6g}, and {self._largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
+            )
+        if value > 0 and self._num_seen < NUM_ITERATIONS:
+            self._num_seen += 1
+            self._largest = max(self._largest, value)
+        return None

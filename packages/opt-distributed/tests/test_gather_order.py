@@ -1,0 +1,171 @@
+"""`align_param_gather`: a schedule starts the gathers, in one order on all ranks, and nobody reads too early."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.recording import RecordingComm
+from opt_distributed.comm.threads import ThreadComm, run_threads
+
+WIDTHS = (4, 12, 24)  # of the chunks
+NUMELS = (128, 256, 640)  # of their buffers, padded: records tell them apart
+Chunks = list[DistributedDataParallel]
+
+
+def wrap(recording: RecordingComm, **fields: Any) -> Chunks:
+    axes = Axes(dp=recording, tp=Alone())
+    config = DistributedDataParallelConfig(
+        **{"use_distributed_optimizer": True, "overlap_param_gather": True, "align_param_gather": True, **fields}
+    )
+    chunks = [
+        DistributedDataParallel(
+            config, nn.Linear(width, width), groups=Roles(dense=axes, expert=axes, everyone=recording), chunk=number
+        )
+        for number, width in enumerate(WIDTHS)
+    ]
+    share_launch_order(chunks)
+    recording.calls.clear()
+    return chunks
+
+
+def step(chunks: Chunks, value: float) -> None:
+    """Writes this rank's shards, in some order of the chunks."""
+    for chunk in reversed(chunks):
+        for buffer in chunk.synced_buffers:
+            for piece in buffer.owned():
+                param = dict(chunk.module.named_parameters(remove_duplicate=False))[piece.id.name]
+                param.data.view(-1)[piece.of_param] = value
+            buffer.publish_()
+
+
+def are(chunk: DistributedDataParallel, value: float) -> bool:
+    return all(bool((param == value).all()) for param in chunk.module.parameters())
+
+
+def trace(recording: RecordingComm) -> list[str]:
+    """Gathers by chunk, and reductions."""
+    return [f"{call.kind} {NUMELS.index(call.numel)}" for call in recording.calls if call.numel]
+
+
+GATHERS = [f"all_gather {number}" for number in range(len(WIDTHS))]
+
+
+def test_a_schedule_starts_the_gathers_that_are_aligned() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        recording = RecordingComm(comm)
+        chunks = wrap(recording)
+        for number in range(2):
+            recording.calls.clear()
+            step(chunks, float(number))
+            assert trace(recording) == [], "the step starts none"
+            chunks[0].start_param_sync(list(chunks[0].module._parameters))
+            assert trace(recording) == GATHERS[:1]
+            chunks[0].start_param_sync()
+            assert trace(recording) == GATHERS[:1], "asked twice, started once"
+            chunks[2].start_param_sync()
+            assert trace(recording) == GATHERS
+            assert all(are(chunk, float(number)) for chunk in chunks)
+
+    run_threads(2, rank_main)
+
+
+def ask(chunks: Chunks) -> None:
+    for chunk in chunks:
+        chunk.start_param_sync()
+
+
+def ask_in_reverse(chunks: Chunks) -> None:
+    ask(chunks[::-1])
+
+
+def read(chunks: Chunks) -> None:
+    for chunk in chunks:
+        chunk.module.weight.sum()  # type: ignore[union-attr, operator]
+
+
+def read_the_last(chunks: Chunks) -> None:
+    chunks[-1].module.state_dict()
+
+
+def reduce_the_second(chunks: Chunks) -> None:
+    chunks[1].start_grad_sync()
+
+
+def reduce_in_backward(chunks: Chunks) -> None:
+    """Only the last chunk runs."""
+    chunks[-1](torch.ones(1, WIDTHS[-1])).sum().backward()
+
+
+@pytest.mark.parametrize("other", [ask, ask_in_reverse, read, read_the_last, reduce_the_second, reduce_in_backward])
+def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks], None]) -> None:
+    """Rank 0 has a schedule. In the end, all gathers come before the first reduction, and all values are there."""
+
+    def rank_main(comm: ThreadComm) -> list[str]:
+        recording = RecordingComm(comm)
+        chunks = wrap(recording, overlap_grad_reduce=True)
+        for chunk in chunks:
+            chunk.finish_grad_sync()  # the first iteration learns
+            chunk.zero_grad_buffer()
+        recording.calls.clear()
+        step(chunks, 3.0)
+        (ask if comm.rank == 0 else other)(chunks)
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+        assert all(are(chunk, 3.0) for chunk in chunks)
+        return [kind for kind in trace(recording) if kind.startswith(("all_gather", "reduce_scatter"))]
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+    assert first[: len(WIDTHS)] == GATHERS
+
+
+def test_a_chunk_that_nobody_asked_for_is_gathered_before_it_is_written_again() -> None:
+    """Else one rank's first gather would meet another's second."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        recording = RecordingComm(comm)
+        chunks = wrap(recording)
+        for number in range(3):
+            step(chunks, float(number))
+            if comm.rank == number % 2:
+                chunks[1].start_param_sync()
+            for chunk in chunks:
+                chunk.finish_grad_sync()
+                chunk.zero_grad_buffer()
+            assert len(recording.of("all_gather")) == len(WIDTHS) * (number + 1)
+            assert all(are(chunk, float(number)) for chunk in chunks)
+
+    run_threads(2, rank_main)
+
+
+def test_a_forced_gather_gathers_whether_or_not_it_is_due() -> None:
+    recording = RecordingComm(Alone())
+    chunks = wrap(recording)
+    chunks[1].start_param_sync(force_sync=True)
+    assert trace(recording) == GATHERS[1:2]
+
+
+def test_without_hooks_gathers_complete_in_the_step() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        recording = RecordingComm(comm)
+        chunks = wrap(recording)
+        step(chunks, 1.0)
+        for chunk in chunks:
+            chunk.disable_forward_pre_hook()
+        assert trace(recording) == GATHERS
+        step(chunks, 2.0)
+        assert len(recording.calls) == 2 * len(WIDTHS)
+        for chunk in chunks:
+            chunk.enable_forward_pre_hook()
+        step(chunks, 3.0)
+        assert len(recording.calls) == 2 * len(WIDTHS)
+        assert all(are(chunk, 3.0) for chunk in chunks)
+
+    run_threads(2, rank_main)
