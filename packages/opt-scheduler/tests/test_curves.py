@@ -33,6 +33,7 @@ from opt_scheduler import (
     ramp,
     repeat,
     rescale,
+    restarts,
     scale,
     shift,
     shifted_exponential,
@@ -41,6 +42,7 @@ from opt_scheduler import (
     warmup,
     wsd,
 )
+from opt_scheduler.restarts import Restarts
 from opt_scheduler.shapes import SHAPES
 
 # name: schedule, {step: value known from the formula, worked out by hand or with a calculator}
@@ -70,6 +72,32 @@ KNOTS: dict[str, tuple[Schedule, dict[float, float]]] = {
     "repeat-for-ever": (repeat(linear(1.0, 0.0, steps=4)), {4_000_001: 0.75}),
     "cyclic": (cyclic(1.0, 3.0, up_steps=2, down_steps=2, times=2), {0: 1, 2: 3, 4: 1, 6: 3, 8: 1, 9: 1}),
     "one-cycle": (one_cycle(1.0, up_steps=3, down_steps=9, end=0.1), {0: 0.04, 3: 1.0, 12: 0.1, 13: 0.1}),
+    "restarts": (
+        restarts(linear(1.0, 0.0, steps=4), times=3, t_mult=2, decay=0.5),
+        {0: 1.0, 3: 0.25, 4: 0.5, 8: 0.25, 11: 0.0625, 12: 0.25, 20: 0.125, 28: 0.0, 99: 0.0},
+    ),
+    "restarts-decay-only": (
+        restarts(linear(1.0, 0.0, steps=4), decay=0.5),
+        {0: 1.0, 3: 0.25, 4: 0.5, 7: 0.125, 8: 0.25, 41: 0.75 / 1024},
+    ),
+    "restarts-shrink": (
+        restarts(
+            cut(piecewise_constant([3.0, 2.0, 1.0], at=[4, 8]) * linear(1.0, 0.0, steps=12), 12), times=2, t_mult=0.5
+        ),
+        {0: 3.0, 6: 1.0, 12: 3.0, 15: 1.0, 18: 0.0, 19: 0.0},
+    ),
+    "restarts-end-in-a-jump": (
+        restarts(cut(piecewise_constant([1.0, 2.0], at=[5]), 5), times=2, t_mult=3),
+        {4: 1.0, 5: 1.0, 19: 1.0, 20: 2.0},
+    ),
+    "sum": (linear(1.0, 0.0, steps=4) + constant(0.5) + 1, {0: 2.5, 2: 2.0, 9: 1.5}),
+    "difference": (2 - linear(1.0, 0.0, steps=4) - constant(0.5), {0: 0.5, 2: 1.0, 4: 1.5}),
+    "product": (linear(1.0, 0.0, steps=4) * piecewise_constant([1.0, 3.0], at=[2]), {1: 0.75, 2: 1.5, 3: 0.75, 5: 0}),
+    "jumps-cancel": (
+        piecewise_constant([1.0, 2.0], at=[5]) + piecewise_constant([2.0, 1.0], at=[5]),
+        {4: 3.0, 5: 3.0, 6: 3.0},
+    ),
+    "scaled-by-operators": (-(linear(1.0, 0.0, steps=4) * 10) / 4, {0: -2.5, 1: -1.875, 4: 0.0}),
     "scale": (scale(linear(1.0, 0.0, steps=4), 10), {1: 7.5}),
     "clip": (clip(linear(1.0, 0.0, steps=10), low=0.25, high=0.75), {0: 0.75, 5: 0.5, 9: 0.25}),
     "shift-later": (shift(linear(1.0, 0.0, steps=4), 2), {0: 1.0, 2: 1.0, 4: 0.5, 6: 0.0}),
@@ -196,10 +224,96 @@ def test_a_kind_of_ones_own_takes_part() -> None:
     assert mine(7) == 1
 
 
+@pytest.mark.parametrize("schedule", ALL)
+def test_an_array_of_steps_gives_the_value_of_each(schedule: Schedule) -> None:
+    numpy = pytest.importorskip("numpy", minversion="2.1")  # the first whose arrays have the array API
+    steps = [-3, 0, *range(1, 45), 1000, 4_000_001]
+    peak = max(map(abs, schedule.values(steps)))
+    for given in (numpy.array(steps), numpy.array(steps, float), numpy.array([[3.25, 7.5], [0.125, 11.75]])):
+        values = schedule(given)
+        assert (values.shape, values.dtype) == (given.shape, float)
+        # NumPy's cosine and power may differ from those of `math` in the last place.
+        assert values.ravel() == pytest.approx(schedule.values(given.ravel().tolist()), rel=1e-13, abs=1e-13 * peak)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_jax_traces_it(schedule: Schedule) -> None:
+    # optax calls a schedule with a traced count, which was answered with TracerBoolConversionError.
+    jax = pytest.importorskip("jax")
+    steps = [0, *range(1, 45), 1000, 4_000_001]
+    values = jax.jit(jax.vmap(schedule))(jax.numpy.array(steps))
+    expected = schedule.values(steps)
+    # float32: a few of its rounding units, of the largest value where two nearly equal ones are subtracted.
+    assert values == pytest.approx(expected, rel=1e-5, abs=1e-6 * max(map(abs, expected)))
+
+
+def test_jax_counts_large_steps_exactly() -> None:
+    # In float32, 2**24 + 1 is 2**24: the step at which a phase begins was one off.
+    jax = pytest.importorskip("jax")
+    start = 2**24 + 1
+    schedule = join(constant(1.0, steps=start), linear(8.0, 0.0, steps=4))
+    assert jax.jit(jax.vmap(schedule))(jax.numpy.array([start - 1, start, start + 1])).tolist() == [1.0, 8.0, 6.0]
+
+
+def test_optax_takes_it_as_a_learning_rate() -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    optimizer = optax.sgd(learning_rate=warmup(linear(1.0, 0.0, steps=4), steps=2))
+    params = {"w": jax.numpy.zeros(())}
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    moved = []
+    for _ in range(7):
+        updates, state = update({"w": jax.numpy.ones(())}, state)
+        moved.append(-float(updates["w"]))
+    assert moved == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_unsigned_and_short_steps_do_not_wrap() -> None:
+    numpy = pytest.importorskip("numpy", minversion="2.1")
+    schedule = shift(linear(1.0, 0.0, steps=1000), 500)
+    for dtype in (numpy.uint32, numpy.uint8, numpy.int8, numpy.float16):
+        assert schedule(numpy.array([0, 100], dtype)).tolist() == [1.0, 1.0]
+
+
+def test_a_kind_without_an_array_formula_says_what_to_define() -> None:
+    numpy = pytest.importorskip("numpy", minversion="2.1")
+
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Bare(Schedule):
+        kind: ClassVar[str] = "bare"
+
+        def at(self, step: float) -> float:
+            return step
+
+        @property
+        def length(self) -> float:
+            return math.inf
+
+        @property
+        def boundaries(self) -> tuple[float, ...]:
+            return ()
+
+    with pytest.raises(ScheduleError, match=r"bare: Bare has no array_at\(step, xp\).* define it, or call values\(\)"):
+        Bare()(numpy.arange(3))
+
+
+def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
+    for t_mult in (3.0, 1.1, 1.5, 7.0):
+        schedule = Restarts(schedule=linear(1.0, 0.0, steps=5), t_mult=t_mult)
+        for period in range(25):
+            start = schedule.start_of(period)
+            assert schedule(start) == 1.0
+            assert schedule(math.nextafter(start, math.inf)) == pytest.approx(1.0)
+            assert period == 0 or schedule(start * (1 - 1e-9)) < 1e-6
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no-steps": (lambda: linear(1.0, 0.0, steps=0), "ramp: steps=0 must be more than 0"),
     "nan": (lambda: cosine(math.nan, 0.0, steps=1), "ramp: start=nan must be a finite number"),
-    "a-string": (lambda: constant("1e-3"), "constant: value='1e-3' must be a finite number"),  # type: ignore[arg-type]
+    "a-string": (
+        lambda: constant("1e-3"),
+        "constant: value='1e-3' must be a finite number, not text; YAML reads 1e-4 as text",
+    ),  # type: ignore[arg-type]
     "unknown-shape": (
         lambda: ramp(1.0, 0.0, steps=1, shape="cosin"),
         "ramp: shape='cosin' is not known: use one of 'cosine', 'exponential', 'linear', 'minus_sqrt', 'minus_square'; "
@@ -217,9 +331,21 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "join-nothing": (join, "join: needs at least one schedule"),
     "repeat-endless": (
         lambda: repeat(constant(1.0)),
-        "repeat: Constant(value=1.0, steps=None) has no end to begin again at; give it steps=",
+        "repeat: Constant(value=1.0, steps=None) has no end at which to begin again; give it steps=",
     ),
     "repeat-never": (lambda: repeat(linear(1.0, 0.0, steps=1), times=0), "repeat: times=0 must be at least 1"),
+    "restarts-endless": (
+        lambda: restarts(constant(1.0)),
+        "restarts: Constant(value=1.0, steps=None) has no end at which to restart; give it steps=",
+    ),
+    "restarts-never-ending": (
+        lambda: restarts(linear(1.0, 0.0, steps=4), t_mult=0.5),
+        "restarts: t_mult=0.5 makes ever shorter periods; give times=",
+    ),
+    "restarts-partly": (
+        lambda: restarts(linear(1.0, 0.0, steps=4), times=1.5),  # type: ignore[arg-type]
+        "restarts: times=1.5 must be a whole number",
+    ),
     "clip-crossed": (lambda: clip(constant(1.0), low=2.0, high=1.0), "clip: low=2.0 must be at most high=1.0"),
     "clip-open": (lambda: clip(constant(1.0)), "clip: needs low=, high= or both"),
     "values-and-edges": (

@@ -138,7 +138,8 @@ def test_it_equals_the_reference_s_formulas(a: dict[str, Any], where: float) -> 
     group = scheduler.param_groups[0]
     clamped = min(n, a["lr_decay_steps"]) if a["lr_decay_style"] == "inverse-square-root" else n
     lr = reference_lr(clamped, high=a["max_lr"], low=a["min_lr"], a=a)
-    assert group["lr"] == pytest.approx(lr, rel=1e-12, abs=1e-300)
+    # Megatron-Core's formula may round a fraction to just above 1; here it is clamped.
+    assert group["lr"] == pytest.approx(lr, rel=1e-12, abs=4 * 2**-52 * a["max_lr"])
     wd = reference_wd(n, start=a["start_wd"], end=a["end_wd"], a=a)
     assert group["weight_decay"] == pytest.approx(wd, rel=1e-12, abs=1e-300)
 

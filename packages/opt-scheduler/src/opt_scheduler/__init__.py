@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from . import algebra as algebra  # defines the kinds that + and * build
+from . import function as function  # defines the kind of a plain callable
 from .compose import clip, cooldown, cut, join, repeat, scale, shift, stretch, warmup
 from .curves import (
     constant,
@@ -21,7 +23,8 @@ from .field_scheduler import FieldScheduler
 from .fields import FieldSchedule
 from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
 from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
-from .schedule import Schedule
+from .restarts import restarts
+from .schedule import Schedule, as_schedule
 from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from .units import Batch, Unit, rescale, rescale_horizon
 
@@ -36,6 +39,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Unit",
+    "as_schedule",
     "clip",
     "combine_param_group_overrides",
     "constant",
@@ -59,6 +63,7 @@ __all__ = [
     "repeat",
     "rescale",
     "rescale_horizon",
+    "restarts",
     "scale",
     "shift",
     "shifted_exponential",

@@ -5,11 +5,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from .arrays import exact
 from .curves import ramp
 from .errors import ScheduleError
-from .schedule import Schedule, check_number
+from .schedule import Schedule, ScheduleLike, as_schedule, check_number, differ
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept
@@ -27,7 +28,7 @@ class Join(Schedule):
                 raise ScheduleError(f"join: part {i} must be a Schedule, not {part!r}")
             if i + 1 < len(self.parts) and math.isinf(part.length):
                 raise ScheduleError(
-                    f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps="
+                    f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps=, or cut() it"
                 )
 
     @cached_property
@@ -38,6 +39,12 @@ class Join(Schedule):
     def at(self, step: float) -> float:
         i = bisect_right(self.starts, step) - 1
         return self.parts[i].at(step - self.starts[i])
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        values = self.parts[0].array_at(step, xp)
+        for start, part in zip(map(exact, self.starts[1:]), self.parts[1:], strict=True):
+            values = xp.where(step >= start, part.array_at(xp.maximum(step - start, 0), xp), values)
+        return values
 
     @property
     def length(self) -> float:
@@ -57,26 +64,32 @@ class Join(Schedule):
             if j < part.length or part is self.parts[-1]
         }
         pairs = zip(self.starts[1:], self.parts, self.parts[1:], strict=False)
-        return tuple(sorted(inner.union(s for s, a, b in pairs if _differ(_before(a), b.at(0)))))
+        return tuple(sorted(inner.union(s for s, a, b in pairs if differ(_before(a), b.at(0)))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat(Schedule):
-    """One schedule again and again; see `repeat`."""
+    """The same schedule several times, or without end; see `repeat`."""
 
     kind: ClassVar[str] = "repeat"
     schedule: Schedule
-    times: int | None = None  # None: for ever
+    times: int | None = None  # None: without end
 
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
-            raise ScheduleError(f"repeat: {self.schedule!r} has no end to begin again at; give it steps=")
+            raise ScheduleError(f"repeat: {self.schedule!r} has no end at which to begin again; give it steps=")
         check_number("repeat", low=1, times=self.times)
 
     def at(self, step: float) -> float:
         if step >= self.length:
             return self.schedule.at(self.schedule.length)
         return self.schedule.at(step % self.schedule.length)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        values = self.schedule.array_at(step % exact(self.schedule.length), xp)
+        if self.times is None:
+            return values
+        return xp.where(step >= exact(self.length), self.schedule.at(self.schedule.length), values)
 
     @property
     def length(self) -> float:
@@ -90,7 +103,7 @@ class Repeat(Schedule):
     def jumps(self) -> tuple[float, ...]:
         period = self.schedule.length
         inside = tuple(j for j in self.schedule.jumps if j < period)
-        if not _differ(_before(self.schedule), self.schedule.at(0)):
+        if not differ(_before(self.schedule), self.schedule.at(0)):
             return self._over_periods(inside)
         last = None if self.times is None else self.times * period
         return tuple(j for j in self._over_periods((*inside, period)) if j != last)
@@ -100,7 +113,7 @@ class Repeat(Schedule):
 
 
 class _Wrapped(Schedule):
-    """What schedules that change another's values, not its times, have in common."""
+    """A schedule that changes the values of another one and keeps its times."""
 
     __slots__ = ()
 
@@ -133,10 +146,13 @@ class Scaled(_Wrapped):
     def at(self, step: float) -> float:
         return self.factor * self.schedule.at(step)
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.factor * self.schedule.array_at(step, xp)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped(_Wrapped):
-    """Another schedule kept between bounds; see `clip`."""
+    """Another schedule limited to a range; see `clip`."""
 
     kind: ClassVar[str] = "clip"
     schedule: Schedule
@@ -157,6 +173,12 @@ class Clipped(_Wrapped):
             value = min(value, self.high)
         return value if self.low is None else max(value, self.low)
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        values = self.schedule.array_at(step, xp)
+        if self.high is not None:
+            values = xp.minimum(values, self.high)
+        return values if self.low is None else xp.maximum(values, self.low)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Schedule):
@@ -173,6 +195,10 @@ class Moved(Schedule):
 
     def at(self, step: float) -> float:
         return self.schedule((step - self.delay) / self.stretch)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        moved = step - exact(self.delay)
+        return self.schedule.array_at(xp.maximum(moved if self.stretch == 1 else moved / self.stretch, 0), xp)
 
     def _new_time(self, step: float) -> float:
         return step * self.stretch + self.delay
@@ -205,6 +231,9 @@ class Cut(Schedule):
     def at(self, step: float) -> float:
         return self.schedule.at(min(step, self.steps))
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.schedule.array_at(xp.minimum(step, exact(self.steps)), xp)
+
     @property
     def length(self) -> float:
         return self.steps
@@ -218,98 +247,102 @@ class Cut(Schedule):
         return tuple(j for j in self.schedule.jumps if j <= self.steps)
 
 
-def join(*schedules: Schedule) -> Schedule:
-    """One schedule after another, each counting from its own step 0; the step of a boundary belongs to the later one.
+def join(*schedules: ScheduleLike) -> Schedule:
+    """One schedule after another, each counting from its own step 0. A boundary belongs to the later schedule.
 
     >>> from opt_scheduler import constant, linear
     >>> join(constant(1.0, steps=90), linear(1.0, 0.0, steps=10)).values([0, 90, 95, 100])
     [1.0, 1.0, 0.5, 0.0]
     """
     parts: list[Schedule] = []
-    for schedule in schedules:  # flat, so that however one brackets the same parts, the values are equal
+    for schedule in map(as_schedule, schedules):  # flat: however the parts are bracketed, the result is equal
         parts += schedule.parts if isinstance(schedule, Join) else [schedule]
     return Join(parts=tuple(parts))
 
 
-def warmup(schedule: Schedule, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
-    """A rise from `start` to the first value of `schedule` over `steps`, and then `schedule`, counting from its own 0.
+def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: str = "linear") -> Schedule:
+    """A rise from `start` to the first value of `schedule` over `steps`, then `schedule` from its own step 0.
 
-    With `start=0` the update at step 0 changes nothing; `start=peak / steps` cures that. `steps=0` adds no warmup.
+    With `start=0` the update at step 0 changes nothing; `start=peak / steps` avoids that. `steps=0` adds no warmup.
 
     >>> from opt_scheduler import linear
     >>> warmup(linear(1.0, 0.0, steps=10), steps=4).values([0, 1, 2, 3, 4, 5, 14])
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.9, 0.0]
     """
     check_number("warmup", low=0, steps=steps)
-    return join(ramp(start, schedule(0), steps=steps, shape=shape), schedule) if steps > 0 else schedule
+    peak = as_schedule(schedule)
+    return join(ramp(start, peak(0), steps=steps, shape=shape), peak) if steps > 0 else peak
 
 
-def repeat(schedule: Schedule, *, times: int | None = None) -> Schedule:
-    """`schedule` again from its start whenever it ends: `times` in all, or for ever. Past the last, its last value.
+def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
+    """`schedule` again from its start whenever it ends: `times` in all, or without end. Past the last, its last value.
 
     Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
+    `restarts` also lengthens the periods and lowers the values.
 
     >>> from opt_scheduler import linear
     >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
     [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
-    return Repeat(schedule=schedule, times=times)
+    return Repeat(schedule=as_schedule(schedule), times=times)
 
 
-def scale(schedule: Schedule, factor: float) -> Schedule:
+def scale(schedule: ScheduleLike, factor: float) -> Schedule:
     """`factor` times `schedule`.
 
     >>> from opt_scheduler import linear
     >>> scale(linear(1.0, 0.0, steps=10), 0.5)(5)
     0.25
     """
-    return Scaled(schedule=schedule, factor=factor)
+    return Scaled(schedule=as_schedule(schedule), factor=factor)
 
 
-def clip(schedule: Schedule, *, low: float | None = None, high: float | None = None) -> Schedule:
-    """`schedule`, but never below `low` nor above `high`. `boundaries` does not list where it meets them.
+def clip(schedule: ScheduleLike, *, low: float | None = None, high: float | None = None) -> Schedule:
+    """`schedule` kept between `low` and `high`. `boundaries` does not list the steps at which it reaches them.
 
     >>> from opt_scheduler import linear
     >>> clip(linear(1.0, 0.0, steps=10), low=0.2).values([0, 7, 9])
     [1.0, 0.30000000000000004, 0.2]
     """
-    return Clipped(schedule=schedule, low=low, high=high)
+    return Clipped(schedule=as_schedule(schedule), low=low, high=high)
 
 
-def shift(schedule: Schedule, steps: float) -> Schedule:
-    """`schedule` later by `steps`, having its first value until then; earlier if `steps` is negative.
+def shift(schedule: ScheduleLike, steps: float) -> Schedule:
+    """`schedule` delayed by `steps`, with its first value until then. A negative `steps` moves it earlier.
 
     >>> from opt_scheduler import linear
     >>> shift(linear(1.0, 0.0, steps=10), 5).values([0, 5, 10, 15])
     [1.0, 1.0, 0.5, 0.0]
     """
-    return Moved(schedule=schedule, delay=steps)
+    return Moved(schedule=as_schedule(schedule), delay=steps)
 
 
-def stretch(schedule: Schedule, factor: float) -> Schedule:
-    """`schedule` slowed down `factor` times: steps to samples is a stretch by the batch size.
+def stretch(schedule: ScheduleLike, factor: float) -> Schedule:
+    """`schedule` made `factor` times as long. From steps to samples, `factor` is the batch size.
 
     >>> from opt_scheduler import linear
     >>> stretch(linear(1.0, 0.0, steps=10), 256)(1280)
     0.5
     """
-    return Moved(schedule=schedule, stretch=factor)
+    return Moved(schedule=as_schedule(schedule), stretch=factor)
 
 
-def cut(schedule: Schedule, steps: float) -> Schedule:
-    """The first `steps` of `schedule`, keeping the value it has there.
+def cut(schedule: ScheduleLike, steps: float) -> Schedule:
+    """The first `steps` of `schedule`, then the value that it has there.
 
     >>> from opt_scheduler import linear
     >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])
     [0.6, 0.5, 0.5]
     """
-    return Cut(schedule=schedule, steps=steps)
+    return Cut(schedule=as_schedule(schedule), steps=steps)
 
 
-def cooldown(schedule: Schedule, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt") -> Schedule:
-    """`schedule` until step `at`, and from the value it has there down to `end` over `steps`.
+def cooldown(
+    schedule: ScheduleLike, *, at: float, steps: float, end: float = 0.0, shape: str = "minus_sqrt"
+) -> Schedule:
+    """`schedule` until step `at`, then from its value there down to `end` over `steps`.
 
-    Branches a finished model off a run whose own schedule goes on.
+    This branches a finished model off a run that continues with `schedule`.
 
     >>> from opt_scheduler import constant
     >>> cooldown(constant(1.0), at=1000, steps=100).values([999, 1000, 1025, 1100])
@@ -317,7 +350,7 @@ def cooldown(schedule: Schedule, *, at: float, steps: float, end: float = 0.0, s
     """
     check_number("cooldown", low=0, at=at)
     check_number("cooldown", above=0, steps=steps)
-    tail = ramp(schedule(at), end, steps=steps, shape=shape)
+    tail = ramp(as_schedule(schedule)(at), end, steps=steps, shape=shape)
     return join(cut(schedule, at), tail) if at > 0 else tail
 
 
@@ -325,7 +358,3 @@ def _before(schedule: Schedule) -> float:
     """The value that a finite schedule tends to at its end; it may be about to jump there."""
     end = schedule.length
     return schedule.at(math.nextafter(end, 0.0)) if end in schedule.jumps else schedule.at(end)
-
-
-def _differ(a: float, b: float) -> bool:
-    return not math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)

@@ -1,17 +1,18 @@
-"""The elementary schedules: each is one formula of the step. Everything else is composed of these in `compose`."""
+"""The elementary schedules: each is one formula of the step. `compose` and `recipes` combine them."""
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from .arrays import exact
 from .errors import ScheduleError, unknown_name
 from .schedule import Schedule, check_number
 from .shapes import SHAPES
 
 
 class _Timed(Schedule):
-    """What schedules with a field `steps` have in common: they end there, or never if it is None."""
+    """A schedule with a field `steps`: it ends there, or never if `steps` is None."""
 
     __slots__ = ()
 
@@ -28,7 +29,7 @@ class _Timed(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant(_Timed):
-    """One value; see `constant`."""
+    """The same value at every step; see `constant`."""
 
     kind: ClassVar[str] = "constant"
     value: float
@@ -40,6 +41,9 @@ class Constant(_Timed):
 
     def at(self, step: float) -> float:
         return self.value
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return xp.full_like(step, self.value, dtype=float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,9 @@ class Ramp(_Timed):
             return self.end
         return self.end + SHAPES[self.shape](step / self.steps) * (self.start - self.end)
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.end + SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp) * (self.start - self.end)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Polynomial(_Timed):
@@ -82,10 +89,14 @@ class Polynomial(_Timed):
         left = 1.0 - min(step / self.steps, 1.0)
         return float(self.end + left**self.power * (self.start - self.end))
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        left = 1.0 - xp.minimum(step / self.steps, 1.0)
+        return self.end + left**self.power * (self.start - self.end)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponential(_Timed):
-    """From one value to another by equal factors in equal times; see `exponential`."""
+    """From one value to another by the same factor at every step; see `exponential`."""
 
     kind: ClassVar[str] = "exponential"
     start: float
@@ -99,6 +110,9 @@ class Exponential(_Timed):
         if step >= self.steps:
             return self.end
         return float(self.start * (self.end / self.start) ** (step / self.steps))
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +132,11 @@ class Power(_Timed):
     def at(self, step: float) -> float:
         step = min(step, self.length)
         return float(self.start * (1.0 + step / self.timescale) ** self.exponent)
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        if self.steps is not None:
+            step = xp.minimum(step, exact(self.steps))
+        return self.start * (1.0 + step / self.timescale) ** self.exponent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +159,12 @@ class PiecewiseLinear(Schedule):
                 return v0 + (step - s0) / (s1 - s0) * (v1 - v0)
         return self.points[-1][1]
 
+    def array_at(self, step: Any, xp: Any) -> Any:
+        values = xp.full_like(step, self.points[-1][1], dtype=float)
+        for (s0, v0), (s1, v1) in reversed([*pairwise(self.points)]):
+            values = xp.where(step < exact(s1), v0 + (step - exact(s0)) / (s1 - s0) * (v1 - v0), values)
+        return values
+
     @property
     def length(self) -> float:
         return self.points[-1][0]
@@ -150,7 +175,7 @@ class PiecewiseLinear(Schedule):
 
 
 def constant(value: float, *, steps: float | None = None) -> Schedule:
-    """`value` at every step. With `steps` it has an end, so that another schedule can be joined to it.
+    """`value` at every step. With `steps` it has an end, so that another schedule can follow it in `join`.
 
     >>> constant(3e-4)(0), constant(3e-4)(10**9)
     (0.0003, 0.0003)
@@ -177,7 +202,7 @@ def linear(start: float, end: float, *, steps: float) -> Schedule:
 
 
 def cosine(start: float, end: float, *, steps: float) -> Schedule:
-    """Half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5); it stays down past its end.
+    """Half a cosine wave (https://arxiv.org/abs/1608.03983, equation 5). It does not rise again past its end.
 
     >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
     [1.0, 0.5, 0.0, 0.0]
@@ -195,7 +220,7 @@ def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
 
 
 def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
-    """2 · 2^-r - 1, the reference's "exponential" anneal: shifted so that it reaches any `end`, 0 included.
+    """2 · 2^-r - 1, Megatron-Core's "exponential" anneal, shifted so that it can reach any `end`, 0 included.
 
     >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
     [1.0, 0.414214, 0.0]
@@ -204,7 +229,7 @@ def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
 
 
 def exponential(start: float, end: float, *, steps: float) -> Schedule:
-    """A true exponential, start · (end / start)^r: equal factors in equal times. Neither value may be 0.
+    """A true exponential, start · (end / start)^r. Both values must be more than 0.
 
     >>> [round(v, 6) for v in exponential(1.0, 0.01, steps=100).values([0, 50, 100])]
     [1.0, 0.1, 0.01]
@@ -222,9 +247,9 @@ def polynomial(start: float, end: float, *, steps: float, power: float) -> Sched
 
 
 def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:
-    """start · (1 + n / timescale)^exponent: a power law of the samples seen, as in https://arxiv.org/abs/2408.13359.
+    """start · (1 + n / timescale)^exponent: a power law of the step, as in https://arxiv.org/abs/2408.13359.
 
-    It never ends unless `steps` says where; it then keeps the value it has there.
+    It ends at `steps` and keeps its value there; without `steps` it has no end.
 
     >>> power(1.0, exponent=-1.0, timescale=10, steps=90).values([0, 10, 90, 91])
     [1.0, 0.5, 0.1, 0.1]
@@ -233,9 +258,9 @@ def power(start: float, *, exponent: float, timescale: float, steps: float | Non
 
 
 def inverse_sqrt(start: float, *, timescale: float, steps: float | None = None) -> Schedule:
-    """start · √(timescale / (n + timescale)): after a warmup of `timescale` steps, start · √(warmup / step).
+    """start · √(timescale / (n + timescale)), the decay of https://arxiv.org/abs/1706.03762, section 5.3.
 
-    The decay of https://arxiv.org/abs/1706.03762, section 5.3.
+    After a warmup of `timescale` steps it is start · √(warmup / step).
 
     >>> inverse_sqrt(1.0, timescale=10).values([0, 30, 150])
     [1.0, 0.5, 0.25]

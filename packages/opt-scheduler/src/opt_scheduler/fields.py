@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from .errors import ScheduleError
-from .schedule import Schedule
+from .schedule import Schedule, as_schedule
 
 Group: TypeAlias = MutableMapping[str, Any]
 
@@ -69,8 +69,7 @@ class FieldSchedule:
             raise ScheduleError(
                 f"FieldSchedule: field={self.field!r} must be a key of the groups, as 'lr' or 'betas[0]'"
             )
-        if not isinstance(self.schedule, Schedule):
-            raise ScheduleError(f"FieldSchedule: schedule={self.schedule!r} must be a Schedule")
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
 
     @property
     def name(self) -> str:

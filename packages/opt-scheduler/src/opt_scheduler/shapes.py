@@ -1,13 +1,30 @@
-"""The ways down from 1 to 0: each shape is a pure function of the fraction done, with f(0) = 1 and f(1) = 0."""
+"""The shapes of a decay from 1 to 0: each is a pure function of the fraction done, with f(0) = 1 and f(1) = 0.
+
+The fraction may be an array; `xp` is then the array library that it comes from.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
-Shape = Callable[[float], float]
+
+class Functions(Protocol):
+    """What a shape uses of `math`, `numpy` or `jax.numpy`."""
+
+    pi: float
+
+    def cos(self, x: float, /) -> float: ...
+    def sqrt(self, x: float, /) -> float: ...
 
 
-def linear(r: float) -> float:
+class Shape(Protocol):
+    """A function of the fraction done."""
+
+    def __call__(self, r: float, xp: Functions = math) -> float: ...
+
+
+def linear(r: float, xp: Functions = math) -> float:
     """1 - r.
 
     >>> linear(0.0), linear(0.25), linear(1.0)
@@ -16,34 +33,35 @@ def linear(r: float) -> float:
     return 1.0 - r
 
 
-def cosine(r: float) -> float:
+def cosine(r: float, xp: Functions = math) -> float:
     """(cos(πr) + 1) / 2; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, equation 5.
 
     >>> cosine(0.0), cosine(0.5), cosine(1.0)
     (1.0, 0.5, 0.0)
     """
-    return 0.5 * (math.cos(math.pi * r) + 1.0)
+    return 0.5 * (xp.cos(xp.pi * r) + 1.0)
 
 
-def exponential(r: float) -> float:
-    """2 · 2^-r - 1: an exponential shifted down so that it reaches 0. For the unshifted one see `curves.exponential`.
+def exponential(r: float, xp: Functions = math) -> float:
+    """2 · 2^-r - 1: an exponential shifted down to reach 0. For the true one see `opt_scheduler.exponential`.
 
     >>> exponential(0.0), round(exponential(0.5), 6), exponential(1.0)
     (1.0, 0.414214, 0.0)
     """
-    return float(2.0 * 0.5**r - 1.0)
+    falling: float = 2.0 * 0.5**r
+    return falling - 1.0
 
 
-def minus_sqrt(r: float) -> float:
+def minus_sqrt(r: float, xp: Functions = math) -> float:
     """1 - √r: steep at first; Hägele et al., https://arxiv.org/abs/2405.18392, section 3.
 
     >>> minus_sqrt(0.0), minus_sqrt(0.25), minus_sqrt(1.0)
     (1.0, 0.5, 0.0)
     """
-    return 1.0 - math.sqrt(r)
+    return 1.0 - xp.sqrt(r)
 
 
-def minus_square(r: float) -> float:
+def minus_square(r: float, xp: Functions = math) -> float:
     """1 - r²: slow at first.
 
     >>> minus_square(0.0), minus_square(0.5), minus_square(1.0)

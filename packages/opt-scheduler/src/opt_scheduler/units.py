@@ -6,7 +6,7 @@ from enum import Enum
 
 from .compose import cut, join, shift, stretch
 from .errors import ScheduleError
-from .schedule import Schedule, check_number
+from .schedule import Schedule, ScheduleLike, check_number
 
 
 class Unit(Enum):
@@ -66,7 +66,7 @@ def rescale_horizon(horizon: float, *, old_batch: float, new_batch: float, done:
     return done + max(horizon - done, 0) * old_batch / new_batch
 
 
-def rescale(schedule: Schedule, *, old_batch: float, new_batch: float, done: float = 0.0) -> Schedule:
+def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done: float = 0.0) -> Schedule:
     """`schedule`, in steps, for a run that changes its batch size at step `done`: the same value at the same sample.
 
     >>> from opt_scheduler import linear

@@ -1,0 +1,110 @@
+"""Warm restarts whose periods grow or shrink, and whose values decay."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .arrays import exact
+from .errors import ScheduleError
+from .schedule import Schedule, ScheduleLike, as_schedule, check_number, differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts(Schedule):
+    """A schedule that starts again, each time over other lengths and values; see `restarts`."""
+
+    kind: ClassVar[str] = "restarts"
+    schedule: Schedule
+    times: int | None = None  # None: without end
+    t_mult: float = 1.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.schedule.length < math.inf:
+            raise ScheduleError(f"restarts: {self.schedule!r} has no end at which to restart; give it steps=")
+        check_number("restarts", low=1, times=self.times)
+        check_number("restarts", above=0, t_mult=self.t_mult, decay=self.decay)
+        if self.times is not None and self.times != int(self.times):
+            raise ScheduleError(f"restarts: times={self.times!r} must be a whole number")
+        if self.t_mult < 1 and self.times is None:
+            raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; give times=")
+
+    def start_of(self, period: int) -> float:
+        """Return the step at which a period begins; the first period has the number 0."""
+        first, m = self.schedule.length, self.t_mult
+        return first * period if m == 1 else first * (m**period - 1) / (m - 1)
+
+    def period_at(self, step: float) -> int:
+        """Return the number of the period that `step` belongs to."""
+        first, m = self.schedule.length, self.t_mult
+        if self.times is not None and step >= self.start_of(self.times - 1):
+            return self.times - 1
+        period = int(step / first if m == 1 else math.log1p(step / first * (m - 1)) / math.log(m))
+        # The logarithm is rounded: at a restart it may be one period off.
+        while period > 0 and self.start_of(period) > step:
+            period -= 1
+        while self.start_of(period + 1) <= step:
+            period += 1
+        return period
+
+    def at(self, step: float) -> float:
+        period = self.period_at(step)
+        local = (step - self.start_of(period)) / self.t_mult**period
+        return self.decay**period * self.schedule.at(min(local, self.schedule.length))
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        if self.t_mult == 1:
+            length = exact(self.schedule.length)
+            period = step // length if self.times is None else xp.minimum(step // length, self.times - 1)
+            local = step - period * length
+        else:
+            starts = xp.asarray(self._starts(), dtype=float)
+            period = xp.searchsorted(starts, step, side="right") - 1
+            local = (step - starts[period]) / self.t_mult**period
+        return self.decay**period * self.schedule.array_at(xp.minimum(local, exact(self.schedule.length)), xp)
+
+    def _starts(self) -> list[float]:
+        """The starts of all periods, or of those within 2**53 steps, beyond which a float does not count."""
+        starts = [0.0]
+        while len(starts) != self.times and starts[-1] < 2**53:
+            starts.append(self.start_of(len(starts)))
+        return starts
+
+    @property
+    def length(self) -> float:
+        return math.inf if self.times is None else self.start_of(self.times)
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return self._over_periods(tuple({*self.schedule.boundaries, self.schedule.length}))
+
+    @property
+    def jumps(self) -> tuple[float, ...]:
+        inside = self._over_periods(tuple(j for j in self.schedule.jumps if j < self.schedule.length))
+        ends = range(1, 2 if self.times is None else self.times + 1)
+        edges = {start for start in map(self.start_of, ends) if differ(self._just_before(start), self.at(start))}
+        return tuple(sorted(edges.union(inside)))
+
+    def _just_before(self, step: float) -> float:
+        return self.at(math.nextafter(step, 0.0))
+
+    def _over_periods(self, steps: tuple[float, ...]) -> tuple[float, ...]:
+        periods = range(self.times or 1)
+        return tuple(sorted(self.start_of(i) + self.t_mult**i * step for i in periods for step in steps))
+
+
+def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float = 1.0, decay: float = 1.0) -> Schedule:
+    """`schedule` again from its start whenever it ends: `times` in all, or without end. Past the last, its last value.
+
+    Each period is `t_mult` times as long as the one before, and its values are `decay` times as large: SGDR, section 3
+    of https://arxiv.org/abs/1608.03983, with `T_mult`. `clip(..., low=)` keeps a floor that does not decay.
+
+    >>> from opt_scheduler import linear
+    >>> restarts(linear(1.0, 0.0, steps=4), times=2, t_mult=2, decay=0.5).values([0, 2, 4, 8, 12, 13])
+    [1.0, 0.5, 0.5, 0.25, 0.0, 0.0]
+
+    Raises:
+        ScheduleError: `schedule` has no end, `times` is not a whole number of at least 1, `t_mult` or `decay` is not
+            above 0, or `t_mult` is below 1 without `times`.
+    """
+    return Restarts(schedule=as_schedule(schedule), times=times, t_mult=t_mult, decay=decay)
