@@ -24,6 +24,7 @@ from opt_checkpoint import (
     committed_steps,
     load,
     save,
+    sharded_like,
     verify_checkpoint,
 )
 
@@ -167,6 +168,23 @@ def test_a_small_view_of_a_large_bucket_is_staged_alone(tmp_path: Path) -> None:
     saver.save(state, tmp_path / "x").wait()
     assert saver._staging.nbytes == (12 * 40 + 5 + LARGE_NUMEL) * 4
     saver.close()
+
+
+def test_paths_that_read_alike_are_staged_apart(tmp_path: Path) -> None:
+    """`a.b` as one key and as two, and a position that is an int or text, once shared a buffer: one value was lost."""
+    paths = {"a.b": 0, "a": {"b": 1, "c": {0: 2, "0": 3}}}
+
+    def sharded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: sharded(inner) for key, inner in value.items()}
+        return sharded_like(f"tensor.{value}", torch.full((3,), float(value)))
+
+    saver = AsyncSaver()
+    saver.save(sharded(paths), tmp_path / "x").wait()
+    saver.close()
+    for value in range(4):
+        wanted = {"own": sharded_like(f"tensor.{value}", torch.empty(3))}
+        assert load(wanted, tmp_path / "x").state["own"].tolist() == [value] * 3
 
 
 def test_a_single_async_save_needs_no_saver(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import map_leaves, path_text
+from opt_checkpoint.state.tree import Path, map_leaves
 
 
 class Staging:
@@ -27,7 +27,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[Path, Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def snapshot(self, state: ShardedStateDict) -> ShardedStateDict:
@@ -43,14 +43,13 @@ class Staging:
             CheckpointingException: the state cannot be taken apart.
         """
         flat = flatten_state(state)
-        used: set[str] = set()
+        used: set[Path] = set()
 
-        def copied(path: Any, tensor: Tensor) -> Tensor:
-            name = path_text(path)
-            used.add(name)
-            return self._copy(name, tensor.detach())
+        def copied(path: Path, tensor: Tensor) -> Tensor:
+            used.add(path)
+            return self._copy(path, tensor.detach())
 
-        def staged(path: Any, value: Any) -> Any:
+        def staged(path: Path, value: Any) -> Any:
             if isinstance(value, ShardedTensorFactory):
                 return map_leaves(flat.built[path], lambda inner, piece: staged(path + inner, piece))
             if path in flat.plain and is_dtensor(value):
@@ -64,8 +63,8 @@ class Staging:
             return _plain_copy(value)
 
         snapshot: ShardedStateDict = map_leaves(state, staged)
-        for name in self._buffers.keys() - used:
-            del self._buffers[name]
+        for path in self._buffers.keys() - used:
+            del self._buffers[path]
         for stream in self._streams.values():
             stream.synchronize()
         return snapshot
@@ -75,12 +74,12 @@ class Staging:
         """Host memory held."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
-    def _copy(self, name: str, source: Tensor) -> Tensor:
+    def _copy(self, path: Path, source: Tensor) -> Tensor:
         on_gpu = source.device.type == "cuda"
-        target = self._buffers.get(name)
+        target = self._buffers.get(path)
         if target is None or target.shape != source.shape or target.dtype != source.dtype:
             target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=on_gpu)
-            self._buffers[name] = target
+            self._buffers[path] = target
         if on_gpu:
             self._copy_from_gpu(source, target)
         else:
