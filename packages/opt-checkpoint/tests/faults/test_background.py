@@ -109,6 +109,24 @@ def test_a_failure_on_one_rank_surfaces_on_all(ranks: RankPool, tmp_path: Path) 
     assert committed_steps(tmp_path) == [3]
 
 
+def fail_after_the_commit_on_one(rank: int, size: int, folder: str) -> str:
+    saver = AsyncSaver()
+    saver.save(state_at(1, rank, size), Path(folder) / "1", after=(lambda: 1 // 0) if rank else None)
+    with pytest.raises(CheckpointFailedError, match=r"checkpoint is committed.*\nrank 1: ZeroDivisionError") as caught:
+        saver.save(state_at(2, rank, size), Path(folder) / "2")
+    saver.save(state_at(3, rank, size), Path(folder) / "3")
+    saver.close()
+    return str(caught.value)
+
+
+def test_what_fails_on_one_rank_after_the_commit_fails_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    """One rank raised at its next save, and the others waited for it there."""
+    texts = ranks.run(2, fail_after_the_commit_on_one, str(tmp_path))
+    assert texts[0] == texts[1]
+    for step in (1, 3):
+        assert verify_checkpoint(tmp_path / str(step)) == []
+
+
 def save_when_closed(rank: int, size: int, folder: str) -> None:
     """It would go on the group of training, whose messages it would take."""
     saver = AsyncSaver()

@@ -329,8 +329,18 @@ def test_the_last_good_one_is_never_deleted_for_a_damaged_newer_one(tmp_path: Pa
     manager.save(1, state_at(1, 0, 1))
     save(state_at(2, 0, 1), tmp_path / step_name(2))
     (tmp_path / step_name(2) / "__0_0.distcp").write_bytes(b"")
-    manager._retire()
+    manager._retire(1)
     assert committed_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_step_just_saved_stays_where_a_run_went_back(tmp_path: Path, background: bool) -> None:
+    """A run went back from step 9 to 2 and saved step 3, which was removed at once: it was not the newest by number."""
+    for step in (2, 9):
+        save(state_at(step, 0, 1), tmp_path / step_name(step))
+    with CheckpointManager(tmp_path, keep=1, in_background=background) as manager:
+        manager.save(3, state_at(3, 0, 1))
+    assert committed_steps(tmp_path) == [3, 9]
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep_every": 0}])

@@ -183,6 +183,17 @@ def test_a_listing_that_lags_does_not_stop_a_commit(bucket: ObjectPath) -> None:
     assert_resumes_from(bucket, 1)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_listing_without_the_step_just_saved_does_not_stop_a_manager(bucket: ObjectPath, background: bool) -> None:
+    """Removing old steps failed with an IndexError on rank 0 alone."""
+    place, client = faulty(bucket)
+    client.hidden = lambda key: True
+    manager = CheckpointManager(place, keep=1, in_background=background)
+    manager.save(1, state_at(1, 0, 1))
+    manager.close()
+    assert_resumes_from(bucket, 1)
+
+
 def test_files_that_disappear_before_the_commit_are_noticed(bucket: ObjectPath) -> None:
     """A trainer that slept for longer than its lease was taken for dead."""
     place, client = faulty(bucket / step_name(1))

@@ -15,7 +15,7 @@ from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location
 from opt_checkpoint.run.ranks import Ranks, everyone, leave, ranks_of, same_location
-from opt_checkpoint.run.save_load import NO_DETAILS, save
+from opt_checkpoint.run.save_load import NO_DETAILS, error_of, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
 
@@ -103,7 +103,8 @@ class AsyncSaver:
             path: as for `save`.
             common: as for `save`.
             details: as for `save`.
-            after: called on this rank, in the background, once the checkpoint is committed.
+            after: called on this rank, in the background, once the checkpoint is committed. If it raises on any rank,
+                the save counts as failed on all ranks; the checkpoint stays.
 
         Raises:
             CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
@@ -124,8 +125,8 @@ class AsyncSaver:
                 files=self._files,
                 plans=self._plans,
             )
-            if after is not None:
-                after()
+            error = None if after is None else error_of(after)
+            everyone(self._ranks, error, f"the callback after the save of {target} (the checkpoint is committed)")
 
         return self.start(state, target, write)
 

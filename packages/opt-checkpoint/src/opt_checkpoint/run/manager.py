@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -93,6 +94,9 @@ class CheckpointManager:
     view of a network file system sees what the others see. Only `save` changes the directory: a manager that is opened
     to load, next to a training run, deletes nothing.
 
+    Steps are compared by number. A run that goes back to an older step keeps the newer ones, and `latest` finds them:
+    remove them, or save to another directory.
+
     Args:
         directory: where the steps are; made when needed. A directory, or a place in an object store: its URL, or an
             `ObjectPath` for one with options.
@@ -167,12 +171,11 @@ class CheckpointManager:
                 files=self._files,
                 plans=self._plans,
             )
-            if self._ranks.rank == 0:
-                self._retire()
+            agreed(self._ranks, lambda: self._retire(step), f"removing old checkpoints ({path} is committed)")
             return path
         if self._saver is None:
             self._saver = AsyncSaver(self._group, files=self._files, timeout_s=self._timeout_s)
-        after = self._retire if self._ranks.rank == 0 else None
+        after = partial(self._retire, step) if self._ranks.rank == 0 else None
         return self._saver.save(state, path, common=common, details=details, after=after).path
 
     def wait(self) -> None:
@@ -251,17 +254,19 @@ class CheckpointManager:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
         return self.directory / step_name(chosen)
 
-    def _retire(self) -> None:
+    def _retire(self, saved: int) -> None:
         """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at.
 
-        In an object store this also removes what dead saves of other steps left; on disks each save sees all of it.
+        In an object store this also removes what dead saves of other steps left. On disks every save does that.
+
+        Args:
+            saved: the step just saved, which stays; a run that went back also has newer steps.
         """
         try:
-            steps = committed_steps(self.directory)
             if isinstance(self.directory, ObjectPath):
-                remove_leftovers_below(self.directory, self.directory / step_name(steps[-1]))
-            for step in steps[: -self._keep]:
-                if self._keep_every is None or step % self._keep_every:
+                remove_leftovers_below(self.directory, self.directory / step_name(saved))
+            for step in committed_steps(self.directory)[: -self._keep]:
+                if step != saved and (self._keep_every is None or step % self._keep_every):
                     discard_checkpoint(self._files, self.directory / step_name(step))
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)
