@@ -114,7 +114,7 @@ class Clock:
 
 def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
     """All that rank 0 does for one save; writes what each rank then remembers to `ranks_remember`."""
-    remembered = cache.name_for(0)
+    remembered = cache.plan_of(0).name
     offers = [pickle.dumps(Offer(own.layout.fingerprint, b"", remembered)) for own in contents]
     planner = ShardedSavePlanner({}, cache=cache)
     writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)

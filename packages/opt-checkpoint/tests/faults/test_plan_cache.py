@@ -20,13 +20,14 @@ from opt_checkpoint import (
     ShardedObject,
     ShardedTensor,
     load,
+    read_index,
     save,
     sharded_like,
     verify_checkpoint,
 )
 from opt_checkpoint.dcp.global_plan import GlobalPlan
 from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.dcp.save_planner import Common
+from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
 
 
 @pytest.fixture
@@ -236,10 +237,30 @@ def test_repeated_blocks_that_came_apart_are_refused_with_a_remembered_plan(tmp_
 def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commit(tmp_path: Path) -> None:
     caches = [PlanCache() for _ in range(3)]
     save_as_ranks([replicas(rank, 0) for rank in range(3)], tmp_path / "1", caches=caches)
-    caches[1].assigned, caches[2].assigned = caches[2].assigned, caches[1].assigned
+    own, others = caches[1].plan_of(1), caches[2].plan_of(2)
+    caches[1].keep(own._replace(assigned=others.assigned))
     with pytest.raises(CheckpointingException, match=r"rank 1 has not written the .* parts that were planned"):
         save_as_ranks([replicas(rank, 1) for rank in range(3)], tmp_path / "2", caches=caches)
     assert not (tmp_path / "2").exists()
+
+
+def test_two_saves_at_once_with_one_cache_do_not_take_each_others_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second began when the first had agreed to use the remembered plan: its values went under the second's keys."""
+    cache, accept = PlanCache(), ShardedSavePlanner.accept
+    save(rows_of("w", wholes(1), [], 0), tmp_path / "1", plans=cache)
+
+    def interrupted(planner: ShardedSavePlanner, offers: Any) -> None:
+        accept(planner, offers)
+        monkeypatch.setattr(ShardedSavePlanner, "accept", accept)
+        save(rows_of("other", wholes(3), [], 0), tmp_path / "other", plans=cache)
+
+    monkeypatch.setattr(ShardedSavePlanner, "accept", interrupted)
+    save(rows_of("w", wholes(2), [], 0), tmp_path / "2", plans=cache)
+    assert list(read_index(tmp_path / "2").tensors) == ["w"]
+    assert torch.equal(saved_values(tmp_path / "2", "w")["w"], wholes(2))
+    assert torch.equal(saved_values(tmp_path / "other", "other")["other"], wholes(3))
 
 
 def save_in_series(rank: int, size: int, folder: str) -> list[str]:

@@ -59,32 +59,41 @@ class Agreement(NamedTuple):
         )
 
 
-class PlanCache:
-    """The plan of the last save of a series; make one on each rank, and give it to each save.
+class CachedPlan(NamedTuple):
+    """A plan and the rank that it was made for; saves share it and never change it.
 
-    Half a million pieces take seconds to plan. With a cache, a save after the first sends a fingerprint in place of
+    Args:
+        name: from the agreement of the save; empty for no plan.
+        rank: this rank.
+        assigned: what this rank writes.
+        plan: all of the plan, on the coordinator.
+    """
+
+    name: bytes = b""
+    rank: int = -1
+    assigned: AssignedParts | None = None
+    plan: GlobalPlan | None = None
+
+
+class PlanCache:
+    """The plan of the last save of a series; make one on each rank, and pass it to each save.
+
+    Half a million chunks take seconds to plan. With a cache, later saves send a fingerprint instead of a description of
     what the ranks hold. `AsyncSaver` and `CheckpointManager` have one of their own.
     """
 
     def __init__(self) -> None:
-        self._name, self._rank = b"", -1
-        self.assigned: AssignedParts | None = None
-        self.plan: GlobalPlan | None = None
+        self._plan = CachedPlan()
 
-    def name_for(self, rank: int) -> bytes:
-        """The name of the plan that is remembered for a rank; empty where there is none.
+    def plan_of(self, rank: int) -> CachedPlan:
+        """The plan that is cached for a rank; an empty one where there is none.
 
-        Ranks with equal layouts that changed places have the same name for another plan, so the rank counts.
+        Two ranks with equal layouts that changed places have the same name for different plans, so the rank matters. A
+        save asks once, at its start: another save may replace the plan at any time.
         """
-        return self._name if self._rank == rank else b""
+        plan = self._plan
+        return plan if plan.rank == rank else CachedPlan()
 
-    def keep(self, name: bytes, rank: int, assigned: AssignedParts, plan: GlobalPlan | None) -> None:
-        """Remember a plan by its name.
-
-        Args:
-            name: from the agreement of the save.
-            rank: this rank.
-            assigned: what it writes.
-            plan: all of the plan, on the coordinator.
-        """
-        self._name, self._rank, self.assigned, self.plan = name, rank, assigned, plan
+    def keep(self, plan: CachedPlan) -> None:
+        """Replace the cached plan."""
+        self._plan = plan

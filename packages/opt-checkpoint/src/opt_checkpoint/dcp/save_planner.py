@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from opt_checkpoint.boxes.box import Box, FlatBox
 from opt_checkpoint.dcp.global_plan import GlobalPlan
 from opt_checkpoint.dcp.local_contents import LocalContents, held_shards, local_contents
-from opt_checkpoint.dcp.plan_cache import Agreement, Offer, PlanCache
+from opt_checkpoint.dcp.plan_cache import Agreement, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.disk.torch_zip_reader import dump_object
@@ -120,7 +120,7 @@ class ShardedSavePlanner(SavePlanner):
         self._policy = common
         self._cache = cache or PlanCache()
         self._agreement = Agreement(plan=b"", is_remembered=False, equal_common=False)
-        self._rank = -1
+        self._rank, self._cached = -1, CachedPlan()
         self._flat: FlatState | None = None
         self._boxes: list[_HeldBox] = []
         self._parts: list[tuple[int, list[int], list[int]]] = []  # held box, offsets and sizes of what is written
@@ -142,8 +142,8 @@ class ShardedSavePlanner(SavePlanner):
         if contents.layout is None:
             raise RuntimeError("a rank knows its own layout")
         common = hashlib.sha256(repr(sorted(contents.common.items())).encode("utf-8", "surrogatepass")).digest()
-        self._rank = rank
-        return Offer(contents.layout.fingerprint, common, self._cache.name_for(rank))
+        self._rank, self._cached = rank, self._cache.plan_of(rank)
+        return Offer(contents.layout.fingerprint, common, self._cached.name)
 
     def accept(self, offers: Sequence[Offer]) -> None:
         """Go by the offers of all ranks; without this, the whole plan is made anew."""
@@ -187,7 +187,7 @@ class ShardedSavePlanner(SavePlanner):
         """
         contents: list[LocalContents] = [plan.planner_data for plan in all_plans]
         digests = np.concatenate([own.digests for own in contents])
-        remembered = self._cache.plan if self._agreement.is_remembered else None
+        remembered = self._cached.plan if self._agreement.is_remembered else None
         layouts = remembered.layouts if remembered else [own.layout for own in contents if own.layout is not None]
         self._judge_common(contents, [own.plain for own in layouts])
         if remembered is None:
@@ -219,11 +219,11 @@ class ShardedSavePlanner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan with an item for each part and object, and the sum that names the parts; this rank remembers it."""
-        assigned = new_plan.planner_data or self._cache.assigned
+        assigned = new_plan.planner_data or self._cached.assigned
         if assigned is None:
             raise RuntimeError("a rank that remembers no plan agreed to use one")
         if self._agreement.plan:
-            self._cache.keep(self._agreement.plan, self._rank, assigned, self._plan)
+            self._cache.keep(CachedPlan(self._agreement.plan, self._rank, assigned, self._plan))
         boxes = assigned.box.tolist()
         self._parts = list(zip(boxes, assigned.offsets.tolist(), assigned.sizes.tolist(), strict=True))
         tensors = [_tensor_item(self._boxes[box].shard.key, number) for number, box in enumerate(boxes)]
