@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from opt_checkpoint.run.rank_part import PartName
-from opt_checkpoint.run.tier_choice import keepers, newest_whole
+from opt_checkpoint.run.tier_choice import NOTHING, keepers, newest_whole
 
 
 def part(rank: int, step: int = 1, save: str = "a", world: int = 2, run: str = "run") -> PartName:
@@ -60,14 +60,19 @@ NONE = {
 }
 
 
+UNUSABLE = ("another world", "two whole saves of one step")
+
+
 @pytest.mark.parametrize("case", NONE)
 def test_where_no_step_is_whole_none_is_chosen_and_the_reason_is_told(case: str) -> None:
     inventories, reasons = NONE[case]
-    assert newest_whole(inventories, run="run", not_before=0) == (None, reasons)
+    verdict = newest_whole(inventories, run="run", not_before=0)
+    assert (verdict.local, verdict.passed_over) == (None, reasons)
+    assert verdict.unusable == (reasons if case in UNUSABLE else ())
 
 
 def test_steps_older_than_the_durable_one_are_not_looked_at() -> None:
-    assert newest_whole(seen([part(0)], [part(1)]), run="run", not_before=2) == (None, ())
+    assert newest_whole(seen([part(0)], [part(1)]), run="run", not_before=2) == NOTHING
 
 
 KEEPERS = {

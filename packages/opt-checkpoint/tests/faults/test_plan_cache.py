@@ -247,7 +247,7 @@ def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commi
 def test_two_saves_at_once_with_one_cache_do_not_take_each_others_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second began when the first had agreed to use the remembered plan: its values went under the second's keys."""
+    """The second began once the first had agreed to use the cached plan: values went under the other's keys."""
     cache, accept = PlanCache(), ShardedSavePlanner.accept
     save(rows_of("w", wholes(1), [], 0), tmp_path / "1", plans=cache)
 

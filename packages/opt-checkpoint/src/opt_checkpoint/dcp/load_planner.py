@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from opt_checkpoint.boxes.box import FlatBox, boxes_of
 from opt_checkpoint.boxes.reshard import Copy, StoredBoxes, first_overlap
-from opt_checkpoint.dcp.main_values import may_convert
+from opt_checkpoint.dcp.main_values import aliased, may_convert
 from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.dcp.stored_names import asked_plain, merged, plain_paths, stored_names, stored_under
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty
@@ -134,6 +134,15 @@ class ShardedLoadPlanner(LoadPlanner):
                 items += self._object_reads(self._names[path])
         return LoadPlan(items, planner_data=_Wanted(self._asked_bits()))
 
+    @property
+    def stored_plain(self) -> dict[str, Path]:
+        """The stored plain values: their paths, by the text of these."""
+        return plain_paths(self._common)
+
+    def stored_name(self, key: str) -> str:
+        """The name under which a key is stored here: itself, or the first alias that is."""
+        return aliased(key, self._index.tensors, self._aliases)
+
     def _wanted(self) -> dict[Path, ShardedTensor]:
         """The tensors to read: those of the state, and those that plain templates ask for, which get memory here."""
         wanted = {p: t for p, t in self.flat.tensors.items() if p not in self.dropped and p not in self._plain}
@@ -201,7 +210,7 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _stored_keys(self) -> list[str]:
         """All that is stored, plain values by their paths; the same on all ranks."""
-        return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(plain_paths(self._common))]
+        return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(self.stored_plain)]
 
     def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
         key = self._names.get(path, shard.key)

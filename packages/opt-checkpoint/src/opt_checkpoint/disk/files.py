@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+DELETING = ".opt-checkpoint-deleting-"  # the names of directories that are being deleted begin with this
 _RETRIES = 3
 
 
@@ -192,6 +193,6 @@ def make_parents(files: Files, path: Path) -> None:
 
 def discard(files: Files, path: Path, token: str) -> None:
     """Delete a directory so that nobody ever sees half of it under its own name: rename first."""
-    doomed = path.with_name(f".opt-checkpoint-deleting-{token}")
+    doomed = path.with_name(f"{DELETING}{token}")
     files.rename(path, doomed)
     files.remove_tree(doomed)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from opt_checkpoint.disk.files import Files, LocalFiles, discard
+from opt_checkpoint.disk.files import DELETING, Files, LocalFiles, discard
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
@@ -83,6 +83,7 @@ class LocalTier:
         name = PartName(self._run, step, save, ranks.rank, ranks.size)
 
         def write_own() -> None:
+            self._remove_interrupted()
             self._remove_from(step, ranks.rank)
             save_part(state, self.place(step, ranks.rank), name, self._files)
 
@@ -101,6 +102,14 @@ class LocalTier:
         incoming = [r for r, keeper in enumerate(self._keeper_of or ()) if keeper == rank]
         for owner in (rank, *incoming):
             self._remove(self.place(step, owner))
+
+    def _remove_interrupted(self) -> None:
+        """Remove what is left of steps whose removal was interrupted; a tmpfs may have no room for it."""
+        for path in self.path.glob(f"{DELETING}*"):
+            try:
+                self._files.remove_tree(path)
+            except FileNotFoundError:  # another rank of this node removes it too
+                continue
 
     def _retire(self, newest: int) -> None:
         steps = [step for step, _ in named_steps(self.path) if step <= newest]
@@ -131,8 +140,11 @@ class LocalTier:
 
     def _parts(self) -> Iterator[Path]:
         for _, path in named_steps(self.path):
-            if isinstance(path, Path):
-                yield from (entry for entry in sorted(path.iterdir()) if _PART.fullmatch(entry.name))
+            try:
+                entries = sorted(path.iterdir()) if isinstance(path, Path) else []
+            except FileNotFoundError:  # another rank of this node has just removed it as too old
+                continue
+            yield from (entry for entry in entries if _PART.fullmatch(entry.name))
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
         """Find the newest whole step, bring this rank's part here, and compare all of it with its checksums.
@@ -151,11 +163,9 @@ class LocalTier:
         while True:
             inventories = self._everywhere(ranks)
             verdict = newest_whole(inventories, run=self._run, not_before=not_before)
-            if verdict.local is None:
-                return Verdict(None, tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
-            damaged = self._fetch(ranks, verdict.local)
+            damaged = [] if verdict.local is None else self._fetch(ranks, verdict.local)
             if not damaged:
-                return Verdict(verdict.local, tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
+                return verdict._replace(passed_over=tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
             reasons += damaged
 
     def _everywhere(self, ranks: Ranks) -> list[Inventory]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +19,7 @@ from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of, subdirectories
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
+from opt_checkpoint.run.closing import Closing
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_location
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
@@ -87,7 +87,7 @@ def _is_whole(path: Location) -> bool:
     return True
 
 
-class CheckpointManager:
+class CheckpointManager(Closing):
     """Saves steps, keeps the newest few, and loads the newest whole one.
 
     All ranks construct it and call its methods together. Rank 0 looks at the directory, so that a rank with a stale
@@ -195,14 +195,6 @@ class CheckpointManager:
         finally:
             if self._saver is not None:
                 self._saver.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is committed and whole, as rank 0 sees it; None where there never was one.

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from opt_checkpoint.boxes.box import boxes_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
@@ -27,7 +28,7 @@ from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.run.ranks import Ranks, everyone
 from opt_checkpoint.run.save_load import LoadReport, error_of
 from opt_checkpoint.state.dtensor import whole_tensor
@@ -156,32 +157,58 @@ def _plain_key(key: str) -> str:
     return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
 
 
-def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
-    """Load from this rank's part; all ranks call this together, and memory is written once all of them can.
+def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> LoadPlan:
+    """Plan to read from this rank's part; all ranks call this together.
 
     Raises:
-        CheckpointMismatchError: a rank's part does not hold what it asks for: it was saved in another layout.
+        CheckpointMismatchError: the parts were saved in another layout: what a rank asks for is not in its own part, or
+            not all of it. On every rank.
         CheckpointingException: as `load`.
     """
-    what = f"loading {reader.index.path}"
     plans = []
 
     def plan() -> None:
         planner.set_up_planner({}, None)
-        plans.extend(planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())]))
+        plans.append(planner.create_local_plan())
+
+    error = error_of(plan)
+    _check_layout(ranks, planner, index)
+    everyone(ranks, error, f"loading {index.path}")
+    return plans[0]
+
+
+def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> None:
+    """Raise where a key that one rank misses is stored in the part of another: it is not missing, but elsewhere."""
+    missing = ranks.gather_everywhere(planner.missing)
+    if not any(missing):
+        return
+    own = {*index.tensors, *index.objects, *planner.stored_plain}
+    held = [[planner.stored_name(key) in own for key in keys] for keys in missing]
+    for rank, flags in enumerate(zip(*ranks.gather_everywhere(held), strict=True)):
+        for holder, has in enumerate(flags):
+            if any(has):
+                key = missing[rank][has.index(True)]
+                raise CheckpointMismatchError(
+                    f"the local tier was saved in another layout: rank {rank} asks for {key}, which is in the part of "
+                    f"rank {holder}"
+                )
+
+
+def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+    """Load from this rank's part; all ranks call this together, and memory is written once all of them can.
+
+    Raises:
+        CheckpointMismatchError: as `plan_part`.
+        CheckpointingException: as `load`.
+    """
+    what = f"loading {reader.index.path}"
+    local = plan_part(ranks, planner, reader.index)
+    plans = []
+    everyone(ranks, error_of(lambda: plans.extend(planner.create_global_plan([local]))), what)
 
     def read() -> None:
-        reader.read_data(planner.finish_plan(plans[0]), planner).wait()
+        reader.read_data(planner.finish_plan(reader.prepare_local_plan(plans[0])), planner).wait()
         planner.assemble()
 
-    everyone(ranks, error_of(plan), what)
     everyone(ranks, error_of(read), f"{what} (while reading: tensors may be partly overwritten, load again before use)")
-    return LoadReport(
-        state=planner.assembled,
-        missing=tuple(planner.missing),
-        unexpected=planner.unexpected,
-        cast=tuple(planner.cast),
-        kind=reader.index.kind,
-        bytes_wanted=reader.count.wanted,
-        bytes_read=reader.count.read,
-    )
+    return LoadReport.of(planner, reader)

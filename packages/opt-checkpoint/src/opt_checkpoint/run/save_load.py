@@ -68,6 +68,19 @@ class LoadReport:
     bytes_wanted: int
     bytes_read: int
 
+    @classmethod
+    def of(cls, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+        """The report of a load that a planner and a reader have carried out."""
+        return cls(
+            state=planner.assembled,
+            missing=tuple(planner.missing),
+            unexpected=planner.unexpected,
+            cast=tuple(planner.cast),
+            kind=reader.index.kind,
+            bytes_wanted=reader.count.wanted,
+            bytes_read=reader.count.read,
+        )
+
 
 def save(
     state: ShardedStateDict,
@@ -257,15 +270,7 @@ def carry_out_load(
     if share_reads:
         read_shared(ranks, reader, planner, held_back.items, what)
     everyone(ranks, error_of(planner.assemble), what)
-    return LoadReport(
-        state=planner.assembled,
-        missing=tuple(planner.missing),
-        unexpected=planner.unexpected,
-        cast=tuple(planner.cast),
-        kind=reader.index.kind,
-        bytes_wanted=reader.count.wanted,
-        bytes_read=reader.count.read,
-    )
+    return LoadReport.of(planner, reader)
 
 
 def check_reads(verify: Verify, *, share_reads: bool) -> None:

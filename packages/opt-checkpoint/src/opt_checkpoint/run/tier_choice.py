@@ -26,10 +26,20 @@ class LocalChoice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The newest whole step of the local tier, if it has one, and why newer ones were passed over."""
+    """What the local tier offers.
+
+    Args:
+        local: its newest whole step; None where it has none for this number of ranks.
+        passed_over: why newer steps were passed over.
+        unusable: those of `passed_over` that are whole, but cannot be loaded by this world.
+    """
 
     local: LocalChoice | None
     passed_over: tuple[str, ...]
+    unusable: tuple[str, ...] = ()
+
+
+NOTHING = Verdict(None, ())
 
 
 def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int) -> Verdict:
@@ -40,7 +50,7 @@ def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int)
         run: parts of other runs are not looked at.
         not_before: steps below this are not looked at.
     """
-    world, reasons = len(inventories), list[str]()
+    world, reasons, unusable = len(inventories), list[str](), list[str]()
     of_run = {part for seen in inventories for part in seen if part.run == run}
     for step in sorted({part.step for part in of_run if part.step >= not_before}, reverse=True):
         whole = []
@@ -49,13 +59,21 @@ def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int)
             problem = _problem(parts, world)
             if problem:
                 reasons.append(f"step {step} of the local tier: {problem}")
+                if _is_whole(parts):
+                    unusable.append(reasons[-1])
             else:
                 whole.append(_chosen(parts, inventories))
         if len(whole) == 1:
-            return Verdict(whole[0], tuple(reasons))
+            return Verdict(whole[0], tuple(reasons), tuple(unusable))
         if whole:
             reasons.append(f"step {step} of the local tier: it was saved {len(whole)} times, and all of them are whole")
-    return Verdict(None, tuple(reasons))
+            unusable.append(reasons[-1])
+    return Verdict(None, tuple(reasons), tuple(unusable))
+
+
+def _is_whole(parts: set[PartName]) -> bool:
+    """Whether the part of every rank that saved is there."""
+    return all({part.rank for part in parts} == set(range(part.world)) for part in parts)
 
 
 def _problem(parts: set[PartName], world: int) -> str | None:

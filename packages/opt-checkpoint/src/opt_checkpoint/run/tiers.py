@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import socket
 import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -19,23 +19,30 @@ from torch.optim import Optimizer
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.detect import Opened
-from opt_checkpoint.disk.files import Files, LocalFiles, make_parents, write_file
+from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.stored_objects import SafeGlobals
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointingException,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
+from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
+from opt_checkpoint.run.closing import Closing
 from opt_checkpoint.run.local_tier import LocalTier
 from opt_checkpoint.run.manager import CheckpointManager
-from opt_checkpoint.run.rank_part import load_part, open_part
+from opt_checkpoint.run.rank_part import load_part, open_part, plan_part
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.run_name import RUN, run_name
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport, error_of
-from opt_checkpoint.run.tier_choice import keepers
+from opt_checkpoint.run.tier_choice import NOTHING, keepers
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 
-RUN = "run.json"
+logger = logging.getLogger(__name__)
+_ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
 
 
 class Resume(NamedTuple):
@@ -62,7 +69,7 @@ def this_node(environ: Mapping[str, str] = os.environ) -> str:
     return f"{host}/{int(environ['RANK']) // int(local)}"
 
 
-class TieredCheckpointManager:
+class TieredCheckpointManager(Closing):
     """A series of checkpoints in a local and a durable tier; resumes from the newest step that is whole in either.
 
     Every `save` goes to the local tier: each rank writes what it holds to a directory of its node, in the background,
@@ -132,6 +139,7 @@ class TieredCheckpointManager:
         self._tier: LocalTier | None = None
         self._last_durable: int | None = None
         self._resume: Resume | None = None
+        self._has_loaded = False  # from the local step of `_resume`
         self._closed = False
 
     @property
@@ -167,15 +175,22 @@ class TieredCheckpointManager:
             raise RuntimeError("a run that may be named has a name")
         save = agreed(self._ranks, lambda: uuid.uuid4().hex, "naming a save")
         saver.start(state, tier.place(step, self._ranks.rank), lambda s: tier.write(saver.ranks, s, step, save))
-        self._resume = None
+        self._resume, self._has_loaded = None, False
         if self._last_durable is None:
-            latest = self._durable.latest() or 0
-            self._last_durable = latest if latest <= step else 0  # newer ones are of a past that was gone back from
+            self._last_durable = self._durable_before(step)
         if step - self._last_durable < self._durable_every:
             return False
         self._durable.save(step, state)
         self._last_durable = step
         return True
+
+    def _durable_before(self, step: int) -> int:
+        """The newest durable step; 0 where there is none, all are damaged, or the run went back to before it."""
+        try:
+            latest = self._durable.latest() or 0
+        except CheckpointCorruptError:  # the same on every rank; the next durable save mends it
+            return 0
+        return latest if latest <= step else 0
 
     def wait(self) -> None:
         """Wait for the saves under way.
@@ -198,27 +213,40 @@ class TieredCheckpointManager:
         finally:
             self._durable.close()
 
-    def __enter__(self) -> Self:
-        return self
+    def find(self, state: ShardedStateDict | None = None) -> Resume | None:
+        """Find the newest step that is whole in either tier; None where no step was ever whole.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        Parts of the local tier that are not on their rank's node are fetched from copies, and all of them are compared
+        with their checksums. Loads use the same answer until the next save.
 
-    def find(self) -> Resume | None:
-        """What to resume from: the newest step that is whole in either tier; None where there never was one.
-
-        Parts of the local tier that are not on their rank's node are fetched from copies, and all of it is compared
-        with its checksums. Loads go by the same answer until the next save.
+        Args:
+            state: what will be loaded. A local step that was saved in another layout is then passed over for the
+                durable tier; without a state, its load raises CheckpointMismatchError.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
-            CheckpointFailedError: a tier cannot be looked at.
+            CheckpointMismatchError: the local tier is whole, but was saved by another number of ranks or in another
+                layout, and there is no durable checkpoint.
+            CheckpointFailedError: a tier cannot be read.
         """
-        if self._resume is not None:
-            return self._resume
-        self.wait()
+        return self._find(state, _ANY_KEYS)
+
+    def _find(self, state: ShardedStateDict | None, rules: Mapping[str, Any]) -> Resume | None:
+        same_everywhere(self._ranks, "looking for a step", state="None" if state is None else "given")
+        if self._resume is None:
+            self.wait()
+            self._resume = self._newest()
+            if self._ranks.rank == 0 and self._resume is None:
+                for reason in self._passed_over:
+                    logger.warning("nothing to resume from: %s", reason)
+        if state is not None and self._resume is not None and self._resume.tier == "local":
+            problem = self._mismatch(state, self._resume.step, rules)
+            if problem is not None:
+                self._resume = self._durable_instead(self._resume, problem)
+        return self._resume
+
+    def _newest(self) -> Resume | None:
+        """As `find`, whatever the layout; writes why steps were passed over to `_passed_over`."""
         reasons: list[str] = []
         durable: int | None = None
         damage: CheckpointCorruptError | None = None
@@ -227,24 +255,49 @@ class TieredCheckpointManager:
         except CheckpointCorruptError as error:  # the same on every rank
             damage = error
             reasons.append(f"the durable tier: {error}")
-        tier = self._tier_of_run(may_write=False)
+        tier, verdict = self._tier_of_run(may_write=False), NOTHING
         if tier is None:
             reasons.append(f"the local tier: {self._durable.directory} has no {RUN}, so no local part belongs to it")
         else:
             verdict = tier.settle(self._ranks, not_before=durable or 0)
             reasons += verdict.passed_over
-            if verdict.local is not None:
-                self._resume = Resume(verdict.local.step, "local", verdict.local.holders, tuple(reasons))
-                return self._resume
+        self._passed_over = tuple(reasons)
+        if verdict.local is not None:
+            return Resume(verdict.local.step, "local", verdict.local.holders, self._passed_over)
         if damage is not None:
             raise damage
         if durable is not None:
-            self._resume = Resume(durable, "durable", (), tuple(reasons))
-        return self._resume
+            return Resume(durable, "durable", (), self._passed_over)
+        if verdict.unusable:
+            raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
+        return None
 
-    def latest(self) -> int | None:
-        """The step of `find`."""
-        found = self.find()
+    def _no_durable(self) -> str:
+        return (
+            f"there is no checkpoint in {self._durable.directory} to load instead. Resume as it was saved, or remove "
+            f"{self._local_path} to start from the beginning"
+        )
+
+    def _mismatch(self, state: ShardedStateDict, step: int, rules: Mapping[str, Any]) -> str | None:
+        """Why this world's layout cannot load a local step; None where it can."""
+        opened = self._opened(step)
+        try:
+            plan_part(self._ranks, self._planner(state, opened, rules), opened.index)
+        except CheckpointMismatchError as error:
+            return f"step {step} of the local tier: {error}"
+        return None
+
+    def _durable_instead(self, local: Resume, problem: str) -> Resume:
+        durable = None if self._has_loaded else self._durable.latest()
+        if self._has_loaded:
+            raise CheckpointMismatchError(f"{problem}; another part of this step has been loaded already")
+        if durable is None:
+            raise CheckpointMismatchError(f"{problem}; {self._no_durable()}")
+        return Resume(durable, "durable", (), (*local.passed_over, problem))
+
+    def latest(self, state: ShardedStateDict | None = None) -> int | None:
+        """The step of `find(state)`."""
+        found = self.find(state)
         return None if found is None else found.step
 
     def load(
@@ -256,7 +309,7 @@ class TieredCheckpointManager:
         aliases: Mapping[str, str] = NO_ALIASES,
         safe_globals: SafeGlobals = (),
     ) -> LoadReport:
-        """Load the step of `find`.
+        """Load the step of `find`; where that was not called, of `find(state)`.
 
         Args:
             state: as for `opt_checkpoint.load`.
@@ -267,15 +320,14 @@ class TieredCheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CheckpointMismatchError: the local tier was saved by this many ranks in another layout; load the durable
-                tier by a `CheckpointManager`.
+            CheckpointMismatchError: the local step was saved in another layout, and `find` was called without `state`.
             CheckpointingException: as `opt_checkpoint.load`.
         """
+        same_everywhere(self._ranks, "loading", strict=strict, dtype=dtype)
         rules = {"strict": strict, "dtype": dtype, "aliases": aliases, "safe_globals": safe_globals}
-        found = self._found()
+        found = self._found(state if self._resume is None else None, rules)
         if found.tier == "durable":
             return self._durable.load(state, step=found.step, **rules)
-        same_everywhere(self._ranks, "loading", strict=strict, dtype=dtype)
         return self._load_part(state, self._opened(found.step), rules)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
@@ -293,11 +345,11 @@ class TieredCheckpointManager:
         if found.tier == "durable":
             return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
         opened = self._opened(found.step)
-        read = lambda wanted: self._load_part(wanted, opened, {"strict": "ignore_all"})
+        read = lambda wanted: self._load_part(wanted, opened, {"strict": "raise_missing"})
         return fill_optimizer(model, optimizer, opened, read, ranks=self._ranks, **options)
 
-    def _found(self) -> Resume:
-        found = self.find()
+    def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
+        found = self._find(state, rules)
         if found is None:
             raise CheckpointNotFoundError(f"no checkpoint in {self._durable.directory} or {self._local_path}")
         return found
@@ -311,8 +363,8 @@ class TieredCheckpointManager:
         everyone(self._ranks, error, f"opening step {step} of the local tier")
         return opened[0]
 
-    def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
-        planner = ShardedLoadPlanner(
+    def _planner(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> ShardedLoadPlanner:
+        return ShardedLoadPlanner(
             state,
             opened.index,
             opened.common,
@@ -321,47 +373,27 @@ class TieredCheckpointManager:
             aliases=rules.get("aliases", NO_ALIASES),
             safe_globals=rules.get("safe_globals", ()),
         )
-        return load_part(self._ranks, planner, CheckpointReader(opened.index, describe=False))
+
+    def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
+        reader = CheckpointReader(opened.index, describe=False)
+        try:
+            report = load_part(self._ranks, self._planner(state, opened, rules), reader)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(
+                f"{error}\nThe local tier is loaded by the same layout that saved it; call find(state) to go on to the "
+                f"durable tier where the layout has changed"
+            ) from error
+        self._has_loaded = True
+        return report
 
     def _tier_of_run(self, *, may_write: bool) -> LocalTier | None:
         """The local tier of this run; None where the durable directory names no run."""
         if self._tier is None:
-            run = agreed(self._ranks, lambda: self._run_name(may_write), f"naming the run of {self._durable.directory}")
+            durable = self._durable.directory
+            name = lambda: run_name(durable, self._files, may_write=may_write)
+            run = agreed(self._ranks, name, f"naming the run of {durable}")
             if run is not None:
                 self._tier = LocalTier(
                     self._local_path, run, keep=self._keep_local, keeper_of=self._keepers, files=self._local_files
                 )
         return self._tier
-
-    def _run_name(self, may_write: bool) -> str | None:
-        place = self._durable.directory / RUN
-        if may_write:
-            create_once(place, json.dumps({"run": uuid.uuid4().hex}).encode(), self._files)
-        try:
-            name = json.loads(read_small_file(place))["run"]
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointCorruptError(f"{place} is damaged: it does not name a run") from error
-        if not isinstance(name, str) or not name.isalnum():
-            raise CheckpointCorruptError(f"{place} is damaged: it does not name a run")
-        return name
-
-
-def create_once(place: Location, content: bytes, files: Files) -> None:
-    """Write a small file or object where there is none; never half of one.
-
-    Raises:
-        OSError: the file system or store refuses.
-    """
-    if isinstance(place, ObjectPath):
-        try:
-            place.client.create(place.key, content)
-        except FileExistsError:
-            return
-    elif not place.exists():
-        make_parents(files, place)
-        new = place.with_name(f".{place.name}-{uuid.uuid4().hex}")
-        write_file(files, new, content)
-        files.rename(new, place)
-        files.sync_dir(place.parent)

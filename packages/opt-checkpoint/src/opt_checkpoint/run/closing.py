@@ -1,0 +1,23 @@
+"""Objects that are closed at the end of a `with` block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+
+class Closing(ABC):
+    """A context manager that calls `close` when its block ends, with or without an error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what this object holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

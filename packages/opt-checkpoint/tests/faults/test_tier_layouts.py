@@ -1,0 +1,181 @@
+"""A local tier that does not fit the world that resumes: another layout, another number of ranks, half of a step."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool
+from states import state_at
+
+from opt_checkpoint import (
+    CheckpointManager,
+    CheckpointMismatchError,
+    Resume,
+    ShardedTensor,
+    TieredCheckpointManager,
+    sharded_like,
+    verify_checkpoint,
+)
+from opt_checkpoint.run import local_tier
+from opt_checkpoint.run.local_tier import LocalTier
+from opt_checkpoint.run.manager import step_name
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def tiers(folder: str, rank: int, **options: Any) -> TieredCheckpointManager:
+    """A manager on a node of its own."""
+    options = {"durable_every": 100, **options}
+    return TieredCheckpointManager(f"{folder}/node-{rank}", f"{folder}/durable", node=f"node-{rank}", **options)
+
+
+def half(step: int, rank: int) -> ShardedTensor:
+    """Half of the rows of `w`."""
+    return ShardedTensor.from_rank_offsets("w", torch.full((2, 3), 10.0 * step + rank), (0, rank, 2))
+
+
+def own(step: int, rank: int) -> ShardedTensor:
+    """A tensor that one rank holds whole, as the state of a parameter that belongs to it."""
+    return sharded_like(f"own.{rank}", torch.full((3,), 10.0 * step + rank))
+
+
+def save_halves(rank: int, size: int, folder: str, steps: list[int], durable_every: int) -> None:
+    with tiers(folder, rank, durable_every=durable_every) as manager:
+        for step in steps:
+            halves = {"half": half(step, rank)} if size == 2 else {}
+            manager.save(step, {**halves, "own": own(step, rank), "step": step})
+
+
+def wanted(rank: int) -> dict[str, Any]:
+    """What the rank asks for that now has the other one's place."""
+    return {"half": half(0, 1 - rank), "own": own(0, 1 - rank), "step": None}
+
+
+def assert_is_of_step(loaded: dict[str, Any], step: int, rank: int) -> None:
+    assert loaded["step"] == step
+    assert torch.equal(loaded["half"], half(step, 1 - rank).data)
+    assert torch.equal(loaded["own"], own(step, 1 - rank).data)
+
+
+def resume_in_another_layout(rank: int, size: int, folder: str) -> None:
+    with tiers(folder, rank) as manager:
+        assert_is_of_step(manager.load(wanted(rank)).state, 2, rank)
+        found = manager.find()
+        assert found is not None
+        assert (found.step, found.tier) == (2, "durable")
+        assert "step 3 of the local tier: " in found.passed_over[-1]
+    with tiers(folder, rank) as manager:
+        assert manager.latest() == 3
+        state = wanted(rank)
+        with pytest.raises(CheckpointMismatchError, match=r"another layout(.|\n)*call find\(state\)"):
+            manager.load(state)
+        assert_is_of_step(state | {"step": 0, "half": state["half"].data, "own": state["own"].data}, 0, rank)
+        assert manager.latest(state) == 2
+        assert_is_of_step(manager.load(state).state, 2, rank)
+
+
+def test_another_layout_goes_on_to_the_durable_tier(tmp_path: Path, ranks: RankPool) -> None:
+    """The same number of ranks, each in the other's place: what one saved, the other asks for."""
+    ranks.run(2, save_halves, str(tmp_path), [1, 2, 3], 2)
+    ranks.run(2, resume_in_another_layout, str(tmp_path))
+
+
+def ask_for_what_another_rank_holds(rank: int, size: int, folder: str) -> None:
+    with tiers(folder, rank) as manager:
+        assert manager.latest() == 1
+        with pytest.raises(CheckpointMismatchError, match=r"rank 0 asks for own\.1, which is in the part of rank 1"):
+            manager.load({"own": own(0, 1 - rank)}, strict="return_missing")
+        report = manager.load({"own": own(0, rank), "new": own(0, 7)}, strict="return_missing")
+        assert report.missing == ("own.7",)
+        with pytest.raises(CheckpointMismatchError, match="another part of this step has been loaded already"):
+            manager.find(wanted(rank))
+    with tiers(folder, rank) as manager, pytest.raises(CheckpointMismatchError, match="there is no checkpoint in"):
+        manager.load(wanted(rank))
+
+
+def test_a_key_in_another_ranks_part_is_not_missing(tmp_path: Path, ranks: RankPool) -> None:
+    """With strict="return_missing" it was left out without an error, and the run went on with what was in memory."""
+    ranks.run(2, save_halves, str(tmp_path), [1], 100)
+    ranks.run(2, ask_for_what_another_rank_holds, str(tmp_path))
+
+
+def find_for_another_world(rank: int, size: int, folder: str) -> None:
+    with (
+        tiers(folder, rank) as manager,
+        pytest.raises(CheckpointMismatchError, match="saved by 3 ranks, and this world has 2; there is no checkpoint"),
+    ):
+        manager.find()
+
+
+def test_another_number_of_ranks_without_a_durable_checkpoint_does_not_start_anew(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    """`find` returned None, and the run began from the beginning."""
+    ranks.run(3, save_halves, str(tmp_path), [1], 100)
+    ranks.run(2, find_for_another_world, str(tmp_path))
+
+
+def test_a_step_that_was_never_whole_is_no_step_and_the_reason_is_logged(
+    tmp_path: Path, ranks: RankPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.run(2, save_halves, str(tmp_path), [1], 100)
+    for part in tmp_path.glob(f"node-*/*/{step_name(1)}/rank-00001"):
+        shutil.rmtree(part)
+    with pytest.warns(UserWarning, match="one node"), caplog.at_level(logging.WARNING, logger="opt_checkpoint"):
+        assert tiers(str(tmp_path), 0).find() is None
+    assert "nothing to resume from: step 1 of the local tier: it was saved by 2 ranks" in caplog.text
+
+
+def alone(folder: Path, **options: Any) -> TieredCheckpointManager:
+    with pytest.warns(UserWarning, match="one node"):
+        return tiers(str(folder), 0, **options)
+
+
+def test_a_damaged_durable_tier_does_not_stop_the_next_save(tmp_path: Path) -> None:
+    with alone(tmp_path, durable_every=1) as manager:
+        manager.save(1, state_at(1, 0, 1))
+    (tmp_path / "durable" / step_name(1) / "__0_0.distcp").unlink()
+    with alone(tmp_path, durable_every=1) as manager:
+        assert manager.latest() == 1
+        assert manager.save(2, state_at(2, 0, 1))
+    assert CheckpointManager(tmp_path / "durable").latest() == 2
+
+
+def test_a_removal_that_was_interrupted_is_finished_by_the_next_save(tmp_path: Path) -> None:
+    """A step that was half removed when its process was killed stayed, and took the memory of a tmpfs."""
+    with alone(tmp_path) as manager:
+        manager.save(1, state_at(1, 0, 1))
+    (step,) = (tmp_path / "node-0").glob(f"*/{step_name(1)}")
+    left = step.with_name(f".opt-checkpoint-deleting-{'a' * 32}")
+    shutil.copytree(step, left)
+    with alone(tmp_path) as manager:
+        manager.save(2, state_at(2, 0, 1))
+    assert [path.name for path in step.parent.iterdir()] == [step_name(2)]
+    assert verify_checkpoint(step.with_name(step_name(2)) / "rank-00000") == []
+
+
+def test_a_step_that_another_rank_of_the_node_has_just_removed_is_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing of the steps and that of a step's parts."""
+    with alone(tmp_path) as manager:
+        manager.save(2, state_at(2, 0, 1))
+    (run,) = (tmp_path / "node-0").iterdir()
+    listed = local_tier.named_steps
+    monkeypatch.setattr(local_tier, "named_steps", lambda path: [(1, path / step_name(1)), *listed(path)])
+    found = LocalTier(tmp_path / "node-0", run.name, keep=1, keeper_of=None).inventory()
+    assert [part.step for part in found] == [2]
+
+
+def test_find_says_which_step_is_taken_for_a_state(tmp_path: Path) -> None:
+    with alone(tmp_path, durable_every=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": sharded_like("w", torch.full((2,), float(step)))})
+    with alone(tmp_path) as manager:
+        assert manager.find({"w": sharded_like("w", torch.zeros(2))}) == Resume(3, "local", (0,), ())
