@@ -229,11 +229,11 @@ def test_an_array_of_steps_gives_the_value_of_each(schedule: Schedule) -> None:
     numpy = pytest.importorskip("numpy", minversion="2.1")  # the first whose arrays have the array API
     steps = [-3, 0, *range(1, 45), 1000, 4_000_001]
     peak = max(map(abs, schedule.values(steps)))
-    for given in (numpy.array(steps), numpy.array(steps, float), numpy.array([[3.25, 7.5], [0.125, 11.75]])):
-        values = schedule(given)
-        assert (values.shape, values.dtype) == (given.shape, float)
+    for array in (numpy.array(steps), numpy.array(steps, float), numpy.array([[3.25, 7.5], [0.125, 11.75]])):
+        values = schedule(array)
+        assert (values.shape, values.dtype) == (array.shape, float)
         # NumPy's cosine and power may differ from those of `math` in the last place.
-        assert values.ravel() == pytest.approx(schedule.values(given.ravel().tolist()), rel=1e-13, abs=1e-13 * peak)
+        assert values.ravel() == pytest.approx(schedule.values(array.ravel().tolist()), rel=1e-13, abs=1e-13 * peak)
 
 
 @pytest.mark.parametrize("schedule", ALL)

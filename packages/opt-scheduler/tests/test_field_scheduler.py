@@ -67,7 +67,7 @@ def test_a_relative_schedule_goes_on_from_a_checkpoint_in_either_order_of_loadin
 def test_a_state_of_another_number_of_groups_is_refused() -> None:
     state = FieldScheduler(optimizer({"lr": 1.0}, {"lr": 1.0}), {"lr": HALVING}, relative=True).state_dict()
     other = FieldScheduler(optimizer({"lr": 1.0}), {"lr": HALVING}, relative=True)
-    with pytest.raises(ScheduleError, match="state is of 2 groups, the optimizer has 1"):
+    with pytest.raises(ScheduleError, match="the state has 2 groups and the optimizer 1"):
         other.load_state_dict(state)
 
 
@@ -125,3 +125,51 @@ def test_a_group_added_later_and_a_value_edited_by_hand_count(relative: bool, ex
 def test_a_schedule_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         HALVING.steps = 8  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_layer_decay_in_lr_scale_multiplies(relative: bool) -> None:
+    # timm, MAE and BEiT leave lr alone and store the layer's factor for the scheduler: it was ignored.
+    groups: list[dict[str, Any]] = [{"lr": 0.5, "lr_scale": 0.25}, {"lr": 0.5, "lr_scale": 1.0}, {"lr": 0.5}]
+    scheduler = FieldScheduler(optimizer(*groups), HALVING, relative=relative)
+    base = 0.5 if relative else 1.0
+    assert scheduler.base_lrs == [base / 4, base, base]
+    for step, left in ((0, 1.0), (2, 0.5), (1, 0.75)):
+        scheduler.seek(step)
+        assert scheduler.get_last_lr() == [left * base / 4, left * base, left * base]
+    assert [group["lr_scale"] for group in scheduler.param_groups[:2]] == [0.25, 1.0]
+
+
+def test_only_the_learning_rate_is_multiplied_by_lr_scale() -> None:
+    target = optimizer({"lr": 1.0, "weight_decay": 1.0, "lr_scale": 0.25})
+    FieldScheduler(target, {"lr": HALVING, "weight_decay": HALVING}).step(2)
+    assert target.param_groups[0] == {"lr": 0.125, "weight_decay": 0.5, "lr_scale": 0.25}
+
+
+def test_the_reference_s_scheduler_does_not_read_lr_scale() -> None:
+    target = optimizer({"lr": 1.0, "lr_scale": 0.25})
+    OptimizerParamScheduler(
+        target, init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10, lr_decay_style="linear",
+        start_wd=0.0, end_wd=0.0, wd_incr_steps=10, wd_incr_style="constant",
+        schedules=[FieldSchedule(field="lr", schedule=HALVING)],
+    ).step(2)  # fmt: skip
+    assert target.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("scale", ["0.5", -1.0, float("nan"), [1.0]])
+def test_an_lr_scale_that_is_no_factor_is_refused(scale: Any) -> None:
+    target = optimizer({"lr": 1.0}, {"lr": 1.0, "lr_scale": scale})
+    with pytest.raises(ScheduleError, match=r"FieldScheduler: group 1: lr_scale=.* must be a number of at least 0"):
+        FieldScheduler(target, HALVING)
+    assert target.param_groups[0] == {"lr": 1.0}
+
+
+def test_one_schedule_is_for_the_learning_rate() -> None:
+    first, second = optimizer({"lr": 1.0}), optimizer({"lr": 1.0})
+    assert FieldScheduler(first, HALVING).schedules == FieldScheduler(second, {"lr": HALVING}).schedules
+
+
+@pytest.mark.parametrize("given", ["cosine", None, {"kind": "ramp"}, [HALVING]])
+def test_schedules_of_another_type_are_refused(given: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"must be a (schedule, a dict of schedules by field|Schedule, a number)"):
+        FieldScheduler(optimizer({"lr": 1.0}), given)

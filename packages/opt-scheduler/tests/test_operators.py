@@ -40,7 +40,7 @@ def triangle(step: float) -> float:
 
 def test_a_number_scales() -> None:
     assert FALL * 0.5 == 0.5 * FALL == scale(FALL, 0.5)
-    assert FALL / 4 == scale(FALL, 0.25)
+    assert scale(FALL, 0.25) == FALL / 4
 
 
 @given(st.lists(st.floats(-10, 10), min_size=3, max_size=3), st.floats(0, 20))

@@ -264,7 +264,7 @@ class TestFieldSchedules:
         ),
         "no-such-place": (
             [FieldSchedule(field="betas[2]", schedule=constant(0.9))],
-            "schedules: group 0: 'betas[2]' does not exist, 'betas' is (0.9, 0.99)",
+            "schedules: group 0 has no 'betas[2]': its 'betas' is (0.9, 0.99)",
         ),
     }
 

@@ -274,7 +274,7 @@ class TestFieldScheduler:
         [
             ({}, r"FieldScheduler: state has no 'num_steps', only \[\]"),
             ({"num_steps": 1, "version": 9}, "FieldScheduler: version=9 is newer than 1"),
-            ({"num_steps": -1}, "seek: num_steps=-1"),
+            ({"num_steps": -1}, "FieldScheduler: num_steps=-1 must be at least 0"),
         ],
         ids=["empty", "newer", "negative"],
     )

@@ -1,26 +1,38 @@
-"""`FieldScheduler`: pure schedules, applied to the parameter groups of any optimizer."""
+"""`FieldScheduler`: writes pure schedules into the parameter groups of any optimizer."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import ScheduleError
-from .fields import FieldSchedule, Group, Optimizers, check_fields, write_fields_
+from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
 from .group_scheduler import GroupScheduler
-from .schedule import Schedule
+from .saved_schedules import changes, saved_form
+from .schedule import ScheduleLike, as_schedule, is_number
 
 logger = logging.getLogger("opt_scheduler")
 
 _VERSION = 1
 
+Schedules: TypeAlias = ScheduleLike | Mapping[str, ScheduleLike] | Sequence[FieldSchedule]
+
 
 class FieldScheduler(GroupScheduler):
-    """Writes `schedules` into the groups of `optimizer`, and nothing else.
+    """Writes `schedules` into the parameter groups of `optimizer`, and nothing else.
 
-    A dict gives all groups the same, {"lr": ..., "betas[0]": ...}; a list of `FieldSchedule`s says which groups each
-    is for. All groups then have the same value, and a warning is logged if they differed before. With `relative=True`
-    schedules multiply what each group had: its `initial_lr` if a scheduler has set one, else its present value.
+    `schedules` is one schedule for the learning rate, a dict of schedules by field ({"lr": ..., "betas[0]": ...}), or a
+    list of `FieldSchedule`s, each for some of the groups. A schedule is a `Schedule`, a number or any callable of the
+    step.
+
+    By default a schedule gives all groups the same value, and a warning is logged if their values differed. With
+    `relative=True` it multiplies each group's own value: `initial_lr` if a scheduler has stored one, else the present
+    `lr`. Learning rates that differ by group, for example through layer decay, keep their ratios. In both modes a
+    group's `lr_scale`, the key by which timm, MAE and BEiT pass a layer decay to the scheduler, multiplies its learning
+    rate.
+
+    The state dict holds the schedules. They are not restored from it, but a warning is logged on load if they changed.
 
     >>> from types import SimpleNamespace
     >>> from opt_scheduler import cosine, linear
@@ -32,69 +44,104 @@ class FieldScheduler(GroupScheduler):
     >>> optimizer.param_groups
     [{'lr': 0.00055, 'weight_decay': 0.05}]
     >>> optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}, {"lr": 1e-2}])
-    >>> FieldScheduler(optimizer, {"lr": cosine(1.0, 0.1, steps=100)}, relative=True).step(50)
+    >>> FieldScheduler(optimizer, cosine(1.0, 0.1, steps=100), relative=True).step(50)
     >>> [group["lr"] for group in optimizer.param_groups]
     [0.00055, 0.0055000000000000005]
 
     Raises:
-        ScheduleError: no schedules; one that no group matches; two for one field of one group.
+        ScheduleError: there are no schedules; no group matches one of them; two match one field of one group; or a
+            group has no value to multiply, or an `lr_scale` that is not a number.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizers,
-        schedules: Mapping[str, Schedule] | Sequence[FieldSchedule],
-        *,
-        relative: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Optimizers, schedules: Schedules, *, relative: bool = False) -> None:
         super().__init__(optimizer)
-        if isinstance(schedules, Mapping):
-            schedules = [FieldSchedule(field=name, schedule=schedule) for name, schedule in schedules.items()]
-        if not schedules:
-            raise ScheduleError("FieldScheduler: schedules is empty; give at least {'lr': ...}")
-        self.schedules = tuple(replace(each, relative=True) if relative else each for each in schedules)
+        self.schedules = tuple(replace(each, relative=True) if relative else each for each in _by_field(schedules))
         check_fields(self.schedules, self.param_groups)
+        _check_lr_scales(self.param_groups)
         _warn_of_flattened(self.schedules, self.param_groups)
         self.step(0)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        write_fields_(groups, self.schedules, num_steps)
+        write_fields_(groups, self.schedules, num_steps, lr_scale=True)
 
     def _base_lr(self, group: Group) -> float:
         for schedule in self.schedules:
             if schedule.field == "lr" and schedule.matches(group):
-                return float(group[schedule.initial]) if schedule.relative else schedule.schedule(0)
+                base = float(group[schedule.initial]) if schedule.relative else schedule.schedule(0)
+                return base * lr_scale_of(group)
         return float(group["lr"])
 
+    def writes_lr(self, group: Group) -> bool:
+        return any(schedule.field == "lr" and schedule.matches(group) for schedule in self.schedules)
+
     def state_dict(self) -> dict[str, Any]:
-        """The step count, and the initial values that relative schedules multiply; the schedules are not saved."""
-        state: dict[str, Any] = {"version": _VERSION, "num_steps": self.num_steps}
+        """Return the step count, the schedules, and the initial values that relative schedules multiply."""
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "num_steps": self.num_steps,
+            "schedules": saved_form(self.schedules, self.num_steps),
+        }
         keys = {schedule.initial for schedule in self.schedules if schedule.relative}
         if keys:
             state["initial"] = [{key: group[key] for key in sorted(keys & set(group))} for group in self.param_groups]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to the saved step; the schedules stay those of this object.
+        """Go to the saved step. The schedules stay those of this object; a warning names each one that changed.
 
         Raises:
-            ScheduleError: no step count, a state of a newer version, or one of another number of groups.
+            ScheduleError: the state has no step count, is of a newer version, or has another number of groups. Nothing
+                has changed then.
         """
         if "num_steps" not in state_dict:
             raise ScheduleError(f"FieldScheduler: state has no 'num_steps', only {sorted(state_dict)}")
         if state_dict.get("version", _VERSION) > _VERSION:
             raise ScheduleError(f"FieldScheduler: version={state_dict['version']!r} is newer than {_VERSION}")
+        num_steps = state_dict["num_steps"]
+        if not 0 <= num_steps < math.inf:
+            raise ScheduleError(f"FieldScheduler: num_steps={num_steps!r} must be at least 0 and finite")
         groups, initial = self.param_groups, state_dict.get("initial")
         if initial is not None and len(initial) != len(groups):
-            raise ScheduleError(f"FieldScheduler: state is of {len(initial)} groups, the optimizer has {len(groups)}")
+            raise ScheduleError(
+                f"FieldScheduler: the state has {len(initial)} groups and the optimizer {len(groups)}; build the "
+                "optimizer with the groups of the saved run"
+            )
+        # Before anything is written: a callable may fail.
+        changed = changes(
+            state_dict.get("schedules", [each.to_dict() for each in self.schedules]), self.schedules, num_steps
+        )
         if initial is not None and any(schedule.relative for schedule in self.schedules):
             for group, values in zip(groups, initial, strict=True):
                 group.update(values)
-        self.seek(state_dict["num_steps"])
+        self.seek(num_steps)
+        for change in changed:
+            logger.warning("FieldScheduler, resumed at step %g: %s", num_steps, change)
+
+
+def _by_field(schedules: Schedules) -> list[FieldSchedule]:
+    if callable(schedules) or is_number(schedules):
+        return [FieldSchedule(field="lr", schedule=as_schedule(schedules))]
+    if isinstance(schedules, Mapping):
+        schedules = [FieldSchedule(field=name, schedule=as_schedule(given)) for name, given in schedules.items()]
+    if not isinstance(schedules, list | tuple) or not all(isinstance(each, FieldSchedule) for each in schedules):
+        raise ScheduleError(
+            f"FieldScheduler: schedules={schedules!r} must be a schedule, a dict of schedules by field, or a list of "
+            "FieldSchedule"
+        )
+    if not schedules:
+        raise ScheduleError("FieldScheduler: schedules is empty; give at least {'lr': ...}")
+    return list(schedules)
+
+
+def _check_lr_scales(groups: Sequence[Group]) -> None:
+    for i, group in enumerate(groups):
+        scale = lr_scale_of(group)
+        if not is_number(scale) or not 0 <= scale < math.inf:
+            raise ScheduleError(f"FieldScheduler: group {i}: lr_scale={scale!r} must be a number of at least 0")
 
 
 def _warn_of_flattened(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
-    """Log a warning for each field of which groups have different values that one schedule is about to replace."""
+    """Log a warning for each schedule that is about to replace different values by one."""
     for schedule in schedules:
         present = [schedule.current(group) for group in groups if schedule.matches(group)]
         values = sorted({float(value) for value in present if value is not None})

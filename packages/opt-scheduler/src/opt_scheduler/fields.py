@@ -1,4 +1,4 @@
-"""A schedule for one field of some parameter groups, and how a value gets into a group."""
+"""A schedule for one field of some parameter groups, and how its value is written into a group."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -11,7 +11,7 @@ Group: TypeAlias = MutableMapping[str, Any]
 
 
 class HasParamGroups(Protocol):
-    """All that is asked of an optimizer: the groups, read anew at every step."""
+    """What a scheduler needs of an optimizer: its groups, which are read at every step."""
 
     @property
     def param_groups(self) -> Iterable[Group]: ...
@@ -21,10 +21,10 @@ Optimizers: TypeAlias = HasParamGroups | Sequence[HasParamGroups]
 
 
 def groups_of(optimizer: Optimizers) -> list[Group]:
-    """The groups of one optimizer, or of several, as they are now.
+    """Return the present groups of one optimizer, or of several.
 
     Raises:
-        ScheduleError: something without `param_groups` was given, such as parameters.
+        ScheduleError: `optimizer` has no `param_groups`, for example because parameters were passed.
     """
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     return [group for one in optimizers for group in _param_groups(one)]
@@ -42,11 +42,11 @@ def _param_groups(optimizer: object) -> Iterable[Group]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSchedule:
-    """`schedule` for the field named `field` of the groups whose entries equal those of `where`; {} means all groups.
+    """A schedule for one field of the groups whose entries equal those of `where`; an empty `where` means all groups.
 
-    `field` is a key of the group, such as "lr", "momentum" or "eps", or one place of a tuple, such as "betas[0]". With
-    `relative`, the schedule multiplies the group's own initial value, which is kept in the group as `initial_lr` (or
-    `initial_` and the field), as torch's schedulers do.
+    `field` is a key of the group, such as "lr", "momentum" or "eps", or one item of a tuple, such as "betas[0]".
+    `schedule` may be a number or any callable of the step. With `relative`, it multiplies the initial value of each
+    group, which is stored in the group as `initial_lr` (`initial_` and the field), as torch's schedulers do.
 
     >>> from opt_scheduler import constant, linear
     >>> FieldSchedule(field="betas[0]", schedule=linear(0.95, 0.85, steps=100)).name
@@ -55,7 +55,7 @@ class FieldSchedule:
     True
 
     Raises:
-        ScheduleError: a field that is neither a name nor a name with an index.
+        ScheduleError: `field` is neither a name nor a name with an index, or `schedule` cannot be one.
     """
 
     field: str
@@ -67,7 +67,7 @@ class FieldSchedule:
         name, bracket, index = self.field.partition("[")
         if not name.isidentifier() or (bracket and not (index.endswith("]") and index[:-1].isdigit())):
             raise ScheduleError(
-                f"FieldSchedule: field={self.field!r} must be a key of the groups, as 'lr' or 'betas[0]'"
+                f"FieldSchedule: field={self.field!r} must be a key of the groups, such as 'lr' or 'betas[0]'"
             )
         object.__setattr__(self, "schedule", as_schedule(self.schedule))
 
@@ -78,37 +78,37 @@ class FieldSchedule:
 
     @property
     def index(self) -> int | None:
-        """The place in the tuple under that key, or None for the whole entry."""
+        """The position in the tuple under that key, or None for the whole entry."""
         _, bracket, index = self.field.partition("[")
         return int(index[:-1]) if bracket else None
 
     @property
     def initial(self) -> str:
-        """The key under which a group keeps the value that a relative schedule multiplies."""
+        """The key under which a group stores the value that a relative schedule multiplies."""
         return f"initial_{self.field}"
 
     def current(self, group: Mapping[str, Any]) -> Any:
-        """The present value of the field in `group`; None if it has none."""
+        """Return the present value of the field in `group`, or None."""
         entry = group.get(self.name)
         return entry if self.index is None or entry is None else entry[self.index]
 
     def matches(self, group: Mapping[str, Any]) -> bool:
-        """Whether this schedule is for `group`."""
+        """Whether this schedule applies to `group`."""
         return all(key in group and group[key] == value for key, value in self.where.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, for the state dict of a scheduler."""
+        """Return this object in plain types, for the state dict of a scheduler."""
         plain = {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
         return plain | ({"relative": True} if self.relative else {})
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> "FieldSchedule":
-        """What `to_dict` made `plain` from.
+        """Rebuild the object from the result of `to_dict`.
 
         Raises:
-            ScheduleError: fields that are missing or unknown, or a schedule that cannot be.
+            ScheduleError: missing or unknown fields, or an invalid schedule.
         """
-        if set(plain) - {"relative"} != {"field", "schedule", "where"}:
+        if set(plain) - {"relative", "values"} != {"field", "schedule", "where"}:
             raise ScheduleError(f"FieldSchedule: its dict needs field, schedule and where, not {sorted(plain)}")
         return FieldSchedule(
             field=plain["field"],
@@ -119,10 +119,11 @@ class FieldSchedule:
 
 
 def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
-    """Refuse a schedule that no group matches, a key the group lacks, and two schedules for one field of one group.
+    """Check that `schedules` can be written into `groups`.
 
     Raises:
-        ScheduleError: names the field and the group.
+        ScheduleError: no group matches a schedule, a matching group lacks the field, two schedules match one field of
+            one group. Names the field and the group.
     """
     for schedule in schedules:
         if not any(schedule.matches(group) for group in groups):
@@ -136,25 +137,39 @@ def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) ->
             taken.add(schedule.field)
 
 
-def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float) -> None:
-    """Set every scheduled field of every matching group to its value at `step`. Writes the groups."""
+def write_fields_(
+    groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float, *, lr_scale: bool = False
+) -> None:
+    """Set every scheduled field of every matching group to its value at `step`. Writes the groups.
+
+    With `lr_scale`, a group's `lr_scale` multiplies its learning rate.
+    """
     filled: set[int] = set()
-    for schedule in schedules:
-        value = schedule.schedule(step)
+    values = [schedule.schedule(step) for schedule in schedules]  # all of them before the first group is written
+    for schedule, value in zip(schedules, values, strict=True):
+        scaled = lr_scale and schedule.field == "lr"
         for group in groups:
             if schedule.matches(group):
-                _set_field_(group, schedule, value * _initial_(group, schedule) if schedule.relative else value, filled)
+                own = value * _initial_(group, schedule) if schedule.relative else value
+                own = own * lr_scale_of(group) if scaled else own
+                _set_field_(group, schedule, own, filled)
+
+
+def lr_scale_of(group: Mapping[str, Any]) -> float:
+    """Return the factor that timm, MAE and BEiT store in a group for its scheduler to apply, or 1."""
+    scale = group.get("lr_scale")
+    return 1.0 if scale is None else scale
 
 
 def _initial_(group: Group, schedule: FieldSchedule) -> float:
-    """The value that a relative schedule multiplies: the group's first one. Writes it to `group` when it is new."""
+    """Return the initial value of the group, which a relative schedule multiplies. Stores it in a new `group`."""
     if schedule.initial not in group:
         group[schedule.initial] = float(schedule.current(group))
     return float(group[schedule.initial])
 
 
 def set_(group: Group, key: str, value: float, filled: set[int]) -> None:
-    """Set one entry of a group, in place where it is a tensor. Writes `group`, and to `filled` the tensor's id."""
+    """Set one entry of a group, in place if it is a tensor. Writes `group`, and adds the tensor's id to `filled`."""
     group[key] = _new_entry(group.get(key), value, filled)
 
 
@@ -169,11 +184,11 @@ def _set_field_(group: Group, schedule: FieldSchedule, value: float, filled: set
 
 
 def _new_entry(old: Any, value: float, filled: set[int]) -> Any:
-    """What to store in place of `old`: the number `value`, or `old` itself, filled with it.
+    """Return the entry that replaces `old`: the number `value`, or the tensor `old`, filled with it.
 
-    A tensor keeps its identity: captured graphs and compiled steps read from its address. It is known by its `fill_`,
-    so that torch need not be imported. But one that another group has filled already is cloned first: torch gives all
-    groups the one tensor that was passed as lr, and the last group's value would be everybody's.
+    A tensor keeps its identity, because captured graphs and compiled steps read from its address. It is recognized by
+    its `fill_`, so torch need not be imported. A tensor that another group has filled already is cloned first: torch
+    gives all groups the one tensor that was passed as lr, and they would all end with the last group's value.
     """
     if not hasattr(old, "fill_"):
         return value
@@ -191,7 +206,7 @@ def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
         return
     entry = group[schedule.name]
     if not isinstance(entry, list | tuple) or schedule.index >= len(entry):
-        raise ScheduleError(f"{where}: {schedule.field!r} does not exist, {schedule.name!r} is {entry!r}")
+        raise ScheduleError(f"{where} has no {schedule.field!r}: its {schedule.name!r} is {entry!r}")
 
 
 def _indexed(name: str, taken: set[str]) -> bool:

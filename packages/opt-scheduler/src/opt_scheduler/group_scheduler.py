@@ -1,4 +1,4 @@
-"""What our schedulers share: a step count, groups read anew, and the attributes that trainers look for."""
+"""The base class of the schedulers: a step count, groups read at every step, and the attributes trainers look for."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,11 +10,11 @@ from .fields import Group, Optimizers, groups_of
 
 
 class GroupScheduler(ABC):
-    """Counts steps and keeps the parameter groups of an optimizer, or of a list of them, at their values.
+    """Counts steps and writes the values for the present step into the groups of one optimizer, or of a list of them.
 
-    Has what trainers ask of a scheduler that is not torch's (`optimizer`, `base_lrs`, `last_epoch`, `get_last_lr`,
-    `step` and the state dict). Those that insist on torch's class get it from
-    `opt_scheduler.lr_scheduler.as_lr_scheduler`.
+    Has the attributes and methods that trainers need of a scheduler that is not torch's: `optimizer`, `base_lrs`,
+    `last_epoch`, `get_last_lr`, `step`, `state_dict` and `load_state_dict`. For trainers that accept only torch's
+    class, use `opt_scheduler.as_lr_scheduler`.
     """
 
     def __init__(self, optimizer: Optimizers) -> None:
@@ -22,11 +22,10 @@ class GroupScheduler(ABC):
         self.num_steps: float = 0
 
     def step(self, increment: float = 1) -> None:
-        """Count `increment` steps (or samples, or tokens) more, and write the groups.
+        """Advance by `increment` steps (or samples, or tokens) and write the groups.
 
         Raises:
-            ScheduleError: a negative increment; `seek` goes back. Or a group whose overrides cannot be, and then
-            neither
+            ScheduleError: `increment` is negative (`seek` can go back), or a group has invalid overrides. Then neither
                 the count nor any group has changed.
         """
         if not 0 <= increment < math.inf:
@@ -34,10 +33,10 @@ class GroupScheduler(ABC):
         self._move(self.num_steps + increment)
 
     def seek(self, num_steps: float) -> None:
-        """Go to `num_steps`, forwards or backwards, and write the groups.
+        """Go to step `num_steps`, forwards or backwards, and write the groups.
 
         Raises:
-            ScheduleError: a negative count.
+            ScheduleError: `num_steps` is negative.
         """
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"seek: num_steps={num_steps!r} must be at least 0 and finite")
@@ -49,7 +48,7 @@ class GroupScheduler(ABC):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The groups, as they are now."""
+        """The present groups."""
         return groups_of(self.optimizer)
 
     @property
@@ -59,24 +58,28 @@ class GroupScheduler(ABC):
 
     @property
     def base_lrs(self) -> list[float]:
-        """For each group the learning rate that its schedule is a multiple of."""
+        """The learning rate of each group that its schedule is a multiple of."""
         return [self._base_lr(group) for group in self.param_groups]
 
     def get_last_lr(self) -> list[float]:
-        """For each group the learning rate that it has now."""
+        """Return the present learning rate of each group."""
         return [float(group["lr"]) for group in self.param_groups]
+
+    def writes_lr(self, group: Group) -> bool:
+        """Whether a step sets the learning rate of `group`."""
+        return True
 
     @abstractmethod
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        """Set every group to its values at `num_steps`, all of them or none."""
+        """Set all groups to their values at `num_steps`, or on an error none."""
 
     @abstractmethod
     def _base_lr(self, group: Group) -> float: ...
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that cannot be recomputed, in plain types."""
+        """Return everything that cannot be recomputed, in plain types."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set everything to what `state_dict` says, or on an error nothing."""
+        """Set everything to the saved state, or on an error nothing."""

@@ -1,0 +1,91 @@
+"""Schedules in a saved state: how they are recorded, and in what the present ones differ from them."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .errors import ScheduleError
+from .fields import FieldSchedule
+from .schedule import Schedule
+
+_POINTS = 4  # a callable is recorded by its values at the start, the present step and these parts between
+
+
+def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dict[str, Any]]:
+    """Return `schedules` in plain types.
+
+    Of a callable only the name is known, so its values at a few of the steps up to `num_steps` are recorded with it.
+    """
+    saved = []
+    for each in schedules:
+        plain = each.to_dict()
+        if _has_function(plain["schedule"]):
+            # Steps that the run has passed: a callable need not be defined beyond them, nor at fractions.
+            steps = sorted({num_steps * i // _POINTS for i in range(_POINTS)} | {num_steps})
+            plain["values"] = [[step, each.schedule(step)] for step in steps]
+        saved.append(plain)
+    return saved
+
+
+def changes(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedule], num_steps: float) -> list[str]:
+    """Return one sentence for each schedule that is not what was saved; `num_steps` is the step of the resume."""
+    before = {_key(plain): plain for plain in saved}
+    found = []
+    for each in schedules:
+        here = each.to_dict()
+        there = before.pop(_key(here), None)
+        if there is None:
+            found.append(f"{_label(here)} has a schedule here and had none in the checkpoint")
+        else:
+            found += _difference(each, there, num_steps)
+    return found + [f"{_label(plain)} had a schedule in the checkpoint and has none here" for plain in before.values()]
+
+
+def _difference(each: FieldSchedule, there: Mapping[str, Any], num_steps: float) -> Iterator[str]:
+    here = each.to_dict()
+    if bool(there.get("relative", False)) != each.relative:
+        yield f"{_label(here)}: relative={each.relative} here, and {not each.relative} in the checkpoint"
+    for step, value in there.get("values", ()):
+        if (now := each.schedule(step)) != value:
+            yield f"{_label(here)}: its callable gives {now:g} at step {step:g} here, and {value:g} in the checkpoint"
+            break
+    if _text(here["schedule"]) == _text(there["schedule"]):
+        return
+    lengths, values = _both(each.schedule, there["schedule"], num_steps)
+    yield f"{_label(here)}: {lengths}{values}; here it is {here['schedule']!r}, in the checkpoint {there['schedule']!r}"
+
+
+def _both(schedule: Schedule, saved: Mapping[str, Any], num_steps: float) -> tuple[str, str]:
+    """The horizon and the value at `num_steps` of both schedules, as far as the saved one can be rebuilt."""
+    try:
+        other = Schedule.from_dict(saved)
+    except ScheduleError:
+        return "its schedule changed", ""
+    value = f"; at step {num_steps:g} it is {schedule(num_steps):g} here and {other(num_steps):g} in the checkpoint"
+    if schedule.length == other.length:
+        return "its schedule changed", value
+    return f"its schedule {_end(schedule)} here and {_end(other)} in the checkpoint", value
+
+
+def _end(schedule: Schedule) -> str:
+    return "never ends" if math.isinf(schedule.length) else f"ends at step {schedule.length:g}"
+
+
+def _has_function(plain: object) -> bool:
+    if isinstance(plain, Mapping):
+        return plain.get("kind") == "function" or any(map(_has_function, plain.values()))
+    return isinstance(plain, list | tuple) and any(map(_has_function, plain))
+
+
+def _key(plain: Mapping[str, Any]) -> str:
+    return f"{plain['field']} {_text(plain['where'])}"
+
+
+def _label(plain: Mapping[str, Any]) -> str:
+    return f"{plain['field']}" + (f" of groups with {dict(plain['where'])!r}" if plain["where"] else "")
+
+
+def _text(plain: object) -> str:
+    """`plain` in one spelling, whether or not it has been through JSON."""
+    return json.dumps(plain, sort_keys=True, default=repr)

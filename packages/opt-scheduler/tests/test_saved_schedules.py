@@ -1,0 +1,121 @@
+"""Schedules in the state of a `FieldScheduler`: a changed one is reported when the run is resumed."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opt_scheduler import FieldSchedule, FieldScheduler, ScheduleError, constant, cosine, cut, linear, warmup
+from opt_scheduler.field_scheduler import Schedules
+
+
+def scheduler(schedules: Schedules, *, relative: bool = False) -> FieldScheduler:
+    groups = [{"lr": 1.0, "weight_decay": 0.0, "name": "a"}]
+    return FieldScheduler(SimpleNamespace(param_groups=groups), schedules, relative=relative)
+
+
+def saved(schedules: Schedules, *, at: float = 50, relative: bool = False) -> dict[str, Any]:
+    run = scheduler(schedules, relative=relative)
+    run.step(at)
+    state: dict[str, Any] = json.loads(json.dumps(run.state_dict()))
+    return state
+
+
+def head_only(schedule: Any) -> list[FieldSchedule]:
+    return [FieldSchedule(field="lr", schedule=schedule, where={"name": "a"})]
+
+
+HUNDRED = cosine(1.0, 0.0, steps=100)
+CHANGED: dict[str, tuple[Schedules, Schedules, str]] = {
+    "a-horizon": (
+        HUNDRED,
+        cosine(1.0, 0.0, steps=200),
+        "lr: its schedule ends at step 200 here and ends at step 100 in the checkpoint; at step 50 it is 0.853553 here and "
+        "0.5 in the checkpoint; here it is {'kind': 'ramp', ",
+    ),
+    "an-end": (HUNDRED, constant(1.0), "lr: its schedule never ends here and ends at step 100 in the checkpoint"),
+    "a-curve": (HUNDRED, linear(1.0, 0.0, steps=100), "lr: its schedule changed; at step 50 it is 0.5 here and 0.5 in"),
+    "a-field-more": (HUNDRED, {"lr": HUNDRED, "weight_decay": 0.1}, "weight_decay has a schedule here and had none"),
+    "a-field-less": ({"lr": HUNDRED, "weight_decay": 0.1}, HUNDRED, "weight_decay had a schedule in the checkpoint"),
+    "other-groups": (head_only(HUNDRED), HUNDRED, "lr has a schedule here and had none in the checkpoint"),
+    "a-lambda": (
+        {"lr": lambda step: 1.0},
+        {"lr": lambda step: 1.0 - step / 100},
+        "lr: its callable gives 0.88 at step 12 here, and 1 in the checkpoint",
+    ),
+    "a-lambda-inside": (
+        warmup(lambda step: 1.0, steps=10),
+        warmup(lambda step: 1.0 - step / 100, steps=10),
+        "lr: its callable gives 0.98 at step 12 here, and 1 in the checkpoint",
+    ),
+    "a-curve-for-a-lambda": ({"lr": lambda step: 1.0}, HUNDRED, "lr: its schedule changed; here it is {'kind': 'ramp'"),
+    "a-lambda-for-a-curve": (
+        HUNDRED,
+        {"lr": lambda step: 1.0},
+        "lr: its schedule never ends here and ends at step 100 in",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now", "message"), CHANGED.values(), ids=CHANGED)
+def test_a_changed_schedule_is_reported(
+    before: Schedules, now: Schedules, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A run resumed with another schedule went on with it in silence.
+    resumed = scheduler(now)
+    resumed.load_state_dict(saved(before))
+    assert (resumed.num_steps, resumed.schedules) == (50, scheduler(now).schedules)
+    record = caplog.records[0]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"FieldScheduler, resumed at step 50: {message}")
+
+
+def half(step: float) -> float:
+    """A function of one name and one value."""
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    "same",
+    [HUNDRED, {"lr": half}, head_only(HUNDRED), {"lr": cut(half, 10), "weight_decay": 0.1}, {"betas[0]": HUNDRED}],
+    ids=["curve", "callable", "groups", "composed", "item"],
+)
+def test_the_same_schedules_are_not_reported(same: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> FieldScheduler:
+        groups = [{"lr": 1.0, "weight_decay": 0.0, "name": "a", "betas": (0.9, 0.99)}]
+        return FieldScheduler(SimpleNamespace(param_groups=groups), same)
+
+    first = build()
+    first.step(7)
+    for state in (first.state_dict(), json.loads(json.dumps(first.state_dict()))):
+        build().load_state_dict(state)
+    assert not caplog.records
+
+
+def test_relative_and_absolute_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler(HUNDRED, relative=True).load_state_dict(saved(HUNDRED))
+    assert "lr: relative=True here, and False in the checkpoint" in caplog.text
+
+
+def test_a_state_from_before_schedules_were_saved_loads(caplog: pytest.LogCaptureFixture) -> None:
+    resumed = scheduler(HUNDRED)
+    resumed.load_state_dict({"version": 1, "num_steps": 50})
+    assert resumed.get_last_lr() == [HUNDRED(50)]
+    assert not caplog.records
+
+
+def test_a_callable_is_recorded_at_steps_that_the_run_has_passed() -> None:
+    table = [1.0, 0.5, 0.25]
+    run = scheduler({"lr": lambda step: table[step]})  # type: ignore[dict-item, index, call-overload, misc]
+    run.step(2)
+    assert run.state_dict()["schedules"][0]["values"] == [[0, 1.0], [1, 0.5], [2, 0.25]]
+
+
+def test_a_callable_that_fails_at_the_saved_step_changes_nothing() -> None:
+    resumed = scheduler({"lr": lambda step: 1.0 if step < 5 else float("nan")}, relative=True)
+    resumed.param_groups[0]["initial_lr"] = 3.0
+    before = dict(resumed.param_groups[0])
+    with pytest.raises(ScheduleError, match="returned nan"):
+        resumed.load_state_dict(saved(HUNDRED, relative=True))
+    assert (resumed.num_steps, resumed.param_groups) == (0, [before])
