@@ -107,3 +107,28 @@ def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPa
     built = Built(torch.bfloat16, wrapper=sums)
     widened = 0 if usable() else 4 * NUMEL // SIZE
     assert 2 * BUCKET <= max(built.peaks_of_two_steps()) <= max(2 * BUCKET, widened) + SMALL
+
+
+BF16_GRADS = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
+without_widening = pytest.mark.skipif(not usable(), reason="torch's operations widen a tile of gradients at a time")
+
+
+@without_widening
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+def test_bf16_gradients_of_a_wrapped_module_are_read_as_they_are(optimizer: str, overlap: bool) -> None:
+    """Statistics and update read the buffer that backward filled: no fp32 copy of any part of it."""
+    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    built = Built(torch.bfloat16, wrapper=overlaps, overlap_param_gather=overlap, optimizer=optimizer, **BF16_GRADS)
+    assert isinstance(built.model, DistributedDataParallel)
+    assert {buffer.memory.grad_data.dtype for buffer in built.model.synced_buffers} == {torch.bfloat16}
+    assert max(built.peaks_of_two_steps()) <= SMALL
+
+
+@without_widening
+def test_bf16_gradients_of_a_plain_module_travel_and_stay_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "default_bucket_size", lambda num_ranks: BUCKET)
+    built = Built(torch.bfloat16, wrapper=None, **BF16_GRADS)
+    (source,) = built.optimizer.stepper.families[0].sources
+    assert source.reduced.shards.nbytes == 2 * NUMEL // SIZE
+    assert all(2 * BUCKET <= peak <= 2 * BUCKET + SMALL for peak in built.peaks_of_two_steps())
