@@ -1,6 +1,8 @@
 """Faults in the order of work, planted one by one: each gives wrong numbers in some of the first orders."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from deferred_training import Config, Program, are_equal, in_order, in_some_orde
 from test_deferred_overlap import SHARDED
 from torch import Tensor
 
+from opt_distributed.buffers import reduced
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket
-from opt_distributed.buffers.reduced import Grads, GradShards, _fill_
-from opt_distributed.buffers.wire import InFlight, SumInFp32, SumToShards
+from opt_distributed.buffers.reduced import Grads, GradShards, _all_finished, _fill_
+from opt_distributed.buffers.wire import InFlight, SumInFp32
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
@@ -77,15 +80,34 @@ def scratch_of_another_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_bucket_is_given_back_before_its_reduction_is_done(patch: pytest.MonkeyPatch) -> None:
-    def reduce_(grads_here: GradShards, grads: Grads) -> None:
-        wire = SumToShards(grads_here.axes.dp, grads_here.axes.inter)
-        for index, (bucket, places) in enumerate(zip(grads_here.layout.buckets, grads_here._places, strict=True)):
-            with grads_here._bucket_memory():
+    def reduce_(shards: GradShards, grads: Grads) -> None:
+        flights = []
+        for index, places in enumerate(shards._places):
+            with shards._scratch_memory():
                 _fill_(places, grads)
-                flight = InFlight(wire.stages(grads_here._bucket[: bucket.numel], grads_here._shard(index)), "early")
+                flights.append(shards._start(index))
+        for flight in flights:
             flight.finish()
 
     patch.setattr(GradShards, "reduce_", reduce_)
+
+
+def a_bucket_is_filled_while_the_one_before_it_is_on_the_wire(patch: pytest.MonkeyPatch) -> None:
+    def reduce_(shards: GradShards, grads: Grads) -> None:
+        with shards._scratch_memory(), _all_finished() as flights:
+            for index, places in enumerate(shards._places):
+                _fill_(places, grads)
+                flights.append(shards._start(index))
+
+    patch.setattr(GradShards, "reduce_", reduce_)
+
+
+def nobody_waits_for_the_last_buckets(patch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def unfinished() -> Iterator[deque[InFlight]]:
+        yield deque()
+
+    patch.setattr(reduced, "_all_finished", unfinished)
 
 
 FAULTS: dict[str, tuple[Patch, Program, int]] = {
@@ -97,6 +119,13 @@ FAULTS: dict[str, tuple[Patch, Program, int]] = {
     "nobody waits for the side stream": (nobody_waits_for_the_side_stream, TWO_INSTANCES, 2),
     "scratch of another stream": (scratch_of_another_stream, IN_FP32, 1),
     "a bucket is given back too early": (a_bucket_is_given_back_before_its_reduction_is_done, in_the_step, 1),
+    "a bucket is filled too early": (a_bucket_is_filled_while_the_one_before_it_is_on_the_wire, in_the_step, 1),
+    "a bucket of instances is filled too early": (
+        a_bucket_is_filled_while_the_one_before_it_is_on_the_wire,
+        in_the_step,
+        2,
+    ),
+    "nobody waits for the last buckets": (nobody_waits_for_the_last_buckets, in_the_step, 1),
 }
 
 

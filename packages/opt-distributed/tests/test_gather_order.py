@@ -112,6 +112,8 @@ def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks]
         recording = RecordingComm(comm)
         chunks = wrap(recording, overlap_grad_reduce=True)
         for chunk in chunks:
+            reduce_in_backward([chunk])
+        for chunk in chunks:
             chunk.finish_grad_sync()  # the first iteration learns
             chunk.zero_grad_buffer()
         recording.calls.clear()

@@ -160,7 +160,6 @@ class DistributedDataParallel(nn.Module):
 
     def start_grad_sync(self) -> None:
         """Starts the reduction of every bucket that is not under way yet."""
-        self._start_gathers()
         self.param_sync.wait()
         self.grad_sync.start()
 

@@ -1,14 +1,15 @@
 """Gradients that autograd left one by one, reduced in the step: to this rank's shards, or everywhere."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import InFlight, SumToShards
+from opt_distributed.buffers.wire import CollectiveError, InFlight, SumToShards
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout
@@ -50,8 +51,12 @@ class GradsEverywhere:
         return self.memory.grad_piece(id, of_param)
 
 
+NUM_SCRATCH = 2
+"""Buckets of gradients beside the shards: one is filled while another is on the wire."""
+
+
 class GradShards:
-    """This rank's shard of every bucket; only while it is reduced, one bucket of gradients beside it."""
+    """This rank's shard of every bucket; while they are reduced, at most two buckets of gradients beside them."""
 
     def __init__(
         self,
@@ -65,41 +70,55 @@ class GradShards:
         self.layout, self.axes = layout, axes
         self.shards = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
         largest = max((bucket.numel for bucket in layout.buckets), default=0)
-        self._bucket = torch.zeros(largest, dtype=dtype, device=device)
+        self._scratch = [
+            torch.zeros(largest, dtype=dtype, device=device) for _ in range(min(NUM_SCRATCH, len(layout.buckets)))
+        ]
         self._places = [
-            {slot.id: self._place(slot.start - bucket.start, params[slot.id]) for slot in bucket.slots}
-            for bucket in layout.buckets
+            {slot.id: self._place(index, slot.start - bucket.start, params[slot.id]) for slot in bucket.slots}
+            for index, bucket in enumerate(layout.buckets)
         ]
         self._pieces = {piece.id: self._piece(index, piece.of_shard) for index, piece in layout.owned(axes.dp.rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
         self._queues = devices.device_of(device)
-        self._queues.release_(self._bucket)
+        for scratch in self._scratch:
+            self._queues.release_(scratch)
 
     def reduce_(self, grads: Grads) -> None:
-        wire = SumToShards(self.axes.dp, self.axes.inter)
-        with self._bucket_memory():
-            for index, (bucket, places) in enumerate(zip(self.layout.buckets, self._places, strict=True)):
+        with self._scratch_memory(), _all_finished() as flights:
+            for index, places in enumerate(self._places):
+                if index >= len(self._scratch):
+                    flights.popleft().finish()  # of the bucket that was here before
                 _fill_(places, grads)
-                stages = wire.stages(self._bucket[: bucket.numel], self._shard(index))
-                what = f"gradient bucket {index}"
-                InFlight(stages, what, device=self._queues, is_staged=wire.is_staged).finish()
+                flights.append(self._start(index))
 
     def piece(self, id: ParamId, of_param: slice) -> Tensor:
         shape = self._shapes[id]
         return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
 
+    def _start(self, index: int) -> InFlight:
+        wire = SumToShards(self.axes.dp, self.axes.inter)
+        full = self._bucket(index)[: self.layout.buckets[index].numel]
+        stages = wire.stages(full, self._shard(index))
+        return InFlight(stages, f"gradient bucket {index}", device=self._queues, is_staged=wire.is_staged)
+
     @contextmanager
-    def _bucket_memory(self) -> Iterator[None]:
-        """Views of the bucket can be used inside. Zeros, so that padding is."""
-        self._queues.take_back_(self._bucket)
-        self._bucket.zero_()
+    def _scratch_memory(self) -> Iterator[None]:
+        """Views of the scratch can be used inside. Zeros, so that padding is."""
+        for scratch in self._scratch:
+            self._queues.take_back_(scratch)
+            scratch.zero_()
         try:
             yield
         finally:
-            self._queues.release_(self._bucket)
+            for scratch in self._scratch:
+                self._queues.release_(scratch)
 
-    def _place(self, start: int, param: nn.Parameter) -> Tensor:
-        return self._bucket[start : start + param.numel()].view(param.shape)
+    def _bucket(self, index: int) -> Tensor:
+        """Where a bucket is filled and reduced."""
+        return self._scratch[index % len(self._scratch)]
+
+    def _place(self, index: int, start: int, param: nn.Parameter) -> Tensor:
+        return self._bucket(index)[start : start + param.numel()].view(param.shape)
 
     def _shard(self, index: int) -> Tensor:
         """Buckets have no gaps between them, so neither have their shards."""
@@ -108,6 +127,20 @@ class GradShards:
 
     def _piece(self, index: int, of_shard: slice) -> Tensor:
         return self._shard(index)[of_shard]
+
+
+@contextmanager
+def _all_finished() -> Iterator[deque[InFlight]]:
+    """Waits at the end for all reductions in the deque; where one fails for the others too, whose memory is freed."""
+    flights: deque[InFlight] = deque()
+    try:
+        yield flights
+        while flights:
+            flights.popleft().finish()
+    finally:
+        for flight in flights:
+            with suppress(CollectiveError):
+                flight.finish()
 
 
 def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
