@@ -31,8 +31,8 @@ CHANGED: dict[str, tuple[Schedules, Schedules, str]] = {
     "a-horizon": (
         HUNDRED,
         cosine(1.0, 0.0, steps=200),
-        "lr: its schedule ends at step 200 here and ends at step 100 in the checkpoint; at step 50 it is 0.853553 here and "
-        "0.5 in the checkpoint; here it is {'kind': 'ramp', ",
+        "lr: its schedule ends at step 200 here and ends at step 100 in the checkpoint; at step 50 it is "
+        "0.853553 here and 0.5 in the checkpoint; here it is {'kind': 'ramp', ",
     ),
     "an-end": (HUNDRED, constant(1.0), "lr: its schedule never ends here and ends at step 100 in the checkpoint"),
     "a-curve": (HUNDRED, linear(1.0, 0.0, steps=100), "lr: its schedule changed; at step 50 it is 0.5 here and 0.5 in"),

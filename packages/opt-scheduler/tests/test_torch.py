@@ -9,6 +9,7 @@ import pytest
 from opt_scheduler import (
     FieldScheduler,
     OptimizerParamScheduler,
+    Plateau,
     ScheduleError,
     cosine,
     cyclic,
@@ -125,12 +126,12 @@ class TestAdapter:
             self.build()[2].load_state_dict({"last_epoch": 3})
 
     def test_an_epoch_is_refused(self) -> None:
-        with pytest.raises(ScheduleError, match="epoch=3 is not supported; use seek"):
+        with pytest.raises(ScheduleError, match=r"epoch=3 is not supported; use scheduler\.seek"):
             self.build()[2].step(3)
 
     def test_it_needs_a_torch_optimizer(self) -> None:
         scheduler = OptimizerParamScheduler([adamw(), adamw()], **BASE)
-        with pytest.raises(ScheduleError, match=r"needs a torch.optim.Optimizer, but the scheduler has list"):
+        with pytest.raises(ScheduleError, match=r"needs a torch.optim.Optimizer, not list"):
             as_lr_scheduler(scheduler)
 
     def test_the_increment_must_be_positive(self) -> None:
@@ -220,5 +221,70 @@ def test_it_equals_torch_s_scheduler_of_that_shape(ours: Any, theirs: Any) -> No
 @pytest.mark.parametrize("given", [cosine(1.0, 0.0, steps=10), None])
 def test_the_adapter_refuses_what_is_not_a_scheduler(given: Any) -> None:
     # A plain schedule was answered with AttributeError: 'Join' object has no attribute 'optimizer'.
-    with pytest.raises(ScheduleError, match=r"must be a FieldScheduler or an OptimizerParamScheduler"):
+    with pytest.raises(ScheduleError, match=r"must be an optimizer followed by a schedule, as in as_lr_scheduler\(opt"):
         as_lr_scheduler(given)
+
+
+class TestOneCall:
+    def test_it_is_what_a_field_scheduler_gives(self) -> None:
+        first, second = adamw(), adamw()
+        adapters = (
+            as_lr_scheduler(first, {"lr": linear(1.0, 0.0, steps=4), "weight_decay": 0.5}),
+            as_lr_scheduler(FieldScheduler(second, {"lr": linear(1.0, 0.0, steps=4), "weight_decay": 0.5})),
+        )
+        for optimizer, adapter in zip((first, second), adapters, strict=True):
+            optimizer.step()
+            adapter.step()
+            assert isinstance(adapter, torch_schedulers.LRScheduler)
+            assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.75, 0.5)] * 2
+        assert adapters[0].state_dict() == adapters[1].state_dict()
+
+    def test_relative_equals_torch_s_lambda(self) -> None:
+        def half_life(step: float) -> float:
+            return float(0.5 ** (step / 3))
+
+        used = []
+        for relative in (True, False):
+            optimizer = adamw()
+            optimizer.param_groups[1]["lr"] = 0.1  # a layer decay
+            make = torch_schedulers.LambdaLR
+            scheduler: Any = (
+                as_lr_scheduler(optimizer, half_life, relative=True) if relative else make(optimizer, half_life)
+            )
+            values = []
+            for _ in range(9):
+                optimizer.step()
+                scheduler.step()
+                values.append([group["lr"] for group in optimizer.param_groups])
+            assert scheduler.base_lrs == [1.0, 0.1]
+            used.append(values)
+        assert used[0] == used[1]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (lambda: (linear(1.0, 0.0, steps=4), adamw()), "needs a torch.optim.Optimizer, not Ramp"),
+            (lambda: ([adamw(), adamw()], linear(1.0, 0.0, steps=4)), "needs a torch.optim.Optimizer, not list"),
+            (lambda: (adamw(),), "must be an optimizer followed by a schedule"),
+            (lambda: (FieldScheduler(adamw(), 1.0), 1.0), "FieldScheduler has its schedules already; give it alone"),
+        ],
+        ids=["swapped", "several", "no-schedule", "two-sets"],
+    )
+    def test_other_arguments_are_refused(self, arguments: Any, message: str) -> None:
+        with pytest.raises(ScheduleError, match=message):
+            as_lr_scheduler(*arguments())
+
+
+def test_a_plateau_goes_through_the_adapter_and_fills_tensors() -> None:
+    optimizer = adamw(torch.tensor(1.0), foreach=False)
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    plateau = Plateau(OptimizerParamScheduler(optimizer, **BASE | {"lr_warmup_steps": 0}), factor=0.5, patience=0)
+    adapter = as_lr_scheduler(plateau)
+    for metric in (1.0, torch.tensor(1.0)):
+        optimizer.step()
+        adapter.step()
+        plateau.observe(metric)
+    # From 1.0 and 0.5, the two bounds, to 0.1 over 110 steps; halved; in float32.
+    expected = [0.5 * (0.1 + (high - 0.1) * 108 / 110) for high in (1.0, 0.5)]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(expected, rel=2**-22)
+    assert optimizer.param_groups[0]["lr"] is tensors[0]

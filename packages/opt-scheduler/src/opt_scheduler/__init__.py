@@ -22,6 +22,7 @@ from .errors import ScheduleError
 from .field_scheduler import FieldScheduler
 from .fields import FieldSchedule
 from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
+from .plateau import Plateau
 from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
 from .restarts import restarts
 from .schedule import Schedule, as_schedule
@@ -36,6 +37,7 @@ __all__ = [
     "FieldScheduler",
     "OptimizerParamScheduler",
     "ParamGroupOverride",
+    "Plateau",
     "Schedule",
     "ScheduleError",
     "Unit",

@@ -46,26 +46,27 @@ def _difference(each: FieldSchedule, there: Mapping[str, Any], num_steps: float)
     here = each.to_dict()
     if bool(there.get("relative", False)) != each.relative:
         yield f"{_label(here)}: relative={each.relative} here, and {not each.relative} in the checkpoint"
+    if _text(here["schedule"]) != _text(there["schedule"]):
+        summary = _summary(each.schedule, there, num_steps)
+        yield f"{_label(here)}: {summary}; here it is {here['schedule']!r}, in the checkpoint {there['schedule']!r}"
+        return
     for step, value in there.get("values", ()):
         if (now := each.schedule(step)) != value:
             yield f"{_label(here)}: its callable gives {now:g} at step {step:g} here, and {value:g} in the checkpoint"
-            break
-    if _text(here["schedule"]) == _text(there["schedule"]):
-        return
-    lengths, values = _both(each.schedule, there["schedule"], num_steps)
-    yield f"{_label(here)}: {lengths}{values}; here it is {here['schedule']!r}, in the checkpoint {there['schedule']!r}"
+            return
 
 
-def _both(schedule: Schedule, saved: Mapping[str, Any], num_steps: float) -> tuple[str, str]:
-    """The horizon and the value at `num_steps` of both schedules, as far as the saved one can be rebuilt."""
+def _summary(schedule: Schedule, there: Mapping[str, Any], num_steps: float) -> str:
+    """The end and the value at `num_steps` of both schedules, as far as the saved one can be rebuilt."""
     try:
-        other = Schedule.from_dict(saved)
+        saved = Schedule.from_dict(there["schedule"])
     except ScheduleError:
-        return "its schedule changed", ""
-    value = f"; at step {num_steps:g} it is {schedule(num_steps):g} here and {other(num_steps):g} in the checkpoint"
-    if schedule.length == other.length:
-        return "its schedule changed", value
-    return f"its schedule {_end(schedule)} here and {_end(other)} in the checkpoint", value
+        return "its schedule changed"
+    ends = (
+        "changed" if schedule.length == saved.length else f"{_end(schedule)} here and {_end(saved)} in the checkpoint"
+    )
+    values = f"at step {num_steps:g} it is {schedule(num_steps):g} here and {saved(num_steps):g} in the checkpoint"
+    return f"its schedule {ends}; {values}"
 
 
 def _end(schedule: Schedule) -> str:
