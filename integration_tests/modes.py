@@ -42,6 +42,7 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
         "bf16": {"bf16": True},
         "bf16, remainders": _aware(bf16=True),
         "bf16, bf16 gradients": _aware(bf16=True, main_grads_dtype=BF16, store_param_remainders=False),
+        "bf16, fp16 mains": _aware(bf16=True, main_params_dtype=FP16),
         "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
     },
     "moments": {
