@@ -24,8 +24,8 @@ MODES = [
     for numbers, moments in zip(AXES["numbers"], cycle(AXES["moments"]), strict=False)
 ]
 
-# Of a tensor's largest value, how far a moment may be from the saved one: half a step of the dtype there. Where the root
-# of a second moment is kept, twice that.
+# How far a moment may be from the saved one, as a fraction of its tensor's largest value: half a step of the dtype,
+# and twice that where the root of a second moment is kept.
 MOMENT_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "scaled fp16": 2.0**-10, "scaled fp8": 2.0**-3}
 MAIN_ERROR = {"bf16, fp16 mains": 2.0**-11}  # the same of a main value; 0 in other numbers
 
