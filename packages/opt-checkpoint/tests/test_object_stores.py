@@ -6,9 +6,11 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from checkpoint_ranks import RankPool
 from states import LARGE_NUMEL, assert_is_step, state_at, whole_at
 from stores import faulty
@@ -20,12 +22,15 @@ from opt_checkpoint import (
     CheckpointNotFoundError,
     ObjectPath,
     ShardedTensor,
+    TieredCheckpointManager,
     async_save,
     committed_steps,
     load,
     load_optimizer,
+    load_safetensors,
     read_index,
     save,
+    save_safetensors,
     sharded_like,
     sharded_model,
     sharded_optimizer,
@@ -100,6 +105,62 @@ def test_files_in_a_store_are_those_of_a_directory(bucket: ObjectPath, tmp_path:
     assert_is_step(load(state_at(0, 0, 1, filled=False), uploaded).state, 4, 0, 1)
     with pytest.raises(CheckpointExistsError):
         save(state_at(5, 0, 1), uploaded)
+
+
+def converted(*arguments: Any) -> int:
+    """The exit code of `optckpt convert`."""
+    return main(["convert", *map(str, arguments)])
+
+
+def test_conversions_read_from_and_write_to_a_store(bucket: ObjectPath, tmp_path: Path) -> None:
+    """`convert` took a URL for a path: pathlib dropped a slash, and a directory `memory:` was written to."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.25)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, bucket / "one")
+    assert converted(bucket / "one", tmp_path / "one.pt", "--to", "torch") == 0
+    assert converted(tmp_path / "one.pt", bucket / "two", "--from", "torch") == 0
+    again = torch.optim.AdamW(model.named_parameters())
+    load_optimizer(model, again, bucket / "two")
+    assert again.param_groups[0]["lr"] == 0.25
+    assert torch.equal(again.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert converted(bucket / "one", tmp_path / "st", "--to", "safetensors", "--prefix", "model.") == 0
+    assert converted(tmp_path / "st", bucket / "three", "--from", "safetensors", "--prefix", "model.") == 0
+    other = torch.nn.Linear(3, 2)
+    load({"model": sharded_model(other)}, bucket / "three")
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_formats_of_others_are_refused_in_stores(
+    bucket: ObjectPath, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save({"model": sharded_model(torch.nn.Linear(3, 2))}, "local")
+    for form in ("safetensors", "torch", "dcp"):
+        assert converted("local", bucket / "x", "--to", form) == 2
+        assert f"{bucket / 'x'} is in an object store; " in capsys.readouterr().err
+    assert converted(bucket / "x", "new", "--to", "dcp") == 2
+    assert "a checkpoint whose files are to be linked must be in a mounted file system" in capsys.readouterr().err
+    for form in ("safetensors", "torch"):
+        assert converted(bucket / "x", "new", "--from", form) == 2
+        assert "must be in a mounted file system" in capsys.readouterr().err
+    with pytest.raises(CheckpointingException, match="is in an object store; a folder of safetensors files must be"):
+        save_safetensors({"w": torch.ones(3)}, str(bucket / "x"))
+    with pytest.raises(CheckpointingException, match="is in an object store; a folder of safetensors files must be"):
+        load_safetensors({"w": torch.ones(3)}, str(bucket / "x"))
+    with pytest.raises(CheckpointingException, match="is in an object store; the local tier must be"):
+        TieredCheckpointManager(str(bucket / "x"), "durable", durable_every=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+
+
+def test_a_stock_directory_in_a_store_is_named_as_such(tmp_path: Path) -> None:
+    torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
+    for read in (read_index, verify_checkpoint):
+        with pytest.raises(CheckpointNotFoundError, match=r"it has a \.metadata, as stock and Megatron-Core"):
+            read(f"file://{tmp_path}/stock")
+    with pytest.raises(CheckpointNotFoundError, match=r"it has no commit\.json and no manifest\.bin"):
+        read_index(f"file://{tmp_path}/nothing")
 
 
 def test_an_optimizer_and_its_model_go_on_from_a_store(bucket: ObjectPath) -> None:

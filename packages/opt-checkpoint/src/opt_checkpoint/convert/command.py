@@ -25,8 +25,8 @@ from opt_checkpoint.errors import CheckpointingException
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("source", type=Path, help="what to convert")
-    parser.add_argument("target", type=Path, help="what to write; it must not exist")
+    parser.add_argument("source", help="what to convert; a checkpoint may be the URL of an object store")
+    parser.add_argument("target", help="what to write, which must not exist; likewise")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--from", dest="from_", choices=_FROM, help="write a checkpoint from SOURCE, which is ...")
     form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +13,17 @@ from torch import Tensor
 
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.errors import CheckpointKeyError
+from opt_checkpoint.objects.path import AnyPath, ObjectPath, location_of
 from opt_checkpoint.run.save_load import load
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape
+
+
+def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
+    """An empty folder beside a target, or where the system keeps temporary files for one in an object store."""
+    place = location_of(target)
+    beside = None if isinstance(place, ObjectPath) else place.parent
+    return tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-")
 
 
 def mapped_file(file: Path, nbytes: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
 
 T = TypeVar("T")
@@ -21,11 +22,12 @@ def load_torch_file(file: PathLike) -> Any:
 
     Raises:
         CheckpointCorruptError: it is no such file, or would need code to be run.
+        CheckpointingException: it is a URL.
         OSError: it cannot be read.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
+        return torch.load(local_path(file, "a file to convert"), map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, CheckpointingException):
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointCorruptError(

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
 from opt_checkpoint.convert.megatron_buckets import BucketSlot, buckets_to_states
 from opt_checkpoint.disk.detect import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.stored_objects import not_loaded_in
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
@@ -87,7 +87,7 @@ def _values_of(value: Any, name: str) -> Iterator[Any]:
 
 
 def megatron_to_checkpoint(
-    source: PathLike, path: PathLike, *, slots: Sequence[BucketSlot] | None = None, step: int | None = None
+    source: PathLike, path: AnyPath, *, slots: Sequence[BucketSlot] | None = None, step: int | None = None
 ) -> None:
     """Convert a Megatron-Core directory to a checkpoint of ours; one process, tensors in scratch files.
 
@@ -97,7 +97,7 @@ def megatron_to_checkpoint(
 
     Args:
         source: the directory.
-        path: the checkpoint to write.
+        path: the checkpoint to write: a directory, or a place in an object store.
         slots: for `dp_reshardable`: where each parameter is in the buckets.
         step: how many updates were made; None for the stored count.
 
@@ -121,7 +121,7 @@ def megatron_to_checkpoint(
         )
     step = read_step(index, common) if step is None else step
     named = [key for key in index.tensors if not _BUCKET_STATE.fullmatch(key)]
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
+    with scratch_folder(path) as scratch:
         tensors = mapped_apart(Path(scratch), select(index, named))
         read_into(index, tensors)
         sharded = [whole_tensor(_our_key(key), tensor) for key, tensor in tensors.items()]

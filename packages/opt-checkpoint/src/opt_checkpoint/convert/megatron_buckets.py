@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
 from opt_checkpoint.convert.foreign_files import read_rows
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
@@ -94,7 +94,7 @@ def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
 
 
 def dp_reshardable_to_checkpoint(
-    source: PathLike, slots: Sequence[BucketSlot], path: PathLike, *, step: int | None = None
+    source: PathLike, slots: Sequence[BucketSlot], path: AnyPath, *, step: int | None = None
 ) -> None:
     """Convert the optimizer state alone of a `dp_reshardable` directory; one process, its buckets in scratch files.
 
@@ -103,7 +103,7 @@ def dp_reshardable_to_checkpoint(
     Args:
         source: the directory.
         slots: where each parameter is; together they must fill every bucket except for padding.
-        path: the checkpoint to write.
+        path: the checkpoint to write: a directory, or a place in an object store.
         step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
 
     Raises:
@@ -111,7 +111,7 @@ def dp_reshardable_to_checkpoint(
             not fit its buckets, or blocks their parameters.
     """
     index = read_index(source)
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
+    with scratch_folder(path) as scratch:
         states = buckets_to_states(index, slots, Path(scratch))
         save({"optimizer": {"state": states + counted({slot.name for slot in slots}, step)}}, path)
 

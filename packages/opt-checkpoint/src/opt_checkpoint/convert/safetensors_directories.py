@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.convert.compare import read_whole
-from opt_checkpoint.convert.file_backed import array_in, mapped_apart, mapped_file
+from opt_checkpoint.convert.file_backed import array_in, mapped_apart, mapped_file, scratch_folder
 from opt_checkpoint.convert.name_boxes import Described, Mapped, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
 from opt_checkpoint.convert.safetensors_import import load_safetensors, safetensors_index
-from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, INDEX, Layout, layout_of
+from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDER, INDEX, Layout, layout_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.files import LocalFiles, write_file
@@ -25,27 +24,28 @@ from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.safetensors_header import Header
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.save_load import PathLike, load, save
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import ShardedTensor
 
 
 def safetensors_to_checkpoint(
-    folder: PathLike, path: PathLike, *, names: Sequence[NameRule] = SAME_NAMES, prefix: str = ""
+    folder: PathLike, path: AnyPath, *, names: Sequence[NameRule] = SAME_NAMES, prefix: str = ""
 ) -> None:
     """Convert a folder of safetensors files to a checkpoint.
 
     Args:
         folder: as for `load_safetensors`.
-        path: the checkpoint to write.
+        path: the checkpoint to write: a directory, or a place in an object store.
         names: which of our tensors are which of theirs.
         prefix: put before our names, as `model.` for `load({"model": sharded_model(model)}, path)`.
 
     Raises:
         CheckpointingException: as `load_safetensors` and `save`.
     """
-    index = safetensors_index(Path(folder).absolute(), names)
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent, prefix=".scratch-") as scratch:
+    index = safetensors_index(local_path(folder, FOLDER), names)
+    with scratch_folder(path) as scratch:
         wanted = {key: stored for key, stored in index.tensors.items() if key not in index.details[COPIES]}
         tensors = mapped_apart(Path(scratch), wanted)
         load_safetensors({key: whole_tensor(key, tensor) for key, tensor in tensors.items()}, folder, names=names)
@@ -53,7 +53,7 @@ def safetensors_to_checkpoint(
 
 
 def checkpoint_to_safetensors(
-    path: PathLike,
+    path: AnyPath,
     folder: PathLike,
     *,
     names: Sequence[NameRule] = SAME_NAMES,
@@ -79,7 +79,7 @@ def checkpoint_to_safetensors(
     Raises:
         CheckpointingException: as `save_safetensors` and `load`.
     """
-    index, target, files = read_index(path), Path(folder).absolute(), LocalFiles()
+    index, target, files = read_index(path), local_path(folder, FOLDER), LocalFiles()
     keys = [key for key in index.tensors if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)]
     if not keys:
         raise CheckpointingException(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from opt_checkpoint.convert.name_boxes import Described
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
-from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES
+from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.convert.safetensors_writer import Export, RankPlan, SafetensorsWriter
 from opt_checkpoint.dcp.global_plan import GlobalPlan
 from opt_checkpoint.dcp.held_tensors import HeldTensors
@@ -26,6 +26,7 @@ from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import PathLike, carry_out_save, error_of
 from opt_checkpoint.state.flat_state import FlatState
@@ -66,9 +67,9 @@ def save_safetensors(
             different arguments.
         CheckpointFailedError: a rank failed otherwise.
     """
-    ranks, target, what = ranks_of(process_group), Path(folder).absolute(), f"exporting to {folder}"
-    same_everywhere(ranks, what, folder=target, names=fingerprint(names), dtype=dtype, shard_bytes=shard_bytes)
-    export = Export(tuple(names), dtype, shard_bytes)
+    ranks, given, what = ranks_of(process_group), Path(str(folder)).absolute(), f"exporting to {folder}"
+    same_everywhere(ranks, what, folder=given, names=fingerprint(names), dtype=dtype, shard_bytes=shard_bytes)
+    target, export = local_path(folder, FOLDER), Export(tuple(names), dtype, shard_bytes)
     writer = SafetensorsWriter(target, export, save_id=uuid.uuid4().hex, files=files or LocalFiles())
     planner = _TensorPlanner(ShardedSavePlanner(state))
 

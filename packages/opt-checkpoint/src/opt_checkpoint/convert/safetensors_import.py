@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from opt_checkpoint.convert.name_boxes import Described, to_ours
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
-from opt_checkpoint.convert.safetensors_layout import INDEX, SINGLE, PlacedArray
+from opt_checkpoint.convert.safetensors_layout import FOLDER, INDEX, SINGLE, PlacedArray
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
@@ -32,6 +32,7 @@ from opt_checkpoint.disk.index import (
 )
 from opt_checkpoint.disk.safetensors_header import read_header
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -75,9 +76,10 @@ def load_safetensors(
         CheckpointMismatchError: shapes or dtypes do not fit.
         CheckpointingException: ranks were given different arguments.
     """
-    ranks, source = ranks_of(process_group), Path(folder).absolute()
-    rules = fingerprint(names)
-    same_everywhere(ranks, "loading", folder=source, names=rules, strict=strict, dtype=dtype, share_reads=share_reads)
+    ranks, rules = ranks_of(process_group), fingerprint(names)
+    given = Path(str(folder)).absolute()
+    same_everywhere(ranks, "loading", folder=given, names=rules, strict=strict, dtype=dtype, share_reads=share_reads)
+    source = local_path(folder, FOLDER)
     index = agreed(ranks, lambda: safetensors_index(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(
         state, index, {}, strict=StrictHandling.parse(strict), dtype=DtypeRule.parse(dtype), aliases={}

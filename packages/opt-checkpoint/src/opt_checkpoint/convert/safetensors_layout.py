@@ -12,6 +12,7 @@ from opt_checkpoint.convert.name_boxes import Described
 from opt_checkpoint.disk.safetensors_header import Array, Header, encode_header
 from opt_checkpoint.errors import CheckpointingException
 
+FOLDER = "a folder of safetensors files"  # in messages
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -62,7 +63,7 @@ def layout_of(
         CheckpointingException: there are none, a dtype has no place in the format, or `shard_bytes` is not positive.
     """
     if not tensors:
-        raise CheckpointingException("there is no tensor to export")
+        raise CheckpointingException("the state has no tensor to export")
     if shard_bytes < 1:
         raise CheckpointingException(f"shard_bytes={shard_bytes} must be at least 1")
     if dtype is not None and not dtype.is_floating_point:

@@ -25,6 +25,7 @@ from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
 
@@ -45,14 +46,15 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     Raises:
         CheckpointExistsError: something is at `folder`.
         CheckpointKeyError: there is no optimizer.
-        CheckpointingException: `path` was not written by opt-checkpoint.
+        CheckpointingException: `path` was not written by opt-checkpoint, or is in an object store.
     """
-    opened, target = open_checkpoint(path), Path(folder).absolute()
+    source = local_path(path, "a checkpoint whose files are to be linked")
+    opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
         raise CheckpointingException(f"{path} was written by {opened.index.kind.value}; only ours are converted")
     if os.path.lexists(target):
         raise CheckpointExistsError(f"{target} exists; choose another folder")
-    saved, archives = find_optimizer(opened, at), read_dcp_index(Path(path))
+    saved, archives = find_optimizer(opened, at), read_dcp_index(source)
     renamed = dict(_renamed(saved, name or ".".join(at)))
     values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".scratch-") as scratch:
@@ -60,7 +62,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         out.mkdir()
         files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
         for file, link in files.items():
-            _link(Path(path) / file, out / link)
+            _link(source / file, out / link)
         tensors = {renamed.get(key, key): _moved(tensor, files) for key, tensor in archives.tensors.items()}
         objects = {key: dataclasses.replace(place, file=files[place.file]) for key, place in values.items()}
         objects |= _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name or ".".join(at))))

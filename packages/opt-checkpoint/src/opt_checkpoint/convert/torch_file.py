@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
 from opt_checkpoint.convert.foreign_files import load_torch_file, read_rows
 from opt_checkpoint.convert.megatron_buckets import counted
 from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
@@ -94,12 +94,12 @@ def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], name
         raise CheckpointingException(f"the state dict has state of parameter {unknown[0]}, which is in no group")
 
 
-def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[str] | None = None) -> None:
+def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[str] | None = None) -> None:
     """Convert a `.pt` file that holds a full optimizer state dict; its tensors are mapped, not read into memory.
 
     Args:
         file: written by `torch.save`; alone or under the key `"optimizer"`. Loaded with `weights_only=True`.
-        path: the checkpoint to write.
+        path: the checkpoint to write: a directory, or a place in an object store.
         names: as for `torch_state_to_sharded`.
 
     Raises:
@@ -112,7 +112,7 @@ def torch_file_to_checkpoint(file: PathLike, path: PathLike, *, names: Sequence[
     save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
 
 
-def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
+def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
     """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` takes.
 
     The tensors are put together in a scratch file beside the output, so memory need not hold them.
@@ -126,7 +126,7 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
         CheckpointKeyError: there is no optimizer, of `sharded_optimizer` or of opt-stack's `Optimizer`; or it has
             parameters that are stacked under one key.
     """
-    opened = open_checkpoint(path)
+    opened, target = open_checkpoint(path), local_path(file, "the .pt file")
     prefix = f"{'.'.join(at)}.state."
     prefix = prefix if any(key.startswith(prefix) for key in opened.index.tensors) else PREFIX
     saved = _with_state_names(lookup(opened.common, at), opened.index, prefix)
@@ -134,11 +134,11 @@ def checkpoint_to_torch_file(path: PathLike, file: PathLike, *, at: tuple[str, .
         raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
     keys = [f"{prefix}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
     stored = select(opened.index, [k for k in keys if k in opened.index.tensors])
-    with tempfile.TemporaryDirectory(dir=Path(file).absolute().parent, prefix=".scratch-") as scratch:
+    with scratch_folder(target) as scratch:
         tensors = mapped_apart(Path(scratch), stored)
         read_into(opened.index, tensors)
         torch.save(_torch_state(saved, tensors, prefix), Path(scratch) / "whole.pt")
-        os.replace(Path(scratch) / "whole.pt", file)  # a file that was there stays until the new one is whole
+        os.replace(Path(scratch) / "whole.pt", target)  # a file that was there stays until the new one is whole
 
 
 def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mapping[str, Any] | None:
@@ -204,7 +204,7 @@ def read_slots(file: PathLike) -> list[LegacySlot]:
 
 
 def legacy_file_to_checkpoint(
-    file: PathLike, slots: Sequence[LegacySlot], path: PathLike, *, step: int | None = None
+    file: PathLike, slots: Sequence[LegacySlot], path: AnyPath, *, step: int | None = None
 ) -> None:
     """Convert what the reference's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
 
@@ -214,7 +214,7 @@ def legacy_file_to_checkpoint(
     Args:
         file: loaded with `weights_only=True`; only the coalesced form (since February 2024).
         slots: where each parameter is.
-        path: the checkpoint to write.
+        path: the checkpoint to write: a directory, or a place in an object store.
         step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
 
     Raises:

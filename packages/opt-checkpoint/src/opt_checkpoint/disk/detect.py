@@ -18,6 +18,11 @@ from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
 
+_NOTHING = f"it has no {COMMIT} and no {MANIFEST}"
+_STOCK = (
+    f"it has a {METADATA}, as stock and Megatron-Core checkpoints do; download it: only file systems may hold these"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
@@ -43,7 +48,8 @@ def read_index(path: AnyPath) -> CheckpointIndex:
     if has_commit(where):
         return read_committed(where)
     if isinstance(where, ObjectPath):
-        raise CheckpointNotFoundError(f"{where} is not a checkpoint of opt-checkpoint: none was committed there")
+        stock = (where / METADATA).exists()
+        raise CheckpointNotFoundError(f"{where} is not a checkpoint of opt-checkpoint: {_STOCK if stock else _NOTHING}")
     if not where.is_dir():
         raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory")
     if not (where / METADATA).exists():

@@ -149,6 +149,22 @@ def location_of(path: AnyPath) -> Location:
     return Path(text).absolute()
 
 
+def local_path(path: AnyPath, what: str) -> Path:
+    """Return an absolute path in a mounted file system.
+
+    Args:
+        path: a path.
+        what: what it is the path of, for the message.
+
+    Raises:
+        CheckpointingException: it is the URL of an object store.
+    """
+    text = str(path) if isinstance(path, ObjectPath) else os.fspath(path)
+    if isinstance(path, ObjectPath) or _URL.fullmatch(text) or _FLATTENED_URL.match(text):
+        raise CheckpointingException(f"{text} is in an object store; {what} must be in a mounted file system")
+    return Path(text).absolute()
+
+
 def subdirectories(directory: Location) -> Sequence[Location]:
     """What lies right below a directory and may hold files itself, sorted; nothing where there is no directory.
 

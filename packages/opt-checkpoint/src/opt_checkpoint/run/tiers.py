@@ -28,7 +28,7 @@ from opt_checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
 )
-from opt_checkpoint.objects.path import AnyPath
+from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.closing import Closing
 from opt_checkpoint.run.local_tier import LocalTier
@@ -125,7 +125,8 @@ class TieredCheckpointManager(Closing):
         self._durable = CheckpointManager(
             durable, keep=keep, keep_every=keep_every, process_group=process_group, files=files, timeout_s=timeout_s
         )
-        self._local_path, self._local_files = Path(local).absolute(), local_files
+        self._local_path, self._local_files = Path(str(local)).absolute(), local_files
+        everyone(self._ranks, error_of(lambda: local_path(local, "the local tier")), "opening the local tier")
         self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
         self._files: Files = files or LocalFiles()
         self._keepers = keepers(self._ranks.gather_everywhere(node or this_node()))
