@@ -19,10 +19,33 @@ LR = warmup(cosine(1.0, 0.1, steps=900), steps=100)
         (2560, Unit.SAMPLES, Unit.STEPS, 10),
         (2048, Unit.TOKENS, Unit.SAMPLES, 1),
         (7, Unit.TOKENS, Unit.TOKENS, 7),
+        (3, Unit.EPOCHS, Unit.SAMPLES, 3000),
+        (3, Unit.EPOCHS, Unit.STEPS, 3000 / 256),
+        (512, Unit.STEPS, Unit.EPOCHS, 512 * 256 / 1000),
+        (3, Unit.EPOCHS, Unit.TOKENS, 3000 * 2048),
     ],
 )
 def test_amounts_are_converted(amount: float, unit: Unit, to: Unit, expected: float) -> None:
-    assert Batch(samples=256, tokens_per_sample=2048).convert(amount, unit, to=to) == expected
+    assert Batch(samples=256, tokens_per_sample=2048, samples_per_epoch=1000).convert(amount, unit, to=to) == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("samples", "batch"), [(20, 4), (21, 4), (3, 4), (4, 1)])
+def test_epochs_have_the_steps_of_a_data_loader(samples: int, batch: int, drop_last: bool) -> None:
+    data = pytest.importorskip("torch").utils.data
+    loader = data.DataLoader(range(samples), batch_size=batch, drop_last=drop_last)
+    assert Batch(samples=batch, samples_per_epoch=samples).epoch_steps(3, drop_last=drop_last) == 3 * len(loader)
+
+
+def test_a_schedule_of_epochs_counts_steps() -> None:
+    batch = Batch(samples=10, samples_per_epoch=50, tokens_per_sample=2)
+    epochs = warmup(cosine(1.0, 0.0, steps=9), steps=1)
+    in_steps = batch.in_steps(epochs, Unit.EPOCHS)
+    assert in_steps.length == 50
+    assert in_steps.values(range(60)) == pytest.approx([epochs(step / 5) for step in range(60)])
+    assert batch.in_steps(stretch(epochs, 100), Unit.TOKENS).values(range(60)) == pytest.approx(
+        in_steps.values(range(60))
+    )
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(0, 0), (1, 1), (256, 1), (257, 2)])
@@ -51,10 +74,12 @@ def test_the_horizon_and_the_schedule_agree() -> None:
     [
         (lambda: Batch(samples=0), "Batch: samples=0 must be more than 0"),
         (lambda: Batch(samples=1).convert(1, Unit.TOKENS, to=Unit.STEPS), "Batch: tokens_per_sample is not given"),
+        (lambda: Batch(samples=1).convert(1, Unit.EPOCHS, to=Unit.STEPS), "Batch: samples_per_epoch is not given"),
+        (lambda: Batch(samples=1).epoch_steps(1), "Batch: samples_per_epoch is not given"),
         (lambda: rescale(LR, old_batch=1, new_batch=0), "rescale: new_batch=0 must be more than 0"),
         (lambda: rescale_horizon(1, old_batch=1, new_batch=1, done=-1), "rescale_horizon: done=-1 must be at least 0"),
     ],
-    ids=["no-samples", "no-tokens", "no-batch", "before-the-start"],
+    ids=["no-samples", "no-tokens", "no-epochs", "no-epoch-steps", "no-batch", "before-the-start"],
 )
 def test_what_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):

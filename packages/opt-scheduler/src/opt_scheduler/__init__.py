@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from . import algebra as algebra  # defines the kinds that + and * build
 from . import function as function  # defines the kind of a plain callable
+from .by_name import SCHEDULE_NAMES, get_schedule
 from .compose import clip, cooldown, cut, join, repeat, scale, shift, stretch, warmup
 from .curves import (
     constant,
@@ -32,6 +33,7 @@ from .units import Batch, Unit, rescale, rescale_horizon
 __version__ = "0.1.0"
 
 __all__ = [
+    "SCHEDULE_NAMES",
     "Batch",
     "FieldSchedule",
     "FieldScheduler",
@@ -51,6 +53,7 @@ __all__ = [
     "cyclic",
     "exponential",
     "get_canonical_lr_for_logging",
+    "get_schedule",
     "inverse_sqrt",
     "join",
     "linear",

@@ -1,4 +1,4 @@
-"""`python -m opt_scheduler table|plot`: look at schedules before a run pays for them."""
+"""The command `optsched`: look at schedules before a run pays for them."""
 
 import argparse
 import sys
@@ -9,21 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from . import closed_form
+from .by_name import SCHEDULE_NAMES, get_schedule
 from .draw import text_plot
 from .errors import ScheduleError, refuse, unknown_name
 from .schedule import Schedule
 from .settings import LR_STYLES, WD_STYLES, WSD_STYLES, Settings
 from .show import rows_to_show, save_png, table
 
-_EPILOG = """\
-From flags:   python -m opt_scheduler plot --max-lr 1e-3 --lr-warmup-steps 100 --lr-decay-steps 1000
-From a file:  python -m opt_scheduler table --file run.toml
+_EPILOG = f"""\
+By name:                   optsched plot cosine peak=1e-3 steps=1000 warmup_steps=100
+From Megatron-Core flags:  optsched plot --max-lr 1e-3 --lr-warmup-steps 100 --lr-decay-steps 1000
+From a file:               optsched table --file run.toml
 
-The file has a table [scheduler] with the same names as the flags (max_lr = 1e-3), which flags override, or one table
-per schedule as Schedule.to_dict writes it, for example [lr] with kind = "ramp", start = 1e-3, end = 0.0, steps = 1000.
+Names: {", ".join(SCHEDULE_NAMES)}.
+
+A TOML file has one table per schedule: with a name and the arguments of get_schedule, such as
+  [lr]
+  name = "cosine"
+  peak = 1e-3
+  steps = 1000
+or with a kind, as Schedule.to_dict() writes it. A table [scheduler] has the Megatron-Core flags as keys
+(max_lr = 1e-3); flags on the command line override it.
 """
 
-# What the flags leave out; the rest must be given.
+# Values of flags that are not given. The other flags are required.
 _DEFAULTS: Mapping[str, Any] = {
     "init_lr": 0.0, "min_lr": 0.0, "lr_warmup_steps": 0.0, "lr_decay_style": "linear",
     "start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant",
@@ -31,31 +40,31 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 if all went well, 2 if what was asked for cannot be, with the reason on stderr."""
+    """Run the command line. Return 0, or 2 with the reason on stderr if the request is invalid."""
     args = _parser().parse_args(argv)
     try:
         schedules = _schedules(args)
         print(_table(schedules, args) if args.command == "table" else _plot(schedules, args))
     except (ScheduleError, OSError, tomllib.TOMLDecodeError) as error:
-        print(f"opt_scheduler: {error}", file=sys.stderr)
+        print(f"optsched: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m opt_scheduler",
+        prog="optsched",
         description="Show learning-rate and weight-decay schedules.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     as_table = commands.add_parser("table", help="numbers, one row per step")
-    as_table.add_argument("--at", metavar="0,10,20", help="exactly these steps")
-    as_table.add_argument("--rows", type=int, default=11, help="about so many rows, and every boundary (%(default)s)")
+    as_table.add_argument("--at", metavar="0,10,20", help="these steps only")
+    as_table.add_argument("--rows", type=int, default=11, help="number of rows, besides the boundaries (%(default)s)")
     as_plot = commands.add_parser("plot", help="curves in the terminal, or as a PNG")
-    as_plot.add_argument("--png", type=Path, help="write a PNG instead; needs opt-scheduler[plot]")
-    as_plot.add_argument("--steps", type=float, help="how far to look; a little past the end unless given")
+    as_plot.add_argument("--png", type=Path, help="write a PNG; needs opt-scheduler[plot]")
+    as_plot.add_argument("--steps", type=float, help="last step; by default a little past the end")
     as_plot.add_argument("--width", type=int, default=72, help="characters (%(default)s)")
     as_plot.add_argument("--height", type=int, default=14, help="lines (%(default)s)")
     for command in (as_table, as_plot):
@@ -64,7 +73,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--file", type=Path, help="a TOML file, see below the list of commands")
+    command.add_argument(
+        "schedule", nargs="*", metavar="NAME KEY=VALUE", help="a schedule by name and its arguments, see optsched -h"
+    )
+    command.add_argument("--file", type=Path, help="a TOML file, see optsched -h")
     choices = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": WSD_STYLES, "wd_incr_style": WD_STYLES}
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
@@ -79,18 +91,50 @@ def _first(text: str) -> str | float:
 
 
 def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
-    """Everything to show, by name: from the file, the flags, or both."""
+    """Return everything to show, by label: from the file, the name, the flags, or several of them."""
     tables: dict[str, Any] = tomllib.loads(args.file.read_text()) if args.file else {}
     flags = {field.name: getattr(args, field.name) for field in fields(Settings)}
     given = tables.pop("scheduler", {}) | {name: value for name, value in flags.items() if value is not None}
-    shown = {name: Schedule.from_dict(plain) for name, plain in tables.items()}
+    shown = {label: _from_table(label, plain) for label, plain in tables.items()}
+    if args.schedule:
+        shown["lr"] = _from_words(args.schedule)
     if given:
         if both := sorted({"lr", "weight_decay"} & set(shown)):
-            raise ScheduleError(f"{', '.join(both)} is given twice, by its own table and by the scheduler's settings")
+            raise ScheduleError(f"{', '.join(both)} is given twice, on its own and by the Megatron-Core settings")
         shown |= _from_settings(given)
     if not shown:
-        raise ScheduleError("nothing to show: give --max-lr and --lr-decay-steps, or --file")
+        raise ScheduleError("nothing to show: give a name, --max-lr and --lr-decay-steps, or --file")
     return shown
+
+
+def _from_table(label: str, plain: object) -> Schedule:
+    if not isinstance(plain, Mapping):
+        raise ScheduleError(f"{label}={plain!r} is outside of a table: put it under [scheduler], or under [lr]")
+    if "name" not in plain:
+        return Schedule.from_dict(plain)
+    missing = [name for name in ("peak", "steps") if name not in plain]
+    refuse([f"{name} is missing" for name in missing], where=f"[{label}]")
+    return get_schedule(**plain)
+
+
+def _from_words(words: Sequence[str]) -> Schedule:
+    name, *pairs = words
+    plain: dict[str, Any] = {"name": name}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ScheduleError(f"{pair!r} must be KEY=VALUE, for example peak=1e-3")
+        plain[key] = _number_or_text(value)
+    return _from_table(name, plain)
+
+
+def _number_or_text(text: str) -> float | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
@@ -115,7 +159,7 @@ def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
     try:
         steps = [float(step) for step in args.at.split(",")]
     except ValueError as error:
-        raise ScheduleError(f"--at={args.at!r} must be numbers with commas between them") from error
+        raise ScheduleError(f"--at={args.at!r} must be numbers separated by commas") from error
     return table(schedules, steps)
 
 

@@ -79,6 +79,8 @@ class Repeat(Schedule):
         if not 0 < self.schedule.length < math.inf:
             raise ScheduleError(f"repeat: {self.schedule!r} has no end at which to begin again; give it steps=")
         check_number("repeat", low=1, times=self.times)
+        if self.times is not None and not isinstance(self.times, int):
+            raise ScheduleError(f"repeat: times={self.times!r} must be a whole number")
 
     def at(self, step: float) -> float:
         if step >= self.length:

@@ -24,7 +24,7 @@ class Restarts(Schedule):
             raise ScheduleError(f"restarts: {self.schedule!r} has no end at which to restart; give it steps=")
         check_number("restarts", low=1, times=self.times)
         check_number("restarts", above=0, t_mult=self.t_mult, decay=self.decay)
-        if self.times is not None and self.times != int(self.times):
+        if self.times is not None and not isinstance(self.times, int):
             raise ScheduleError(f"restarts: times={self.times!r} must be a whole number")
         if self.t_mult < 1 and self.times is None:
             raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; give times=")

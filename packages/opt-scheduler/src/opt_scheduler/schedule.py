@@ -90,7 +90,7 @@ class Schedule(ABC):
             else:
                 raise ScheduleError(f"{self.kind}: step={step!r} must not be NaN")
         except (TypeError, RuntimeError) as error:
-            raise ScheduleError(f"{self.kind}: step={step!r} must be a number, or an array of NumPy or JAX") from error
+            raise ScheduleError(f"{self.kind}: step={step!r} must be a number or an array of numpy or jax") from error
         return self.at(clamped)
 
     def values(self, steps: Iterable[float]) -> list[float]:

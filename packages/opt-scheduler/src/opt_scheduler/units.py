@@ -1,4 +1,4 @@
-"""Steps, samples and tokens: converting amounts, and schedules, between them and between batch sizes."""
+"""Steps, samples, tokens and epochs: conversions of amounts and schedules between units and between batch sizes."""
 
 import math
 from dataclasses import dataclass
@@ -15,48 +15,82 @@ class Unit(Enum):
     STEPS = "steps"  # updates of the optimizer
     SAMPLES = "samples"  # sequences or images, over all ranks
     TOKENS = "tokens"
+    EPOCHS = "epochs"  # passes over the data set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one update consumes over all ranks: so many samples, of so many tokens each.
+    """The data that one update consumes over all ranks, and the size of the data set.
+
+    `samples_per_epoch` is the number of samples in the data set. A `DataLoader` makes the last batch of an epoch
+    smaller, or drops it with `drop_last=True`, so its epoch is a whole number of updates: see `epoch_steps`.
 
     >>> batch = Batch(samples=256, tokens_per_sample=4096)
     >>> batch.convert(1_000_000_000_000, Unit.TOKENS, to=Unit.SAMPLES)
     244140625.0
     >>> batch.whole_steps(1_000_000_000_000, Unit.TOKENS)
     953675
+    >>> batch = Batch(samples=256, samples_per_epoch=50_000)
+    >>> batch.epoch_steps(90), batch.epoch_steps(90, drop_last=True)
+    (17640, 17550)
 
     Raises:
-        ScheduleError: sizes that are not positive; an amount in tokens where `tokens_per_sample` is not given.
+        ScheduleError: a size is not positive, or an amount is in tokens or epochs and `tokens_per_sample` or
+            `samples_per_epoch` was not given.
     """
 
     samples: int
     tokens_per_sample: int | None = None
+    samples_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("Batch", above=0, samples=self.samples, tokens_per_sample=self.tokens_per_sample)
+        check_number(
+            "Batch", above=0, samples=self.samples, tokens_per_sample=self.tokens_per_sample,
+            samples_per_epoch=self.samples_per_epoch,
+        )  # fmt: skip
 
     def convert(self, amount: float, unit: Unit, *, to: Unit) -> float:
-        """`amount` of `unit` in another unit; exact, so a number of steps may be a fraction."""
+        """Return `amount` of `unit` in another unit. It is not rounded, so a number of steps may be a fraction."""
         return amount * self._samples_in(unit) / self._samples_in(to)
 
     def whole_steps(self, amount: float, unit: Unit) -> int:
-        """The updates needed for `amount`, rounded up: never less data than was asked for."""
+        """Return the number of updates that consume at least `amount`."""
         return math.ceil(self.convert(amount, unit, to=Unit.STEPS))
+
+    def epoch_steps(self, epochs: int, *, drop_last: bool = False) -> int:
+        """Return the number of updates of `epochs` passes, each of which begins with a full batch, as a DataLoader's.
+
+        The last batch of a pass is smaller, or missing with `drop_last`. With gradient accumulation, `samples` is the
+        batch of an update and a pass may end in the middle of one; use `whole_steps` then.
+        """
+        full, rest = divmod(self._samples_in(Unit.EPOCHS), self.samples)
+        return epochs * int(full + (rest > 0 and not drop_last))
+
+    def in_steps(self, schedule: ScheduleLike, unit: Unit) -> Schedule:
+        """Return `schedule`, which counts `unit`, as a schedule that counts updates.
+
+        >>> from opt_scheduler import linear
+        >>> Batch(samples=100, samples_per_epoch=1000).in_steps(linear(1.0, 0.0, steps=3), Unit.EPOCHS)(15)
+        0.5
+        """
+        return stretch(schedule, self.convert(1, unit, to=Unit.STEPS))
 
     def _samples_in(self, unit: Unit) -> float:
         if unit is Unit.SAMPLES:
             return 1.0
         if unit is Unit.STEPS:
             return self.samples
+        if unit is Unit.EPOCHS:
+            if self.samples_per_epoch is None:
+                raise ScheduleError("Batch: samples_per_epoch is not given, so epochs cannot be converted; give it")
+            return self.samples_per_epoch
         if self.tokens_per_sample is None:
             raise ScheduleError("Batch: tokens_per_sample is not given, so tokens cannot be converted; give it")
         return 1.0 / self.tokens_per_sample
 
 
 def rescale_horizon(horizon: float, *, old_batch: float, new_batch: float, done: float = 0.0) -> float:
-    """The step at which a run ends that changes its batch size at step `done`, if it is to see the same samples.
+    """Return the step at which a run ends that changes its batch size at step `done` and sees the same samples.
 
     >>> rescale_horizon(1000, old_batch=256, new_batch=512, done=200)
     600.0
@@ -67,7 +101,7 @@ def rescale_horizon(horizon: float, *, old_batch: float, new_batch: float, done:
 
 
 def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done: float = 0.0) -> Schedule:
-    """`schedule`, in steps, for a run that changes its batch size at step `done`: the same value at the same sample.
+    """Return `schedule` for a run that changes its batch size at step `done`: it has the same value at each sample.
 
     >>> from opt_scheduler import linear
     >>> rescale(linear(1.0, 0.0, steps=1000), old_batch=256, new_batch=512, done=200).values([100, 200, 400, 600])

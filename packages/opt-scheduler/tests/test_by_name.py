@@ -1,0 +1,106 @@
+"""`get_schedule`: names and options as a configuration file gives them, with the numbers of HF transformers."""
+
+import math
+from typing import Any
+
+import pytest
+
+from opt_scheduler import SCHEDULE_NAMES, ScheduleError, get_schedule, wsd
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "exponential": {"end": 1e-5},
+    "wsd": {"decay_steps": 30},
+    "warmup_stable_decay": {"decay_steps": 30},
+}
+
+
+def hf(name: str, step: int, *, warm: int, total: int, **more: Any) -> float:
+    """The factor that HF transformers multiplies a learning rate by, written from its documentation."""
+    if step < warm:
+        return step / warm
+    done = (step - warm) / (total - warm)
+    match name:
+        case "constant_with_warmup":
+            return 1.0
+        case "linear":
+            return max(0.0, 1 - done)
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case "cosine_with_restarts":
+            return 0.5 * (1 + math.cos(math.pi * (more["cycles"] * done % 1.0))) if done < 1 else 0.0
+        case "cosine_with_min_lr":
+            return more["end"] + (1 - more["end"]) * 0.5 * (1 + math.cos(math.pi * done))
+        case "polynomial":
+            return float(more["end"] + (1 - more["end"]) * (1 - done) ** more["power"])
+        case "inverse_sqrt":
+            return math.sqrt(warm / step)
+        case "warmup_stable_decay":
+            left = max(0.0, (step - (total - more["decay_steps"])) / more["decay_steps"])
+            return 1 - min(left, 1.0)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("constant_with_warmup", {}),
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine_with_restarts", {"cycles": 3}),
+        ("cosine_with_min_lr", {"end": 0.1}),
+        ("polynomial", {"end": 0.01, "power": 2.0}),
+        ("inverse_sqrt", {}),
+        ("warmup_stable_decay", {"decay_steps": 30, "shape": "linear"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_numbers_are_those_of_hf_transformers(name: str, options: dict[str, Any]) -> None:
+    schedule = get_schedule(name, peak=1.0, steps=100, warmup_steps=10, **options)
+    # HF's restart at a third of 90 steps is rounded to either side of it, so those steps are left out.
+    for step in (step for step in range(101) if step not in (40, 70) or name != "cosine_with_restarts"):
+        assert schedule(step) == pytest.approx(hf(name, step, warm=10, total=100, **options), rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_every_name_warms_up_to_its_peak_and_ends_where_it_says(name: str) -> None:
+    schedule = get_schedule(name, peak=0.5, steps=100, warmup_steps=20, start=0.1, **GIVEN.get(name, {}))
+    assert schedule.values([0, 10, 20]) == pytest.approx([0.1, 0.3, 0.5], rel=1e-15)
+    assert schedule.length == pytest.approx(100)
+    assert schedule(100) == schedule(1e6)
+    assert get_schedule(name, peak=0.5, steps=100, **GIVEN.get(name, {}))(0) == 0.5
+
+
+def test_restarts_fit_into_the_steps() -> None:
+    schedule = get_schedule("cosine_restarts", peak=1.0, steps=80, warmup_steps=10, cycles=3, t_mult=2, decay=0.5)
+    assert schedule.values([10, 20, 40, 80]) == [1.0, 0.5, 0.25, 0.0]
+
+
+def test_wsd_is_the_recipe() -> None:
+    assert get_schedule("wsd", peak=1.0, steps=100, warmup_steps=10, decay_steps=30) == wsd(
+        1.0, warmup_steps=10, stable_steps=60, decay_steps=30
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "cosin"}, "schedule='cosin' is not known: use one of .*; did you mean 'cosine'?"),
+        ({"name": "linear", "ned": 0.1}, "linear: option='ned' is not known: .*; did you mean 'end'?"),
+        ({"name": "linear", "power": 2}, "linear: option='power' is not known"),
+        ({"name": "wsd"}, "wsd: decay_steps must be given"),
+        ({"name": "exponential"}, "exponential: end must be given"),
+        (
+            {"name": "wsd", "decay_steps": 90, "warmup_steps": 20},
+            r"wsd: decay_steps=90 must fit after the warmup: .* 80",
+        ),
+        ({"name": "linear", "warmup_steps": 100}, "linear: warmup_steps=100 must be less than steps=100"),
+        ({"name": "linear", "warmup_steps": -1}, "linear: warmup_steps=-1 must be at least 0"),
+        ({"name": "linear", "steps": 0}, "linear: steps=0 must be more than 0"),
+        ({"name": "linear", "peak": "1e-3"}, "linear: peak='1e-3' must be a finite number, not text; YAML reads 1e-4"),
+        ({"name": "cosine_restarts", "cycles": 1.5}, "repeat: times=1.5 must be a whole number"),
+    ],
+    ids=lambda value: str(value)[:45],
+)
+def test_what_a_file_gets_wrong_is_refused_in_its_own_words(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=f"^{message}"):
+        get_schedule(**{"peak": 1.0, "steps": 100} | arguments)
