@@ -104,6 +104,29 @@ struct Table {
 };
 #endif
 
+using E4M3 = Narrow<8, 3, 7>;
+using E5M2 = Narrow<8, 2, 15>;
+
+#if defined(__AVX2__) && defined(__F16C__)
+static inline void widen_16(__m256i halves, float factor, float *values) {
+    const __m256 factors = _mm256_set1_ps(factor);
+    _mm256_storeu_ps(values, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factors));
+    _mm256_storeu_ps(values + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factors));
+}
+
+// The upper byte of a half.
+static inline void widen_16(E5M2, const uint8_t *codes, float *values) {
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
+    widen_16(_mm256_slli_epi16(words, 8), 1.0f, values);
+}
+
+// A half of an exponent that is 8 less.
+static inline void widen_16(E4M3, const uint8_t *codes, float *values) {
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)), 7);
+    widen_16(_mm256_and_si256(words, _mm256_set1_epi16(short(0xBFFF))), 256.0f, values);
+}
+#endif
+
 template <class Float>
 static inline void widen(const uint8_t *codes, float *values, int64_t n) {
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
@@ -116,7 +139,11 @@ static inline void widen(const uint8_t *codes, float *values, int64_t n) {
         return;
     }
 #endif
-    for (int64_t k = 0; k < n; k++) values[k] = Float::value(codes[k]);
+    int64_t k = 0;
+#if defined(__AVX2__) && defined(__F16C__)
+    for (; k + 16 <= n; k += 16) widen_16(Float(), codes + k, values + k);
+#endif
+    for (; k < n; k++) values[k] = Float::value(codes[k]);
 }
 
 template <class Float>
@@ -131,11 +158,44 @@ static inline void widen(const half *codes, float *values, int64_t n) {
     for (; k < n; k++) values[k] = Float::value(codes[k].bits);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+// 32 codes, as `narrow` has them. Only the lower byte of a code's words is computed; signs, and what is above zero, are
+// seen in words saturated to bytes, four times as many at a time.
+template <class Float, bool SIGNED>
+static inline void narrow_32(const float *values, float factor, uint8_t *codes) {
+    constexpr int SHIFT = Float::SHIFT;
+    __m256i x[4], code[4];
+    for (int q = 0; q < 4; q++) {
+        x[q] = _mm256_loadu_si256((const __m256i *)(values + 8 * q));
+        const __m256 y = _mm256_mul_ps(_mm256_castsi256_ps(x[q]), _mm256_set1_ps(factor));
+        const __m256i size = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(MAGNITUDE));
+        const __m256i larger = _mm256_max_epi32(size, _mm256_set1_epi32(Float::NORMAL));
+        const __m256i exponent = _mm256_and_si256(larger, _mm256_set1_epi32(INFINITE));
+        const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32(SHIFT << 23));
+        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(power)));
+        const __m256i units = _mm256_add_epi32(sum, _mm256_srli_epi32(power, SHIFT));
+        code[q] = _mm256_and_si256(units, _mm256_set1_epi32(0xFF));
+    }
+    constexpr uint32_t FIRST = (Float::NORMAL + (uint32_t(SHIFT) << 23)) >> SHIFT;
+    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(code[0], code[1]), _mm256_packus_epi32(code[2], code[3]));
+    bytes = _mm256_sub_epi8(bytes, _mm256_set1_epi8(char(FIRST)));
+    const __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+    bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, _mm256_set1_epi8(char(Float::SIGN))));
+    if (!SIGNED) bytes = _mm256_max_epu8(bytes, _mm256_min_epi8(signs, _mm256_set1_epi8(1)));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)codes, bytes);
+}
+#endif
+
 // Codes of values times `factor`, a power of two; where they are not SIGNED, at least the smallest code above zero.
 template <class Float, bool SIGNED>
 static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+    for (; k + 32 <= n; k += 32) narrow_32<Float, SIGNED>(values + k, factor, codes + k);
+#endif
 #pragma GCC ivdep
-    for (int64_t k = 0; k < n; k++) {
+    for (; k < n; k++) {
         const int32_t code = int32_t(Float::code(values[k] * factor));
         codes[k] = uint8_t(SIGNED ? code : at_least_one(code, values[k]));
     }
@@ -151,6 +211,14 @@ static inline void narrow(const float *values, float factor, half *codes, int64_
         __m512 y = _mm512_mul_ps(x, factors);
         if (!SIGNED) y = _mm512_mask_max_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), y, smallest);
         _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    }
+#elif defined(__F16C__)
+    const __m256 smallest = _mm256_set1_ps(Float::value(1)), factors = _mm256_set1_ps(factor);
+    for (; k + 8 <= n; k += 8) {
+        const __m256 x = _mm256_loadu_ps(values + k);
+        __m256 y = _mm256_mul_ps(x, factors);
+        if (!SIGNED) y = _mm256_blendv_ps(y, _mm256_max_ps(y, smallest), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ));
+        _mm_storeu_si128((__m128i *)(codes + k), _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
     for (; k < n; k++) {
@@ -214,8 +282,6 @@ struct Scaled : Coded<T, SIGNED> {
     }
 };
 
-using E4M3 = Narrow<8, 3, 7>;
-using E5M2 = Narrow<8, 2, 15>;
 template <bool SIGNED> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED>;
 template <bool SIGNED> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED>;
 template <bool SIGNED> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED>;
