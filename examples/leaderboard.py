@@ -102,6 +102,22 @@ CONTENDERS = [
     Contender(
         name="SOAP, Megatron-Core's order", optimizer="SOAP", lr=3e-3, options={"order": "megatron"}, matrices=True
     ),
+    Contender(name="SOAP, plain factors", optimizer="SOAP", lr=3e-3, options={"use_kl_shampoo": False}, matrices=True),
+    Contender(name="SOAP-Muon", optimizer="SOAPMuon", lr=3e-3, matrices=True),
+    Contender(
+        name="MuonH",
+        optimizer="MuonH",
+        lr=1e-2,
+        options={"betas": BETAS, "weight_decay": 0.0},
+        matrices=True,
+    ),
+    Contender(
+        name="NAMO",
+        optimizer="NAMO",
+        lr=3e-3,
+        options={"extra_scale_factor": 0.2, "nesterov": True},
+        matrices=True,
+    ),
 ]
 
 

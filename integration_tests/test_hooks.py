@@ -168,8 +168,8 @@ def test_what_cannot_be_is_refused_on_every_rank(name: str) -> None:
             get_optimizer(settings, [Net(torch.float32)], {}, pg_collection=roles_over(comm), hooks=hooks)
         return str(caught.value)
 
-    for told in run_threads(2, rank_main):
-        assert words in told
+    for message in run_threads(2, rank_main):
+        assert words in message
 
 
 def test_ranks_with_other_hooks_are_refused_by_name() -> None:
@@ -180,8 +180,8 @@ def test_ranks_with_other_hooks_are_refused_by_name() -> None:
             get_optimizer(config(), [Net(torch.float32)], {}, pg_collection=roles_over(comm), hooks=given[comm.rank])
         return str(caught.value)
 
-    for told in run_threads(2, rank_main):
-        assert "is ('CautiousDecay()',) on rank 0 and ('ClipUpdateRms(threshold=2.0)',) on rank 1" in told
+    for message in run_threads(2, rank_main):
+        assert "is ('CautiousDecay()',) on rank 0 and ('ClipUpdateRms(threshold=2.0)',) on rank 1" in message
 
 
 def test_zeros_on_a_sphere_are_refused() -> None:
@@ -208,7 +208,7 @@ def test_other_hooks_at_resume_are_named(sharded: bool, tmp_path: Any, caplog: p
     model, optimizer = trained(hooks)
     weights = sharded_model(model)
     save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, str(tmp_path / "saved"))
-    for now, told in ((hooks, "none"), ((CautiousDecay(),), "CautiousDecay()"), ((), "none")):
+    for now, listed in ((hooks, "none"), ((CautiousDecay(),), "CautiousDecay()"), ((), "none")):
         other_model, other = trained(now)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="opt_stack"):
@@ -219,6 +219,6 @@ def test_other_hooks_at_resume_are_named(sharded: bool, tmp_path: Any, caplog: p
             else:
                 other.load_state_dict(optimizer.state_dict())
         saved_with = "but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)"
-        assert (f"goes on with hooks {told}, {saved_with}" in caplog.text) is (now != hooks)
+        assert (f"goes on with hooks {listed}, {saved_with}" in caplog.text) is (now != hooks)
         assert ("goes on with" in caplog.text) is (now != hooks)
         assert all(group.get("hooks", ()) == tuple(map(repr, now)) for group in other.param_groups)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opt_kernels.hooks import HookError
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, RuleOptimizer
+from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, RuleOptimizer, SOAPMuon
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon as AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import Muon as MuonRule
@@ -61,6 +61,7 @@ MAKERS: dict[str, Callable[[Params], RuleOptimizer]] = {
     "soap_megatron": lambda params: SOAP(
         params, lr=0.02, order="megatron", use_kl_shampoo=False, scalar_optimizer="adam"
     ),
+    "soap_muon": lambda params: SOAPMuon(params, lr=0.02, scalar_optimizer="adam"),
     "narrow": lambda params: Muon(
         params, lr=0.02, adjust_lr_fn="match_rms_adamw", scalar_optimizer="adam", momentum_buffer_dtype=torch.int8
     ),
@@ -225,7 +226,7 @@ def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone() -> None:
         MuonH([weight], weight_decay=0.1)
 
 
-@pytest.mark.parametrize("cls", [Muon, MuonH, AdaptiveMuon, NorMuon, NAMO, SOAP])
+@pytest.mark.parametrize("cls", [Muon, MuonH, AdaptiveMuon, NorMuon, NAMO, SOAP, SOAPMuon])
 def test_arguments_may_be_inspected_and_others_are_refused(cls: type[RuleOptimizer]) -> None:
     assert {"params", "lr", "weight_decay", "mains", "backend"} <= set(inspect.signature(cls).parameters)
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):

@@ -37,7 +37,7 @@ CASES = {
     "unknown optimizer": (
         {"optimizer": "adma"},
         "optimizer='adma' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
-        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'adam' or 'adan'?",
+        "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?",
     ),
     "no name of an optimizer": (
         {"optimizer": "adam w"},
@@ -120,7 +120,7 @@ CASES = {
     "override with an unknown optimizer": (
         {"overrides": {BIAS: {"optimizer": "lino"}}},
         "optimizer='lino' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
-        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'lion'?",
+        "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'lion'?",
     ),
     "override of the lr itself": (
         {"overrides": {BIAS: {"lr": 1.0}}},
@@ -227,7 +227,7 @@ GROUPS = {
     "an unknown optimizer": (
         [{"params": [MODEL[0].weight], "optimizer": "sdg"}],
         "optimizer='sdg' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
-        "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'sgd'?",
+        "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'sgd'?",
     ),
     "nothing": (
         [],

@@ -16,7 +16,7 @@ from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
 from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 
-OURS = [*FORMULAS, "muon", "adaptive_muon", "soap"]
+OURS = [*FORMULAS, "muon", "adaptive_muon", "soap", "soap_muon"]
 
 
 def test_all_our_rules_are_listed_and_described() -> None:

@@ -20,6 +20,7 @@ CONFIGS = [
     pytest.param(OptimizerConfig(lr=1e-2, optimizer="lion"), torch.float32, id="lion"),
     pytest.param(OptimizerConfig(lr=1e-2, optimizer="muon"), torch.float32, id="muon"),
     pytest.param(OptimizerConfig(lr=1e-2, optimizer="soap"), torch.float32, id="soap"),
+    pytest.param(OptimizerConfig(lr=1e-2, optimizer="soap_muon"), torch.float32, id="soap_muon"),
     pytest.param(
         OptimizerConfig(lr=1e-2, bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16),
         torch.bfloat16,

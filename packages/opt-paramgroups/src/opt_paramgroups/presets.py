@@ -13,7 +13,7 @@ from opt_paramgroups.overrides import DefaultEntries, Override
 MUON_FAMILY = ("muon", "adaptive_muon")
 """The rules for which `use_muon=False` on a parameter and `muon_scalar_optimizer` are meant."""
 
-MATRIX_RULES = (*MUON_FAMILY, "soap")
+MATRIX_RULES = (*MUON_FAMILY, "soap", "soap_muon")
 """The rules of ours that move whole matrices only."""
 
 Overrides = dict[ParamKey, Override]

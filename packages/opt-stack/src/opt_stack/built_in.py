@@ -18,6 +18,7 @@ from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.namo import NAMO, adaptive_rule
 from opt_kernels.rules.soap import SOAP, Order
+from opt_kernels.rules.soap_muon import SOAPMuon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +117,8 @@ def _dtype(value: object) -> object:
     return found if isinstance(found, torch.dtype) else value
 
 
-def _soap(config: OptimizerConfig) -> SOAP:
-    _check_decoupled(config, "soap")
+def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAP:
+    _check_decoupled(config, name)
     return SOAP(
         use_kl_shampoo=config.soap_use_kl_shampoo,
         shampoo_beta=config.soap_shampoo_beta,
@@ -125,6 +126,18 @@ def _soap(config: OptimizerConfig) -> SOAP:
         order=Order(config.soap_order),
         max_precond_dim=config.soap_max_precond_dim,
         one_sided=config.soap_one_sided,
+    )
+
+
+def _soap_muon(config: OptimizerConfig) -> SOAPMuon:
+    return SOAPMuon(
+        soap=_soap(config, name="soap_muon"),
+        scale_mode=ScaleMode(config.muon_scale_mode),
+        extra_scale_factor=config.muon_extra_scale_factor,
+        coefficient_type=CoefficientType(config.muon_coefficient_type),
+        num_ns_steps=config.muon_num_ns_steps,
+        fp32_matmul_prec=MatmulPrecision(config.muon_fp32_matmul_prec),
+        use_syrk=config.muon_use_syrk,
     )
 
 
@@ -207,5 +220,11 @@ SOAP_ = RuleEntry(
     make=_soap,
     hyper=ADAM.hyper,
 )
+SOAP_MUON = RuleEntry(
+    name="soap_muon",
+    summary="SOAP whose direction is orthogonalised by Newton-Schulz; non-matrix parameters use adam",
+    make=_soap_muon,
+    hyper=ADAM.hyper,
+)
 
-BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_)
+BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_, SOAP_MUON)

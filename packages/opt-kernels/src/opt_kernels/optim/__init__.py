@@ -7,7 +7,7 @@ from opt_kernels.optim.catalogue import *  # noqa: F403
 from opt_kernels.optim.drop_ins import drop_in
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.muon import Muon, MuonH
-from opt_kernels.optim.soap import SOAP
+from opt_kernels.optim.soap import SOAP, SOAPMuon
 from opt_kernels.optim.state import StateDictError
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "MuonH",
     "NorMuon",
     "RuleOptimizer",
+    "SOAPMuon",
     "StateDictError",
 ]
 __all__ += ["drop_in", *catalogue.__all__]

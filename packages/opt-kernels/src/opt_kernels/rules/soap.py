@@ -172,10 +172,14 @@ class SOAP:
             turned = self.shampoo.turn_(states, grads.shape, first=step == 1)
             _turn_moments_(states, turned, sorts=self.order is Order.PAPER)
 
+    def only_finds_bases(self, hyper: Hyper) -> bool:
+        """Whether this is the first step in the paper's order."""
+        return self.order is Order.PAPER and int(hyper.step) == 1
+
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """p <- p - lr wd p - lr update, except at a first step that only finds the bases."""
         hyper, work = task
-        if skipped(skip) or (self.order is Order.PAPER and int(hyper.step) == 1):
+        if skipped(skip) or self.only_finds_bases(hyper):
             return
         main = read_main(work)
         write_main_(work, main - hyper.lr * (decay_of(main, hyper.weight_decay) + update), None)
