@@ -62,6 +62,18 @@ class Device(Protocol):
         """A tensor of the host on the device; the host does not wait."""
         ...
 
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """(numel,) uninitialised memory of the host. Copies between pinned memory and the device need not block."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory, for which the host waits; on a CPU the tensor itself."""
+        ...
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """Operations inside compute on host memory alone: nothing is queued."""
+        ...
+
     def release_(self, tensor: Tensor) -> None:
         """Give the memory of `tensor` and of all its views back; the current stream may still have work on it."""
         ...
@@ -136,6 +148,15 @@ class Host(_OwnsMemory):
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class Accelerator(_OwnsMemory):
     """A device of torch's current accelerator."""
@@ -170,6 +191,15 @@ class Accelerator(_OwnsMemory):
     def upload(self, tensor: Tensor) -> Tensor:
         # torch's allocator of pinned memory keeps the copy's source until the copy has run.
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @cache

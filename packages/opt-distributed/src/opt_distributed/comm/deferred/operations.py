@@ -17,7 +17,7 @@ _READS = {_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.nonzero, _ATEN.masked_se
 
 
 class HostReadError(RuntimeError):
-    """The host waits for the device where it must not."""
+    """The host waits for the device where it must not, or one operation takes memory of both."""
 
 
 class _Kind(Enum):
@@ -51,6 +51,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory, self._current = memory, current
         self.forbids_reads = False
+        self.is_on_host = False  # whether the host computes, and new tensors are its own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,8 +60,12 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = list(_tensors((args, kwargs)))
         kind = _kind(func)
         on_host = [self._memory.is_on_host(tensor) for tensor in tensors]
-        if kind is _Kind.VIEWS or (tensors and all(on_host)):
+        if kind is _Kind.VIEWS:
             return func(*args, **kwargs)
+        if all(on_host) and (tensors or self.is_on_host):
+            return self._computed_on_host(func, args, kwargs)
+        if (any(on_host) or self.is_on_host) and func.overloadpacket is not _ATEN.copy_:
+            raise HostReadError(f"{func} takes memory of the host and of the device")
         if kind is _Kind.READS:
             self.read(str(func))
             return func(*args, **kwargs)
@@ -104,6 +109,14 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._memory.done(used)
 
         return Task(name, work)
+
+    def _computed_on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made = func(*args, **kwargs)
+        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
+        for one in _tensors(made):
+            if one.untyped_storage()._cdata not in given:
+                self._memory.allocated(one, self._current(), on_host=True)
+        return made
 
     def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = func(*args, **kwargs)

@@ -54,7 +54,33 @@ class DeferredDevice:
         return pinned
 
     def upload(self, tensor: Tensor) -> Tensor:
-        return tensor
+        if not self.memory.is_on_host(tensor):
+            return tensor
+        with at_once():
+            source = tensor.clone()  # torch's allocator of pinned memory keeps it until the copy has run
+        uploaded = torch.empty_like(source)
+        self.mode.queue("upload", lambda target: target.copy_(source), (uploaded,))
+        return uploaded
+
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        with at_once():
+            empty = torch.empty(numel, dtype=dtype)
+        return self.pinned_like(empty)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        if self.memory.is_on_host(tensor):
+            return tensor
+        copy = self.pinned_like(tensor)
+        copy.copy_(tensor)
+        return copy
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        before, self.mode.is_on_host = self.mode.is_on_host, True
+        try:
+            yield
+        finally:
+            self.mode.is_on_host = before
 
     def release_(self, tensor: Tensor) -> None:
         self.memory.release(tensor)
@@ -180,7 +206,8 @@ def run_deferred(
     """Runs `rank_main` once per rank, on devices that run their work later, in the order that `seed` stands for.
 
     Returns what the ranks returned, in rank order, once all work has run. Tensors that exist before are on the device;
-    every tensor that a rank makes is, too, except those of `Device.pinned_like`. `eagerness` is the chance that queued
+    every tensor that a rank makes is, too, except those of `Device.pinned_like` and `Device.host_empty`, what is computed
+    from these alone, and what is made inside `Device.on_host`. `eagerness` is the chance that queued
     work runs before the host goes on, drawn where it is not given; at 1, work runs as soon as it can.
 
     Raises:
