@@ -131,6 +131,9 @@ def _together(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
         reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
+    if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; choose one"
+        yield Problem("optimizer_cpu_offload", True, reason)
 
 
 def _needs(config: "OptimizerConfig") -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,8 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
-from opt_distributed.step.mains import Main, Numbers, make_main
+from opt_distributed.step.hooked import CutParams
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
@@ -27,6 +25,7 @@ from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.backends.elements import is_dense
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.hooks import check_start, cut_params
+from opt_stack.host_units import HostBuilder
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
 from opt_stack.planner import SEPARATE_NORMS
@@ -48,10 +47,7 @@ class Model:
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
     own = {buffer.name: sources.get(buffer.name) or _source(plan, buffer, model, roles) for buffer in plan.buffers}
-    units = [
-        _unit(plan, unit, model, roles, own, completes=[own[name] for name in completed])
-        for unit, completed in zip(plan.units, _completed(plan), strict=True)
-    ]
+    units = list(_units(plan, model, roles, own))
     return Stepper(
         units=units,
         families=list(_families(plan, roles, own)),
@@ -67,15 +63,43 @@ def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
     return roles.expert if buffer.is_expert else roles.dense
 
 
+class _Side(NamedTuple):
+    """One unit of the plan, with what it moves on the device or on the host."""
+
+    unit: UnitPlan
+    on_host: bool
+
+
+def _sides(plan: Plan) -> list[_Side]:
+    """In the order of the step. The device's units come first: it runs them while the host, which waits for the
+    verdict, updates its own."""
+    on_host = (False, True) if plan.hosted else (False,)
+    return [_Side(unit, side) for side in on_host for unit in plan.units]
+
+
 def _completed(plan: Plan) -> list[list[str]]:
-    """For each unit the buffers that no later unit writes to: known from the plan, so alike on all ranks."""
+    """For each side of a unit the buffers that no later one writes to: known from the plan, so alike on all ranks."""
+    sides = _sides(plan)
     last = {
         buffer.name: max(
-            number for number, unit in enumerate(plan.units) if any(param.id in unit.ids for param in buffer.params)
+            number
+            for number, side in enumerate(sides)
+            if any(param.id in side.unit.ids for param in buffer.params)
+            and (not side.on_host or any(plan.hosted[buffer.name]))
         )
         for buffer in plan.buffers
     }
-    return [[name for name, at in last.items() if at == number] for number in range(len(plan.units))]
+    return [[name for name, at in last.items() if at == number] for number in range(len(sides))]
+
+
+def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Unit]:
+    # One object for both sides: hooks add up what they have of a parameter that is cut.
+    cut = {unit.name: cut_params(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
+    host = HostBuilder(plan.config.placement, model.device)
+    for side, completed in zip(_sides(plan), _completed(plan), strict=True):
+        of_side = [sources[name] for name in completed]
+        unit = _unit(plan, side, model, roles, sources, host, completes=of_side, cut=cut[side.unit.name])
+        yield from host.parts(unit) if side.on_host else (unit,)
 
 
 def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
@@ -121,49 +145,61 @@ def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterat
 
 def _unit(
     plan: Plan,
-    unit: UnitPlan,
+    side: _Side,
     model: Model,
     roles: Roles,
     sources: Mapping[str, Source],
+    host: HostBuilder,
     *,
     completes: Sequence[Source],
+    cut: Sequence[CutParams],
 ) -> Unit:
+    unit, on_host = side
     axes = roles.expert if unit.is_expert else roles.dense
-    placed = place_matrices(unit, model.params, model.metas, axes.tp, split_qkv=plan.config.muon_split_qkv)
-    pieces = list(_pieces(plan, unit, model, roles, sources, placed))
-    for piece in pieces:
-        if piece.is_whole:
-            check_start(unit.rule, piece.id, piece.main.value())
+    over = host.comm if on_host else _itself
+    placed = place_matrices(
+        unit, model.params, model.metas, axes.tp, split_qkv=plan.config.muon_split_qkv, over=over
+    )  # fmt: skip
+    pieces = list(_pieces(plan, side, model, roles, sources, placed, host))
     return Unit(
-        name=unit.name,
-        rule=unit.rule,
+        name=f"{unit.name}/host" if on_host else unit.name,
+        rule=unit.rule_of(on_host=on_host),
         pieces=pieces,
         completes=completes,
         stages=stages_of(placed.values()),
-        cut=cut_params(unit, plan.buffers, model.params, model.metas, roles),
+        cut=cut,
     )
+
+
+def _itself(comm: Comm) -> Comm:
+    return comm
 
 
 def _pieces(
     plan: Plan,
-    unit: UnitPlan,
+    side: _Side,
     model: Model,
     roles: Roles,
     sources: Mapping[str, Source],
     placed: Mapping[ParamId, PlacedMatrix],
+    host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
-    slots = norm_slots(plan)
+    slots, (unit, on_host) = norm_slots(plan), side
+    rule = unit.rule_of(on_host=on_host)
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
-            if id not in unit.ids:
+            if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
             param, meta, group = model.params[id], model.metas[id], model.group_of[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             _check_dense(id, stored)
-            main = _main(unit.numbers[buffer.dtype], stored if whole else stored.detach().view(-1)[of_param])
+            target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
+            main, state = host.kept(numbers, target, rule, id, placed[id].stage, on_host=on_host)
+            if whole:
+                check_start(unit.rule, id, stored)
             inspected = _inspected(buffer, axes, number)
             yield OwnedPiece(
                 id=id,
@@ -172,7 +208,7 @@ def _pieces(
                 group=group,
                 source=sources[buffer.name],
                 main=main,
-                state=init_state(unit.rule, main.value(), id=id, stage=placed[id].stage),
+                state=state,
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
                 counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
                 inspected=inspected,
@@ -181,10 +217,6 @@ def _pieces(
                 matrix=placed[id].spec,
                 stage=placed[id].stage,
             )
-
-
-def _main(numbers: Numbers, target: Tensor) -> Main | CodedMain:
-    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _check_dense(id: ParamId, stored: Tensor) -> None:

@@ -1,6 +1,6 @@
 """What the rule and the compute stage are told of a unit's parameters: from the plan to live groups."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,8 +31,10 @@ def place_matrices(
     tensor_parallel_comm: Comm,
     *,
     split_qkv: bool,
+    over: Callable[[Comm], Comm] = lambda comm: comm,
 ) -> dict[ParamId, PlacedMatrix]:
-    """Of every parameter of the unit. Makes no collective calls.
+    """Of every parameter of the unit. Makes no collective calls. `over` gives the `Comm` through which the rule and the
+    stages reach a group.
 
     Raises:
         LayoutError: a DTensor whose local part is not what its placements say.
@@ -40,7 +42,7 @@ def place_matrices(
     splits = {id: _split_of(metas[id], split_qkv=split_qkv) for id in unit.ids}
     # Sorted: a set's order differs between processes, and that of the stages is that of their collectives.
     placed = {id: PlacedMatrix(splits[id]) for id in sorted(unit.ids)}
-    peers = _Peers()
+    peers = _Peers(over)
     for plan in unit.compute:
         by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share the names of their axes
         for slot in plan.layout.slots:
@@ -81,13 +83,17 @@ def _split_of(meta: ParamMeta, *, split_qkv: bool) -> MatrixSpec:
 class _Peers:
     """One object for each group of ranks: rules batch only matrices that share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, over: Callable[[Comm], Comm]) -> None:
+        self._over = over
         self._comms: dict[object, Comm] = {}
         self._peers: dict[Comm, TensorParallel] = {}
 
     def one(self, comm: Comm) -> Comm:
-        """The first `Comm` seen of its group."""
-        return self._comms.setdefault(comm.group if isinstance(comm, TorchComm) else comm, comm)
+        """The one `Comm` for the group of `comm`."""
+        key = comm.group if isinstance(comm, TorchComm) else comm
+        if key not in self._comms:
+            self._comms[key] = self._over(comm)
+        return self._comms[key]
 
     def of(self, comm: Comm) -> TensorParallel:
         """The group as callables."""

@@ -1,7 +1,7 @@
 """The plan: who updates what, where, in which numbers. Values only, made and checked before anything is built."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 from math import prod
@@ -32,6 +32,10 @@ NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
 _MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # for each element, beside the parameter
     {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.FP16_SCALED: 2}
 )
+
+
+Hosted = tuple[frozenset[ParamId], ...]
+"""For each shard of a buffer, the parameters of which its pieces live on the host."""
 
 
 class Spread(Enum):
@@ -85,6 +89,11 @@ class UnitPlan:
     ids: frozenset[ParamId]
     numbers: Mapping[torch.dtype, Numbers]  # where the main values of a parameter of each dtype are kept
     compute: tuple[ComputePlan, ...] = ()  # of matrices that ranks store parts of
+    host_rule: Rule | None = None  # moves the pieces that live on the host; None: `rule` does
+
+    def rule_of(self, *, on_host: bool) -> Rule:
+        """The rule on either side."""
+        return self.host_rule if on_host and self.host_rule is not None else self.rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +117,28 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     buffers: tuple[BufferPlan, ...]
     units: tuple[UnitPlan, ...]
+    hosted: Mapping[str, Hosted] = field(default_factory=dict)  # by buffer name; empty: everything is on the device
 
-    def state_bytes(self, rank: int = 0) -> int:
-        """Bytes that the optimizer keeps on data-parallel rank `rank` beside parameters and gradients."""
-        return sum(unit_bytes(self, unit, rank=rank) for unit in self.units)
+    def is_on_host(self, buffer: BufferPlan, rank: int, id: ParamId) -> bool:
+        """Whether the piece of a parameter that data-parallel rank `rank` owns lives on the host."""
+        by_shard = self.hosted.get(buffer.name)
+        return by_shard is not None and id in by_shard[rank % len(by_shard)]
+
+    def state_bytes(self, rank: int = 0, *, on_host: bool | None = None) -> int:
+        """Bytes that the optimizer keeps on data-parallel rank `rank` beside parameters and gradients: on the host, on
+        the device, or (None) on both."""
+        sides = (False, True) if on_host is None else (on_host,)
+        return sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units for side in sides)
+
+    def staging_bytes(self, rank: int = 0) -> int:
+        """Bytes of host memory, at most, through which gradients and parameters of pieces on the host travel from and
+        to an accelerator; less where 16-bit gradients are not summed. A CPU takes none."""
+        total = 0
+        for buffer in self.buffers if self.hosted else ():
+            grads = self.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
+            numel = sum(run.numel for run in buffer.runs(rank) if self.is_on_host(buffer, rank, run.id))
+            total += numel * (buffer.dtype.itemsize + grads.itemsize)
+        return total
 
     def fingerprint(self, *, experts: bool | None = None) -> str:
         """Equal on ranks that planned the same layouts and numbers for the same parameters: for those that are experts,
@@ -121,6 +148,7 @@ class Plan:
         units = [u for u in self.units if u.is_expert in which]
         text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
         text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in units]
+        text += [f"{b.name}:{list(map(sorted, self.hosted[b.name]))}" for b in buffers if b.name in self.hosted]
         return sha256("|".join(text).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
@@ -137,9 +165,10 @@ class Plan:
         )
 
 
-def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
-    """Bytes that `unit` keeps on data-parallel rank `rank`; of what peers compute for each other, an equal share."""
-    total = 0
+def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
+    """Bytes that `unit` keeps on data-parallel rank `rank`, on one side; of what peers compute for each other, an equal
+    share."""
+    total, rule = 0, unit.rule_of(on_host=on_host)
     wholes = dict(_wholes(unit))
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
@@ -147,10 +176,10 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int) -> int:
             continue  # the unit may know nothing of the buffer's dtype
         numbers = unit.numbers[buffer.dtype]
         for run in buffer.runs(rank):
-            if run.id in shapes:
+            if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
                 total += main_bytes(numbers, run.numel)
                 whole = wholes.get(run.id)
-                for spec in kept_specs(unit.rule, shapes[run.id] if whole is None else whole.shape):
+                for spec in kept_specs(rule, shapes[run.id] if whole is None else whole.shape):
                     if spec.whole and whole is not None:
                         total += spec_bytes(spec, whole.shape, prod(whole.shape)) // whole.num_owners
                     else:
@@ -233,12 +262,20 @@ def _total_lines(plan: Plan) -> Iterator[str]:
     """What it costs, and what watches over it."""
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
     sizes = [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))]
-    shown = ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
+    shown = _shown(sizes, ranks)
     on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
     yield f"state beside parameters and gradients: {shown} bytes on {on}"
+    if plan.hosted:
+        hosted = [plan.state_bytes(rank, on_host=True) for rank in range(len(sizes))]
+        staging = [plan.staging_bytes(rank) for rank in range(len(sizes))]
+        yield f"of these on the host: {_shown(hosted, ranks)} bytes; staging there, at most: {_shown(staging, ranks)}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
     yield f"clip: {clip}; loss scale: {_scale_in_words(config.loss_scaling)}"
+
+
+def _shown(sizes: Sequence[int], ranks: int) -> str:
+    return ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
 
 
 def short(dtype: torch.dtype) -> str:

@@ -17,6 +17,8 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
 from opt_stack.hooks import check_hooks
+from opt_stack.host_plan import plan_host
+from opt_stack.host_rule import torch_host_rule
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
 SEPARATE_NORMS = ("mtp",)
@@ -62,7 +64,15 @@ def make_plan(
         check_hooks(unit, metas, buffers)
     units = tuple(_with_compute(config, unit, metas, buffers, sizes) for unit in units)
     _check_moments(config, rules)
-    return Plan(config=config, groups=tuple(map(_group_plan, groups)), buffers=buffers, units=units)
+    if config.use_torch_optimizer_for_cpu_offload:
+        units = tuple(replace(unit, host_rule=torch_host_rule(unit.rule, config)) for unit in units)
+    return Plan(
+        config=config,
+        groups=tuple(map(_group_plan, groups)),
+        buffers=buffers,
+        units=units,
+        hosted=plan_host(config.placement, buffers, metas),
+    )
 
 
 def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:

@@ -50,6 +50,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for group in plan.groups
         ],
         "state_bytes_of_rank": [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
+        "host_bytes_of_rank": [
+            plan.state_bytes(rank, on_host=True) for rank in range(min(ranks, MAX_RANKS_SHOWN))
+        ],
         "fingerprint": plan.fingerprint(),
     }
 
@@ -62,7 +65,7 @@ def _unit_record(plan: Plan, unit: UnitPlan) -> dict[str, Any]:
         "numbers": {short(dtype): numbers.name.lower() for dtype, numbers in unit.numbers.items()},
         "state": {spec.name: short(spec.dtype) for spec in unit.rule.state_specs},
         "compute": list(compute_lines(unit.compute)),
-        "state_bytes_of_rank_0": unit_bytes(plan, unit, rank=0),
+        "state_bytes_of_rank_0": sum(unit_bytes(plan, unit, rank=0, on_host=side) for side in (False, True)),
         "params": sorted(map(param_name, unit.ids)),
     }
 

@@ -5,6 +5,7 @@ parameters are cut over, whatever their number ─▶ the weights of every unit 
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, group_of
+from opt_distributed.comm.device import Device
 from opt_distributed.comm.joined import sum_together_
 from opt_distributed.step.compute import ComputeStage, update_
 from opt_kernels.hooks import HookedUpdate
@@ -43,6 +45,7 @@ class HookedStep(NamedTuple):
     rule: HookedUpdate
     calls: Sequence[Call]
     cut: Sequence[CutParams]
+    on_host_of: Device | None = None  # the device whose host has the sums of the calls; None: they are on the device
 
     def finish_(self, *, skip: Tensor | None = None) -> None:
         """Moves the weights."""
@@ -65,6 +68,7 @@ def begin_(
     stages: Sequence[ComputeStage],
     cut: Sequence[CutParams],
     skip: Tensor | None = None,
+    on_host_of: Device | None = None,
 ) -> HookedStep:
     """Runs the bare rule for the directions; writes its states, where `skip` is not set."""
     calls = []
@@ -72,7 +76,7 @@ def begin_(
         begun = rule.begin(batches, grad_scale=scale)
         update_(rule.rule, begun.directions, grad_scale=begun.grad_scale, stages=stages, skip=skip)
         calls.append(Call(begun, rule.sums(begun), ids))
-    return HookedStep(rule, calls, cut)
+    return HookedStep(rule, calls, cut, on_host_of)
 
 
 def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device) -> None:
@@ -80,40 +84,68 @@ def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device)
 
     Raises CollectiveError where a peer is lost.
     """
-    vectors = [
-        (step, cut, _gathered(step.calls, cut, device))
-        for step in steps
-        if step is not None and step.rule.sums_norms
-        for cut in step.cut
-    ]
+    summed = [step for step in steps if step is not None and step.rule.sums_norms]
+    of_cut: dict[int, Tensor] = {}  # by identity: units that share the parameters of a rule share these objects
     by_comm: dict[int, tuple[Comm, list[Tensor]]] = {}
-    for _, cut, vector in vectors:
-        for comm in cut.comms:
-            by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
+    for step in summed:
+        for cut in step.cut:
+            vector = _gathered(step, cut, device)
+            if id(cut) in of_cut:
+                of_cut[id(cut)].add_(vector)
+                continue
+            of_cut[id(cut)] = vector
+            for comm in cut.comms:
+                by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
     for comm, joined in by_comm.values():
         try:
             sum_together_(joined, comm)
         except Exception as error:  # whatever a backend raises when a peer is gone
             raise CollectiveError(f"sum of the hooks' norms: {error}") from error
-    for step, cut, vector in vectors:
+    for step in summed:
+        for cut in step.cut:
+            _deal_out_(step, cut, of_cut[id(cut)], device)
+
+
+def _gathered(step: HookedStep, cut: CutParams, device: torch.device) -> Tensor:
+    """(len(cut.ids), NUM_SUMS) on `device`: what the step's calls have of each."""
+    with _computing(step):
+        vector = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=_place(step, device))
         for call in step.calls:
-            here, there = _rows(tuple(call.ids), cut.ids, device)
+            here, there = _rows(step, call, cut, vector.device)
+            vector.index_add_(0, there, call.sums.index_select(0, here))
+    return vector if step.on_host_of is None else step.on_host_of.upload(vector)
+
+
+def _deal_out_(step: HookedStep, cut: CutParams, vector: Tensor, device: torch.device) -> None:
+    """Writes the sums of the step's calls."""
+    if step.on_host_of is not None:
+        vector = step.on_host_of.to_host(vector)
+    with _computing(step):
+        for call in step.calls:
+            here, there = _rows(step, call, cut, _place(step, device))
             call.sums.index_copy_(0, here, vector.index_select(0, there))
 
 
-def _gathered(calls: Sequence[Call], cut: CutParams, device: torch.device) -> Tensor:
-    """(len(cut.ids), NUM_SUMS): what this rank has of each."""
-    vector = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=device)
-    for call in calls:
-        here, there = _rows(tuple(call.ids), cut.ids, device)
-        vector.index_add_(0, there, call.sums.index_select(0, here))
-    return vector
+def _computing(step: HookedStep) -> AbstractContextManager[None]:
+    return nullcontext() if step.on_host_of is None else step.on_host_of.on_host()
 
 
-@lru_cache(maxsize=256)  # the same at every step: a copy to the device would have the host wait for it
-def _rows(ids: tuple[ParamId, ...], cut: tuple[ParamId, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _place(step: HookedStep, device: torch.device) -> torch.device:
+    return device if step.on_host_of is None else torch.device("cpu")
+
+
+def _rows(step: HookedStep, call: Call, cut: CutParams, device: torch.device) -> tuple[Tensor, Tensor]:
+    find = _rows_among if step.on_host_of is not None else _rows_on_device
+    return find(tuple(call.ids), cut.ids, device)
+
+
+def _rows_among(ids: tuple[ParamId, ...], cut: tuple[ParamId, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows of the sums of works of `ids`, and the rows of the vector over `cut` that they belong to."""
     places = {id: place for place, id in enumerate(cut)}
     here = [row for row, id in enumerate(ids) if id in places]
     there = [places[ids[row]] for row in here]
     return torch.tensor(here, dtype=torch.int64, device=device), torch.tensor(there, dtype=torch.int64, device=device)
+
+
+# The same at every step: a copy to the device would have the host wait for it.
+_rows_on_device = lru_cache(maxsize=256)(_rows_among)

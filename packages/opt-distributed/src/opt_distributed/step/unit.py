@@ -14,6 +14,7 @@ from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, begin_
+from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.sources import ReadGrad, Source
@@ -88,6 +89,7 @@ class Unit:
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
     stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, where hooks see norms
+    host: HostSide | None = None  # where state is on the host of a device: brings gradients there, and parameters back
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
 
     def ready(self) -> Ready:
@@ -107,14 +109,36 @@ class Unit:
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor | None = None,
     ) -> HookedStep | None:
-        """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states."""
+        """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states.
+
+        Of a unit on the host, this queues the copies there, and waits for them only if there are such hooks.
+        """
+        if self.host is None:
+            return self._begin_(ready, groups, scale_of_slot, skip)
+        assert skip is not None
+        self.host.fetch_(ready.pieces, ready.grads, scale_of_slot, skip)
+        if not isinstance(self.rule, HookedUpdate):
+            return None
+        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
+        here = Ready(ready.pieces, grads) if proceeds else Ready((), ())
+        with self.host.device.on_host():
+            return self._begin_(here, self.host.numbers_of(groups), scales, None)
+
+    def _begin_(
+        self,
+        ready: Ready,
+        groups: Sequence[Mapping[str, Any]],
+        scale_of_slot: Sequence[float | Tensor],
+        skip: Tensor | None,
+    ) -> HookedStep | None:
         if not isinstance(self.rule, HookedUpdate):
             return None
         calls = [
             ScaledBatches(scale, self._batches(runs, ready, groups), [piece.id for run in runs for piece in run.pieces])
             for scale, runs in self._runs_by_scale(ready, scale_of_slot)
         ]
-        return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip)
+        host = None if self.host is None else self.host.device
+        return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip, on_host_of=host)
 
     @torch.no_grad()
     def update_(
@@ -127,6 +151,24 @@ class Unit:
         begun: HookedStep | None = None,  # what `begin_` returned, with the sums of cut parameters added up
     ) -> None:
         """Moves the ready pieces by one step of the rule."""
+        if self.host is None:
+            self._update_(ready, groups, scale_of_slot, skip, begun)
+            return
+        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
+        if not proceeds:
+            return
+        with self.host.device.on_host():
+            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
+        self.host.return_(ready.pieces)
+
+    def _update_(
+        self,
+        ready: Ready,
+        groups: Sequence[Mapping[str, Any]],
+        scale_of_slot: Sequence[float | Tensor],
+        skip: Tensor | None,
+        begun: HookedStep | None,
+    ) -> None:
         proceeds = None if skip is None else ~skip
         if begun is not None:
             begun.finish_(skip=skip)

@@ -1,0 +1,168 @@
+"""The host's side of a unit whose state lives and is updated there: copies between it and the device.
+
+    gradients ─ fetch_ ─▶ staging ─ the rule, on host memory ─▶ staging ─ return_ ─▶ parameters
+
+A copy to the host begins as soon as gradients are reduced. The host waits for it and for the step's verdict just before
+the update, so that it computes while the device goes on with units of its own. With `overlap`, copies are queued to the
+side stream: those of a later unit run while the host updates an earlier one.
+
+On a CPU device and host are one, and a unit has no such side.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from opt_distributed.comm.device import Device, Event, HostCopy
+from opt_distributed.step.mains import Main, Numbers, make_main
+from opt_paramgroups import ParamId
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Staged(Protocol):
+    """A piece of a parameter, as far as its copies are concerned."""
+
+    id: ParamId
+    main: Main
+
+
+class OnHost(NamedTuple):
+    """What an update needs, in numbers and tensors of the host."""
+
+    proceeds: bool  # False: the step is skipped
+    grads: Sequence[Tensor]
+    scale_of_slot: Sequence[float]
+
+
+class StepNumbers:
+    """The verdict and the gradient scales of a step, brought to the host once for all of its units."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._skip: Tensor | None = None
+        self._copy: HostCopy | None = None
+
+    def fetch(self, scale_of_slot: Sequence[float | Tensor], skip: Tensor) -> None:
+        """Queue the copy, at this place of the current stream."""
+        if skip is not self._skip:
+            numbers = [torch.as_tensor(one, dtype=torch.float64, device=skip.device) for one in (skip, *scale_of_slot)]
+            self._skip, self._copy = skip, HostCopy(torch.stack(numbers), self._device)
+
+    def wait(self) -> tuple[bool, list[float]]:
+        """Whether the step is skipped, and the scales."""
+        assert self._copy is not None
+        skipped, *scales = self._copy.wait().tolist()
+        return bool(skipped), scales
+
+
+class HostSide:
+    """Staging memory and copies of one unit. Every piece's `main` is one of `make_host_main`; `main.staged` is set."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Staged],
+        device: Device,
+        numbers: StepNumbers,
+        *,
+        overlap: bool,
+        pin_grads: bool,
+        pin_params: bool,
+    ):
+        self.device, self.numbers = device, numbers
+        self._overlap, self._pin_grads, self._pin_params = overlap, pin_grads, pin_params
+        self._arrived: Event | None = None
+        self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # made at the first step, in the gradients' dtype
+        for dtype in dict.fromkeys(piece.main.target.dtype for piece in pieces):
+            same = [piece for piece in pieces if piece.main.target.dtype is dtype]
+            for piece, staged in zip(same, self._views(same, dtype, pinned=pin_params), strict=True):
+                piece.main = replace(piece.main, staged=staged)
+
+    @torch.no_grad()
+    def fetch_(
+        self,
+        pieces: Sequence[Staged],
+        grads: Sequence[Tensor],
+        scale_of_slot: Sequence[float | Tensor],
+        skip: Tensor,
+    ) -> None:
+        """Queue copies of the gradients, of parameters that the rule updates in place or completes, and of the
+        verdict."""
+        self.numbers.fetch(scale_of_slot, skip)
+        self._make_staging(pieces, grads)
+        stream = self._begin()
+        with self.device.on(stream):
+            for piece, grad in zip(pieces, grads, strict=True):
+                self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._pin_grads)
+                if piece.main.numbers is not Numbers.FP32_COPY:
+                    assert piece.main.staged is not None
+                    piece.main.staged.copy_(piece.main.target, non_blocking=self._pin_params)
+            self._arrived = stream.record_event()
+
+    def wait(self, pieces: Sequence[Staged], grads: Sequence[Tensor]) -> OnHost:
+        """What `fetch_` queued, once it is there. `pieces` and `grads` are those of `fetch_`.
+
+        The event also says that staging of parameters is free: what the last step returned from it was queued before.
+        """
+        assert self._arrived is not None
+        self._arrived.synchronize()
+        skipped, scales = self.numbers.wait()
+        fetched = [self._grads[piece.id, grad.dtype] for piece, grad in zip(pieces, grads, strict=True)]
+        return OnHost(not skipped, fetched, scales)
+
+    @torch.no_grad()
+    def return_(self, pieces: Sequence[Staged]) -> None:
+        """Queue copies of the updated values to the parameters. What is queued later to the compute stream sees them."""
+        stream = self.device.side_stream() if self._overlap else self.device.current_stream()
+        with self.device.on(stream):
+            for piece in pieces:
+                assert piece.main.staged is not None
+                piece.main.target.copy_(piece.main.staged, non_blocking=self._pin_params)
+            done = stream.record_event()
+        self.device.current_stream().wait_event(done)
+
+    def numbers_of(self, groups: Groups) -> Groups:
+        """Groups whose device tensors, such as a learning rate on the device, are numbers."""
+        return [{name: _number(value) for name, value in group.items()} for group in groups]
+
+    def _begin(self) -> Any:
+        """The stream of copies, where it may read what the compute stream has written."""
+        current = self.device.current_stream()
+        if not self._overlap:
+            return current
+        side = self.device.side_stream()
+        side.wait_event(current.record_event())
+        return side
+
+    def _make_staging(self, pieces: Sequence[Staged], grads: Sequence[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[Staged]] = {}
+        for piece, grad in zip(pieces, grads, strict=True):
+            if (piece.id, grad.dtype) not in self._grads:
+                by_dtype.setdefault(grad.dtype, []).append(piece)
+        for dtype, new in by_dtype.items():
+            for piece, view in zip(new, self._views(new, dtype, pinned=self._pin_grads), strict=True):
+                self._grads[piece.id, dtype] = view
+
+    def _views(self, pieces: Sequence[Staged], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
+        """One run of host memory, cut into the pieces' shapes."""
+        shapes = [piece.main.target.shape for piece in pieces]
+        flat = self.device.host_empty(sum(shape.numel() for shape in shapes), dtype, pinned=pinned)
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@torch.no_grad()
+def make_host_main(numbers: Numbers, target: Tensor, device: Device) -> tuple[Main, Tensor]:
+    """The main values of `target`, kept on the host as far as they are kept beside it; and a copy there of their
+    present values."""
+    here = device.to_host(target.detach())
+    with device.on_host():
+        main = make_main(numbers, here.contiguous())
+        return replace(main, target=target), main.value()
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.dim() == 0 else value
