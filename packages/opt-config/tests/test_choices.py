@@ -130,9 +130,7 @@ def test_loss_scaling_follows_fp16_and_loss_scale(given, expected):
     assert OptimizerConfig(**given).loss_scaling == expected
 
 
-def test_placement_is_on_device_until_offload_is_asked_for(monkeypatch):
-    # Independent of whether offload is built: the table of what is not built is emptied for this test.
-    monkeypatch.setattr(optimizer_rules, "UNBUILT", frozenset())
+def test_placement_is_on_device_until_offload_is_asked_for():
     assert OptimizerConfig().placement == OnDevice()
     config = OptimizerConfig(
         optimizer_cpu_offload=True,
@@ -159,8 +157,7 @@ def test_placement_is_on_device_until_offload_is_asked_for(monkeypatch):
     ],
     ids=["a pin without offload", "offload of nothing"],
 )
-def test_offload_options_need_offload(monkeypatch, given, message):
-    monkeypatch.setattr(optimizer_rules, "UNBUILT", frozenset())
+def test_offload_options_need_offload(given, message):
     with pytest.raises(ValueError) as caught:
         OptimizerConfig(**given)
     assert str(caught.value) == message

@@ -21,6 +21,7 @@ _BUILD = "opt_stack.build"
 _RULES = "opt_stack.built_in"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
+_OFFLOAD_TESTS = "integration_tests/test_offload.py"
 _FACADE_TESTS = "packages/opt-stack/tests/test_facade.py"
 
 
@@ -32,8 +33,8 @@ def _effect(read_in: str, test: str) -> FieldUse:
     return FieldUse(read_in, f"{_EFFECTS}::{test}")
 
 
-def _offload(read_in: str, test: str) -> FieldUse:
-    return FieldUse(read_in, f"integration_tests/test_offload.py::{test}")
+def _offload(test: str) -> FieldUse:
+    return FieldUse(_CHOICES, f"{_OFFLOAD_TESTS}::{test}")
 
 
 def _rule() -> FieldUse:
@@ -112,12 +113,14 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "overlap_param_gather_with_optimizer_step": _effect(
             "opt_stack.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
         ),
-        "optimizer_cpu_offload": _offload(_CHOICES, "test_offloaded_state_lives_and_moves_on_the_host"),
-        "optimizer_offload_fraction": _offload("opt_stack.host_plan", "test_the_fraction_of_the_elements_lives_on_the_host"),
-        "use_torch_optimizer_for_cpu_offload": _offload("opt_stack.planner", "test_torch_updates_on_the_host_where_asked"),
-        "overlap_cpu_optimizer_d2h_h2d": _offload("opt_stack.host_units", "test_copies_run_on_the_side_stream_where_asked"),
-        "pin_cpu_grads": _offload("opt_stack.host_units", "test_staging_is_pinned_where_asked"),
-        "pin_cpu_params": _offload("opt_stack.host_units", "test_staging_is_pinned_where_asked"),
+        "optimizer_cpu_offload": _offload("test_offloaded_state_lives_and_moves_on_the_host"),
+        "optimizer_offload_fraction": _offload("test_the_fraction_of_the_elements_lives_on_the_host"),
+        "use_torch_optimizer_for_cpu_offload": FieldUse(
+            "opt_stack.planner", f"{_OFFLOAD_TESTS}::test_torch_updates_on_the_host_where_asked"
+        ),
+        "overlap_cpu_optimizer_d2h_h2d": _offload("test_copies_run_on_the_side_stream_where_asked"),
+        "pin_cpu_grads": _offload("test_staging_is_pinned_where_asked"),
+        "pin_cpu_params": _offload("test_staging_is_pinned_where_asked"),
         "clip_grad": _effect(_BUILD, "test_gradients_are_scaled_down_to_the_norm_asked_for"),
         "log_num_zeros_in_grad": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_zeros_of_all_gradients_are_counted"),
         "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_are_called_by_the_references_names"),

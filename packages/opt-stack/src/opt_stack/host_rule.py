@@ -96,18 +96,16 @@ class TorchHostRule:
                 _keep_(work, main, optimizer.state[main])
 
     def _optimizer(self, mains: list[Tensor], hyper: Hyper) -> torch.optim.Optimizer:
-        chosen = dict(self.rule.formula.constants)
-        common: dict[str, Any] = {
-            "lr": float(hyper.lr),
-            "weight_decay": float(hyper.weight_decay),
-            "maximize": self.rule.maximize,
-            "fused": True,
-        }
+        chosen: dict[str, Any] = dict(self.rule.formula.constants)
+        numbers: dict[str, Any] = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay)}
         if self.rule.name == "sgd":
-            own = {"momentum": float(hyper.momentum), "dampening": float(hyper.own["dampening"])}
-            return torch.optim.SGD(mains, **common, **own, nesterov=chosen["nesterov"])
-        adam = torch.optim.AdamW if chosen["decoupled_weight_decay"] else torch.optim.Adam
-        return adam(mains, **common, betas=hyper.betas, eps=hyper.eps, amsgrad=chosen["amsgrad"])
+            cls: type[torch.optim.Optimizer] = torch.optim.SGD
+            numbers |= {"momentum": float(hyper.momentum), "dampening": float(hyper.own["dampening"])}
+            numbers["nesterov"] = chosen["nesterov"]
+        else:
+            cls = torch.optim.AdamW if chosen["decoupled_weight_decay"] else torch.optim.Adam
+            numbers |= {"betas": hyper.betas, "eps": hyper.eps, "amsgrad": chosen["amsgrad"]}
+        return cls(mains, **numbers, maximize=self.rule.maximize, fused=True)  # type: ignore[call-arg]
 
     def _state(self, work: Work, *, steps: int) -> dict[str, Any]:
         """The state of a parameter as torch knows it, after `steps` steps. SGD makes its buffer in the first."""

@@ -50,9 +50,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for group in plan.groups
         ],
         "state_bytes_of_rank": [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
-        "host_bytes_of_rank": [
-            plan.state_bytes(rank, on_host=True) for rank in range(min(ranks, MAX_RANKS_SHOWN))
-        ],
+        "host_bytes_of_rank": [plan.state_bytes(rank, on_host=True) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
         "fingerprint": plan.fingerprint(),
     }
 

@@ -115,7 +115,7 @@ class HostSide:
 
     @torch.no_grad()
     def return_(self, pieces: Sequence[Staged]) -> None:
-        """Queue copies of the updated values to the parameters. What is queued later to the compute stream sees them."""
+        """Queue copies of the updated values to the parameters. Later work of the compute stream sees them."""
         stream = self.device.side_stream() if self._overlap else self.device.current_stream()
         with self.device.on(stream):
             for piece in pieces:

@@ -29,19 +29,27 @@ class Memory:
         self._used: dict[int, list[Tensor]] = {}  # by storage: aliases that queued tasks hold
         self._dropped: set[int] = set()  # storages that only queued tasks hold
         self._released: set[int] = set()
-        self._on_host: set[int] = set()
+        self._on_host: dict[int, Tensor] = {}  # by storage: an alias, so that the address is not given to others
+        self._num_kept = 0  # of these when they were last looked through
 
     def allocated(self, tensor: Tensor, queue: Queue, *, on_host: bool = False) -> None:
         """Notes new memory; what was known of its address is gone."""
         key = _key(tensor)
         self._allocated_on[key] = queue
-        for keys in (self._dropped, self._released, self._on_host):
-            keys.discard(key)
+        self._dropped.discard(key)
+        self._released.discard(key)
         if on_host:
-            self._on_host.add(key)
+            self._forget_unused()
+            self._on_host[key] = tensor.data
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return _key(tensor) in self._on_host
+
+    def _forget_unused(self) -> None:
+        """Drops the aliases of host memory that nobody else refers to, whenever there are twice as many."""
+        if len(self._on_host) >= 2 * self._num_kept + 16:
+            self._on_host = {key: one for key, one in self._on_host.items() if _num_references(key) > 1}
+            self._num_kept = len(self._on_host)
 
     def use(self, tensor: Tensor) -> Tensor:
         """An alias for a task to hold until it has run.
@@ -74,7 +82,7 @@ class Memory:
     def overwrite_dropped(self) -> None:
         """Gives back memory that nobody but queued tasks refers to any more."""
         for key, held in self._used.items():
-            if key not in self._dropped and _num_references(key) == len(held):
+            if key not in self._dropped and _num_references(key) - (key in self._on_host) == len(held):
                 self._dropped.add(key)
                 self._overwrite(held[0])
 

@@ -206,9 +206,9 @@ def run_deferred(
     """Runs `rank_main` once per rank, on devices that run their work later, in the order that `seed` stands for.
 
     Returns what the ranks returned, in rank order, once all work has run. Tensors that exist before are on the device;
-    every tensor that a rank makes is, too, except those of `Device.pinned_like` and `Device.host_empty`, what is computed
-    from these alone, and what is made inside `Device.on_host`. `eagerness` is the chance that queued
-    work runs before the host goes on, drawn where it is not given; at 1, work runs as soon as it can.
+    every tensor that a rank makes is, too, except those of `Device.pinned_like` and `host_empty`, what is computed from
+    these alone, and what is made inside `Device.on_host`. `eagerness` is the chance that queued work runs before the
+    host goes on, drawn where it is not given; at 1, work runs as soon as it can.
 
     Raises:
         The first rank's error.

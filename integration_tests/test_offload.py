@@ -1,0 +1,213 @@
+"""State and update on the host: what the six fields do, and that nothing else about training changes."""
+
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Numbers, Spread, Wrapping, roles_over, train
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.deferred import DeferredRank, run_deferred
+from opt_kernels import hooks
+from opt_stack import Optimizer, get_optimizer
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}
+OFFLOAD: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+SIZES = (6, 10, 16, 64)
+
+
+class Vectors(nn.Module):
+    """Four vectors, of 96 elements together."""
+
+    def __init__(self, dtype: torch.dtype = FP32):
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size).to(dtype)) for size in SIZES)
+
+    def set_grads(self, step: int) -> None:
+        for number, param in enumerate(self.values):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+    def trained(self, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[Tensor]:
+        for step in range(steps):
+            self.set_grads(step)
+            optimizer.step()
+        return [param.detach().clone() for param in self.values]
+
+
+def built(model: nn.Module, **fields: Any) -> Optimizer:
+    return get_optimizer(OptimizerConfig(**{**PLAIN, **fields}), [model], {}, pg_collection=roles_over(Alone()))
+
+
+def on_device(**fields: Any) -> Any:
+    """What a rank's program sees of the memory of an optimizer whose model is on a device."""
+
+    def rank_main(one: DeferredRank) -> dict[str, Any]:
+        optimizer = built(Vectors(fields.pop("dtype", FP32)), **fields)
+        memory, seen = one.device.memory, {"host": 0, "device": 0, "pinned": []}
+        for unit in optimizer.stepper.units:
+            for piece in unit.pieces:
+                for tensor in (*piece.state.values(), piece.main.copy, piece.main.remainder):
+                    if tensor is not None:
+                        seen["host" if memory.is_on_host(tensor) else "device"] += tensor.nbytes
+        return seen
+
+    return run_deferred(1, rank_main, seed=0)[0]
+
+
+# --- the fields -------------------------------------------------------------------------------------------------------
+
+
+def test_offloaded_state_lives_and_moves_on_the_host() -> None:
+    assert on_device() == {"host": 0, "device": 96 * 8, "pinned": []}
+    assert on_device(**OFFLOAD) == {"host": 96 * 8, "device": 0, "pinned": []}
+    assert on_device(**OFFLOAD, bf16=True, dtype=BF16) == {"host": 96 * 12, "device": 0, "pinned": []}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "numel"), [(0.01, 64), (64 / 96, 64), (0.67, 80), (80 / 96, 80), (0.9, 90), (0.99, 96), (1.0, 96)]
+)
+def test_the_fraction_of_the_elements_lives_on_the_host(fraction: float, numel: int) -> None:
+    """Whole parameters, in the order of the layout (the last first), until there are enough elements."""
+    fields = OFFLOAD | {"optimizer_offload_fraction": fraction}
+    assert on_device(**fields)["host"] == 8 * numel
+    plan = built(Vectors(), **fields).plan
+    assert (plan.state_bytes(on_host=True), plan.state_bytes(on_host=False)) == (8 * numel, 8 * (96 - numel))
+    assert f"of these on the host: {8 * numel} bytes; staging there, at most: {8 * numel}" in str(plan)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("numbers", [{}, {"bf16": True}, {"bf16": True, "use_precision_aware_optimizer": True}])
+def test_torch_updates_on_the_host_where_asked(
+    rule: str, decoupled: bool, numbers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped: list[str] = []
+    for cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        step = cls.step
+
+        def noted(self: Any, *args: Any, _step: Any = step, _name: str = cls.__name__, **kwargs: Any) -> Any:
+            stepped.append(_name)
+            return _step(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "step", noted)
+    fields = {"optimizer": rule, "decoupled_weight_decay": decoupled, **numbers, **OFFLOAD}
+    dtype = BF16 if numbers else FP32
+    ours, theirs = Vectors(dtype), Vectors(dtype)
+    expected = ours.trained(built(ours, **fields))
+    assert not stepped
+    found = theirs.trained(built(theirs, **fields, use_torch_optimizer_for_cpu_offload=True))
+    name = {"adam": "AdamW" if decoupled else "Adam", "sgd": "SGD"}[rule]
+    assert stepped[0] == name
+    # Both round once an operation, and differ where one of them fuses two: two units in the last place over 3 steps.
+    eps = torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=4 * eps, atol=4 * eps * 0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given_hooks", "problem"),
+    [
+        ({"optimizer": "lion"}, (), "optimizer='lion' has no counterpart in torch.optim"),
+        ({"optimizer": "muon"}, (), "optimizer='muon' has no counterpart in torch.optim"),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16},
+            (),
+            "optimizer='adam' keeps exp_avg in torch.bfloat16, but torch's optimizer keeps its state in fp32",
+        ),
+        ({}, (hooks.CautiousUpdate(),), "optimizer='adam' has"),
+    ],
+)
+def test_torchs_optimizer_is_refused_where_it_cannot_do_the_same(
+    fields: dict[str, Any], given_hooks: Any, problem: str
+) -> None:
+    config = OptimizerConfig(**{**PLAIN, **OFFLOAD, **fields}, use_torch_optimizer_for_cpu_offload=True)
+    with pytest.raises(ConfigError, match=f"use_torch_optimizer_for_cpu_offload=True: {problem}"):
+        get_optimizer(config, [nn.Linear(4, 4)], {}, pg_collection=roles_over(Alone()), hooks=given_hooks)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_copies_run_on_the_side_stream_where_asked(overlap: bool) -> None:
+    def rank_main(one: DeferredRank) -> set[str]:
+        model = Vectors()
+        optimizer = built(model, **OFFLOAD, overlap_cpu_optimizer_d2h_h2d=overlap)
+        model.set_grads(0)
+        queues: set[str] = set()
+        queue = one.device.mode.queue
+
+        def noted(name: str, *args: Any, **kwargs: Any) -> None:
+            if name == "aten.copy_.default":
+                queues.add(one.device.current_stream().name)
+            queue(name, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one.device.mode, "queue", noted)
+            unit = optimizer.stepper.units[-1]
+            with torch.no_grad():
+                ready, skip = unit.ready(), torch.zeros((), dtype=torch.bool)
+                unit.begin_(ready, optimizer.param_groups, scale_of_slot=[1.0, 1.0], skip=skip)
+                queues.clear()
+                unit.host.return_(unit.pieces)
+        return queues
+
+    assert run_deferred(1, rank_main, seed=0) == [{"side" if overlap else "compute"}]
+
+
+@pytest.mark.parametrize("pin_grads", [True, False])
+@pytest.mark.parametrize("pin_params", [True, False])
+def test_staging_is_pinned_where_asked(pin_grads: bool, pin_params: bool) -> None:
+    """bf16 gradients and parameters take 2 bytes each; nothing else is pinned."""
+
+    def rank_main(one: DeferredRank) -> list[tuple[torch.dtype, bool]]:
+        asked: list[tuple[torch.dtype, bool]] = []
+        host_empty = one.device.host_empty
+
+        def noted(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+            asked.append((dtype, pinned))
+            return host_empty(numel, dtype, pinned=pinned)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one.device, "host_empty", noted)
+            model = Vectors(torch.float16)
+            pins = {"pin_cpu_grads": pin_grads, "pin_cpu_params": pin_params}
+            optimizer = built(model, fp16=True, initial_loss_scale=1.0, **OFFLOAD, **pins)
+            model.trained(optimizer, 1)
+        return asked
+
+    params, grads = run_deferred(1, rank_main, seed=0)[0]
+    assert (params, grads) == ((torch.float16, pin_params), (torch.float16, pin_grads))
+
+
+def test_a_captured_step_and_offload_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_config.optimizer_rules.UNBUILT", frozenset())
+    with pytest.raises(ConfigError, match="optimizer_cpu_offload=True: excludes optimizer_cuda_graph"):
+        OptimizerConfig(**OFFLOAD, optimizer_cuda_graph=True)
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+PARITY = [
+    Case(size=2, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+    for spread, rule, wrapping in [
+        (Spread.REPLICATED, "soap", Wrapping.PLAIN),
+        (Spread.REPLICATED, "lion", Wrapping.WRAPPED),
+        (Spread.FLAT, "adam", Wrapping.PLAIN),
+        (Spread.FLAT, "sgd", Wrapping.OVERLAP),
+        (Spread.WHOLE, "muon", Wrapping.PLAIN),
+        (Spread.WHOLE, "adaptive_muon", Wrapping.OVERLAP),
+    ]
+    for numbers in Numbers
+]
+
+
+@pytest.mark.parametrize("case", PARITY, ids=str)
+def test_training_has_the_bits_of_training_without_offload(case: Case) -> None:
+    expected = train(case)
+    for fraction in (0.5, 1.0):
+        found = train(case, **OFFLOAD | {"optimizer_offload_fraction": fraction})
+        for here, there in zip(found, expected, strict=True):
+            assert here.norms == there.norms
+            assert all(torch.equal(here.weights[name], there.weights[name]) for name in there.weights)
