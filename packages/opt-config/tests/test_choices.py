@@ -16,7 +16,6 @@ from opt_config import (
     Precision,
     Replicated,
     WholeParams,
-    optimizer_rules,
 )
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -10,8 +10,10 @@ from opt_config import OnHost, Placement
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.host import HostComm
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage, init_state
-from opt_distributed.step.host_side import HostSide, StepNumbers, make_host_main
+from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.mains import Main, Numbers, make_main
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.hooks import HookedUpdate
@@ -37,14 +39,14 @@ class HostBuilder:
 
     def kept(
         self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, stage: ComputeStage | None, *, on_host: bool
-    ) -> tuple[Main, dict[str, Tensor]]:
+    ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
         """The main values of `target`, and the rule's state before the first step."""
         if not on_host or not self.device.is_asynchronous:
-            main = make_main(numbers, target)
-            return main, init_state(rule, main.value(), id=id, stage=stage)
-        main, value = make_host_main(numbers, target, self.device)
+            near = _make(numbers, target)
+            return near, init_state(rule, near.value(), id=id, stage=stage)
+        main = HostMain.of(numbers, target, self.device, _make)
         with self.device.on_host():
-            return main, init_state(rule, value, id=id, stage=stage)
+            return main, init_state(rule, main.moved.value(), id=id, stage=stage)
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
         """`unit` in parts, each with its own copies: while one is updated, the next is on its way.
@@ -69,6 +71,10 @@ class HostBuilder:
             )
             is_last = number == len(cuts) - 1
             yield replace(unit, pieces=pieces, host=side, completes=unit.completes if is_last else ())
+
+
+def _make(numbers: Numbers, target: Tensor) -> Main | CodedMain:
+    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _cuts(unit: Unit, part_numel: int) -> Iterator[list[OwnedPiece]]:

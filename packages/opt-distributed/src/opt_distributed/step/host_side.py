@@ -10,14 +10,15 @@ On a CPU device and host are one, and a unit has no such side.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device, Event, HostCopy
-from opt_distributed.step.mains import Main, Numbers, make_main
+from opt_distributed.step.coded_main import CodedMain
+from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.mains import Main
 from opt_paramgroups import ParamId
 
 Groups = Sequence[Mapping[str, Any]]
@@ -26,8 +27,11 @@ Groups = Sequence[Mapping[str, Any]]
 class Staged(Protocol):
     """A piece of a parameter, as far as its copies are concerned."""
 
-    id: ParamId
-    main: Main
+    @property
+    def id(self) -> ParamId: ...
+
+    @property
+    def main(self) -> Main | CodedMain | HostMain: ...
 
 
 class OnHost(NamedTuple):
@@ -60,7 +64,7 @@ class StepNumbers:
 
 
 class HostSide:
-    """Staging memory and copies of one unit. Every piece's `main` is one of `make_host_main`; `main.staged` is set."""
+    """Staging memory and copies of one unit, of which every piece's `main` is a `HostMain`."""
 
     def __init__(
         self,
@@ -78,8 +82,8 @@ class HostSide:
         self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # made at the first step, in the gradients' dtype
         for dtype in dict.fromkeys(piece.main.target.dtype for piece in pieces):
             same = [piece for piece in pieces if piece.main.target.dtype is dtype]
-            for piece, staged in zip(same, self._views(same, dtype, pinned=pin_params), strict=True):
-                piece.main = replace(piece.main, staged=staged)
+            for piece, memory in zip(same, self._views(same, dtype, pinned=pin_params), strict=True):
+                _main(piece).stage_in(memory)
 
     @torch.no_grad()
     def fetch_(
@@ -97,9 +101,9 @@ class HostSide:
         with self.device.on(stream):
             for piece, grad in zip(pieces, grads, strict=True):
                 self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._pin_grads)
-                if piece.main.numbers is not Numbers.FP32_COPY:
-                    assert piece.main.staged is not None
-                    piece.main.staged.copy_(piece.main.target, non_blocking=self._pin_params)
+                main = _main(piece)
+                if main.reads_param:
+                    main.staged.copy_(main.target, non_blocking=self._pin_params)
             self._arrived = stream.record_event()
 
     def wait(self, pieces: Sequence[Staged], grads: Sequence[Tensor]) -> OnHost:
@@ -118,9 +122,8 @@ class HostSide:
         """Queue copies of the updated values to the parameters. Later work of the compute stream sees them."""
         stream = self.device.side_stream() if self._overlap else self.device.current_stream()
         with self.device.on(stream):
-            for piece in pieces:
-                assert piece.main.staged is not None
-                piece.main.target.copy_(piece.main.staged, non_blocking=self._pin_params)
+            for main in map(_main, pieces):
+                main.target.copy_(main.staged, non_blocking=self._pin_params)
             done = stream.record_event()
         self.device.current_stream().wait_event(done)
 
@@ -154,14 +157,9 @@ class HostSide:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-@torch.no_grad()
-def make_host_main(numbers: Numbers, target: Tensor, device: Device) -> tuple[Main, Tensor]:
-    """The main values of `target`, kept on the host as far as they are kept beside it; and a copy there of their
-    present values."""
-    here = device.to_host(target.detach())
-    with device.on_host():
-        main = make_main(numbers, here.contiguous())
-        return replace(main, target=target), main.value()
+def _main(piece: Staged) -> HostMain:
+    assert isinstance(piece.main, HostMain)
+    return piece.main
 
 
 def _number(value: Any) -> Any:

@@ -6,7 +6,6 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from opt_distributed.comm import device as devices
 from opt_kernels.codecs.remainder import join, split_
 
 
@@ -27,21 +26,16 @@ class Main:
     target: Tensor
     copy: Tensor | None = None  # FP32_COPY: fp32, the target's shape
     remainder: Tensor | None = None  # REMAINDER: int16, the target's shape
-    staged: Tensor | None = None  # where the rule runs on the host: stands for the target in an update, (shape)
 
     @property
     def main(self) -> Tensor | None:
         """What a rule updates in place; None where the value is joined from two halves."""
-        return self._written if self.numbers is Numbers.DIRECT else self.copy
+        return self.target if self.numbers is Numbers.DIRECT else self.copy
 
     @property
     def out(self) -> Tensor | None:
         """What receives the rounded value; None where the rule writes the parameter itself."""
-        return None if self.numbers is Numbers.DIRECT else self._written
-
-    @property
-    def _written(self) -> Tensor:
-        return self.target if self.staged is None else self.staged
+        return None if self.numbers is Numbers.DIRECT else self.target
 
     def kept(self) -> tuple[Tensor, ...]:
         """The memory that it takes beside the parameter."""
@@ -49,45 +43,23 @@ class Main:
 
     def value(self) -> Tensor:
         """The main values, exact: the memory itself where it exists, a new fp32 tensor where they must be joined."""
-        match self.numbers:
-            case Numbers.DIRECT:
-                return self.target
-            case Numbers.FP32_COPY:
-                assert self.copy is not None
-                return self.copy
-            case Numbers.REMAINDER:
-                return self._joined()
-
-    def _joined(self) -> Tensor:
-        assert self.remainder is not None
-        if self.staged is None:
+        if self.numbers is Numbers.REMAINDER:
+            assert self.remainder is not None
             return join(self.target, self.remainder)
-        device = devices.device_of(self.target.device)
-        target = device.to_host(self.target)
-        with device.on_host():
-            return join(target, self.remainder)
+        main = self.main
+        assert main is not None
+        return main
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
         """Writes the main values, and the parameter with them."""
         if self.numbers is Numbers.REMAINDER:
-            self._split_(value)
+            assert self.remainder is not None
+            split_(self.target, self.remainder, value.to(torch.float32))
             return
         if self.copy is not None:
             self.copy.copy_(value)
         self.target.copy_(value)
-
-    def _split_(self, value: Tensor) -> None:
-        assert self.remainder is not None
-        if self.staged is None:
-            split_(self.target, self.remainder, value.to(torch.float32))
-            return
-        device = devices.device_of(self.target.device)
-        here = device.to_host(value)
-        with device.on_host():
-            high = torch.empty_like(self.remainder, dtype=self.target.dtype)
-            split_(high, self.remainder, here.to(torch.float32))
-        self.target.copy_(high)
 
     @torch.no_grad()
     def reload_(self) -> None:

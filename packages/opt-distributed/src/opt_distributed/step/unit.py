@@ -14,6 +14,7 @@ from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, begin_
+from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
@@ -36,7 +37,7 @@ class OwnedPiece:
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # where its gradient comes from
-    main: Main | CodedMain
+    main: Main | CodedMain | HostMain
     state: dict[str, Tensor]
     norm_slot: int = 0  # which of the step's gradient norms it belongs to
     counted: bool = True  # False where another rank counts these elements in norms and zeros
@@ -50,6 +51,11 @@ class OwnedPiece:
 
     def __post_init__(self) -> None:
         self.read_grad = self.source.reader(self.id, self.of_param)
+
+    @property
+    def moved(self) -> Main | CodedMain:
+        """The main values where the rule runs."""
+        return self.main.moved if isinstance(self.main, HostMain) else self.main
 
     @property
     def step(self) -> int:
@@ -263,7 +269,7 @@ class _Run:
         self.count = self.pieces[0].count.copy()
         for piece in self.pieces:
             piece.count = self.count
-        mains = [piece.main for piece in self.pieces]
+        mains = [piece.moved for piece in self.pieces]
         self.coded = [main for main in mains if isinstance(main, CodedMain)]
         self.columns = Works(
             (),
@@ -316,7 +322,7 @@ def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.main.target.numel() if isinstance(piece.main, CodedMain) else 0
+        num_decoded += piece.main.target.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]
