@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_checkpoint.run.device import StagingDevice, device_of
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.flat_state import flatten_state
@@ -28,13 +29,13 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[Path, Tensor] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._sides: dict[torch.device, Any] = {}  # the streams that copy
 
     def snapshot(self, state: ShardedStateDict) -> ShardedStateDict:
         """A copy of a state whose tensors are in this staging's memory; valid until the next snapshot.
 
-        Copies from a GPU run on a stream of their own, behind what the current stream holds at the moment of the call,
-        and are done when this returns.
+        Copies from a GPU run on a stream of their own, after the work that the current stream holds at the time of the
+        call, and are done when this returns.
 
         Args:
             state: what `save` takes. Factories are built before copying; plain values are deep-copied.
@@ -65,8 +66,8 @@ class Staging:
         snapshot: ShardedStateDict = map_leaves(state, staged)
         for path in self._buffers.keys() - used:
             del self._buffers[path]
-        for stream in self._streams.values():
-            stream.synchronize()
+        for side in self._sides.values():
+            side.record_event().synchronize()
         return snapshot
 
     @property
@@ -75,26 +76,23 @@ class Staging:
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
     def _copy(self, path: Path, source: Tensor) -> Tensor:
-        on_gpu = source.device.type == "cuda"
+        device = device_of(source.device)
         target = self._buffers.get(path)
         if target is None or target.shape != source.shape or target.dtype != source.dtype:
-            target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=on_gpu)
-            self._buffers[path] = target
-        if on_gpu:
-            self._copy_from_gpu(source, target)
-        else:
+            empty = torch.empty(source.shape, dtype=source.dtype) if device is None else device.pinned_like(source)
+            target = self._buffers[path] = empty
+        if device is None:
             target.copy_(source)
+        else:
+            self._copy_from(device, source, target)
         return target
 
-    def _copy_from_gpu(self, source: Tensor, target: Tensor) -> None:
-        """Behind the work that is queued now; the allocator may not reuse the source before the copy is through."""
-        if source.device not in self._streams:
-            self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        stream = self._streams[source.device]
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
+    def _copy_from(self, device: StagingDevice, source: Tensor, target: Tensor) -> None:
+        """Copy on the side stream. The state keeps the source alive until `snapshot` has waited for the copy."""
+        side = self._sides.setdefault(source.device, device.side_stream())
+        side.wait_event(device.current_stream().record_event())
+        with device.on(side):
             target.copy_(source, non_blocking=True)
-        source.record_stream(stream)
 
 
 def _plain_copy(value: Any) -> Any:
