@@ -99,12 +99,15 @@ def test_a_refused_iteration_does_not_raise_the_limit() -> None:
 @pytest.mark.usefixtures("short")
 def test_a_second_finish_gives_the_same_verdict_and_learns_nothing() -> None:
     ddp = wrap(Alone())
-    iterate(ddp, 1.0)
-    iterate(ddp, 1.0)
-    ddp(torch.full((1, SIZE), 50.0)).sum().backward()
-    for _ in range(2):
-        with pytest.raises(UnusableGradientError, match="unexpectedly large"):
-            ddp.finish_grad_sync()
+    for value, is_large in ((1.0, False), (50.0, False), (501.0, True)):
+        ddp(torch.full((1, SIZE), value)).sum().backward()
+        for _ in range(2):
+            if is_large:
+                with pytest.raises(UnusableGradientError, match="unexpectedly large"):
+                    ddp.finish_grad_sync()
+            else:
+                ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
 
 
 def test_a_bucket_sends_one_number_more_and_backward_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

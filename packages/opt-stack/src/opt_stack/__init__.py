@@ -31,6 +31,7 @@ from opt_stack.factory import (
 )
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.plan import Plan
+from opt_stack.qk_clip import QKClip
 from opt_stack.registry import Registry
 from opt_stack.torch_rule import torch_rule
 
@@ -52,6 +53,7 @@ __all__ = [
     "ProcessGroupCollection",
     "ProcessGroupError",
     "ProcessGroups",
+    "QKClip",
     "Registry",
     "ReplicaError",
     "RuleEntry",

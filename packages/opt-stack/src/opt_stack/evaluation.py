@@ -23,7 +23,7 @@ class Evaluation:
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
         self._formulas = {unit.name: _formula(unit) for unit in stepper.units}
-        self._rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}
+        self.rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}  # that train others
         self._trained: dict[Tensor, Tensor] | None = None  # in evaluation, what parameters held before
 
     def check_training(self, what: str) -> None:
@@ -37,9 +37,9 @@ class Evaluation:
     @torch.no_grad()
     def begin_(self, groups: Groups) -> None:
         """Puts the weights to evaluate with into the parameters of all ranks, which call it together."""
-        if self._trained is not None or not self._rules:
+        if self._trained is not None or not self.rules:
             return
-        moved = [param for group in groups if group["optimizer"] in self._rules for param in group["params"]]
+        moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
         self._trained = {param: local(param).detach().clone() for param in moved}
         for unit in self.stepper.units:
             formula = self._formulas[unit.name]

@@ -255,7 +255,7 @@ def _build(
         groups=groups,
         layout_id=layout_id,
         rank_local=any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
-        everyone=roles.everyone,
+        roles=roles,
         wrapped=wrapped,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_config import OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
@@ -52,7 +52,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
         rank_local: bool = False,  # whether ranks hold state of plain tensors that others do not
-        everyone: Comm,
+        roles: Roles,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # of the model: no gradients, no groups
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
     ):
@@ -60,9 +60,10 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self.stepper = stepper
         self._layout_id = layout_id
         self._rank_local = rank_local
-        self._everyone = everyone
+        self.roles = roles  # the groups it was built for
+        self._everyone = roles.everyone
         self._frozen = frozen
-        self._wrapped = wrapped
+        self.wrapped = tuple(wrapped)
         self._built = False
         self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
@@ -76,7 +77,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             chunk.add_optimizer(self, self._ids)
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
-        self._evaluation = Evaluation(stepper)
+        self.evaluation = Evaluation(stepper)
         self._live = LiveState({held.piece.param: held for held in self._held.values()})
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -114,7 +115,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         optimizers share a chunk, its buffers are zeroed when all of them have been called.
         """
         super().zero_grad(set_to_none=set_to_none)
-        for chunk in self._wrapped:
+        for chunk in self.wrapped:
             chunk.zero_grad_for(self)
 
     def prepare_grads(self) -> bool:
@@ -131,7 +132,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
     def train(self, mode: bool = True) -> None:
         """Puts the weights that are trained back into the parameters, bit for bit; `train(False)` is `eval()`."""
         if mode:
-            self._evaluation.end_()
+            self.evaluation.end_()
         else:
             self.eval()
 
@@ -141,11 +142,11 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped, saved or
         loaded: a checkpoint always holds the weights that are trained.
         """
-        self._evaluation.begin_(self.param_groups)
+        self.evaluation.begin_(self.param_groups)
 
     def _check_params(self) -> None:
         """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
-        self._evaluation.check_training("a step")
+        self.evaluation.check_training("a step")
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
@@ -193,7 +194,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
                 its shape and layout; nothing has changed.
         """
-        self._evaluation.check_training("reload_model_params()")
+        self.evaluation.check_training("reload_model_params()")
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:
@@ -228,7 +229,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
         would keep one rank's. Live tensors, as torch's own.
         """
-        self._evaluation.check_training("state_dict()")
+        self.evaluation.check_training("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -270,7 +271,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
                 another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
         """
-        self._evaluation.check_training("load_state_dict()")
+        self.evaluation.check_training("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(before(self, dict(state_dict)), state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
@@ -346,7 +347,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`.
         """
-        self._evaluation.check_training("sharded_state_dict()")
+        self.evaluation.check_training("sharded_state_dict()")
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 

@@ -1,0 +1,211 @@
+"""QK-clip: after a step, rescale the query and key weights of heads whose attention logits have grown too large.
+
+Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1). Per head, with the largest logit S of the step's batch,
+
+    gamma = min(1, threshold / S)
+    query rows *= gamma^alpha        key rows *= gamma^(1 - alpha)
+
+so that the same input would give logits of at most the threshold. In multi-head latent attention the rotary key is
+shared by all heads and stays, so that rotary query rows take all of gamma. With grouped queries a key serves several
+heads, whose largest logit counts, as in Megatron-Core's `clip_qk`.
+
+It is no part of the optimizer and knows no rule: it multiplies main values, wherever they are kept, and parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError
+from opt_distributed.comm.collectives import Op, agree, agreed
+from opt_distributed.comm.groups import Roles
+from opt_distributed.step.dtensor import is_dtensor
+from opt_distributed.step.unit import OwnedPiece
+from opt_stack.attention_rows import Attention, HeadRows, fused_qkv, latent_attention, separate_qk
+from opt_stack.optimizer import Optimizer
+
+__all__ = ["Attention", "QKClip", "fused_qkv", "latent_attention", "separate_qk"]
+
+
+class QKClip:
+    """A callback after the step: `qk_clip([layer.max_logits for layer in layers])`.
+
+    Norms of queries and keys (qk-layernorm) would undo the scaling; such layers need no clip. All ranks build it
+    together, and call it together after each step.
+
+    Args:
+        optimizer: trains the parameters of `layers`; main values in any precision, state on any layout but DTensors.
+        layers: of this rank, in the order in which their logits are given; the same on all data-parallel and
+            tensor-parallel ranks of a pipeline stage. A stage may have none.
+        threshold: the largest logit that is left alone.
+        alpha: the query's share of the correction, from 0 to 1.
+
+    Raises:
+        ConfigError, on every rank: a number out of its range; heads that do not divide into query groups; rows that do
+            not fit the heads; a parameter that the optimizer does not train, or twice in `layers`; a rule that trains
+            other weights than those that parameters hold (schedule_free).
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, layers: Sequence[Attention], *, threshold: float = 100.0, alpha: float = 0.5
+    ):
+        self.optimizer, self.layers = optimizer, tuple(layers)
+        self.threshold, self.alpha = threshold, alpha
+        self._roles: Roles = optimizer.roles
+        agreed(self._roles.everyone, self._check)
+        agree(self._roles.everyone, self._difference())
+        self._pieces: dict[int, list[OwnedPiece]] = {}  # by identity of the parameter: a tensor compares its elements
+        for unit in optimizer.stepper.units:
+            for piece in unit.pieces:
+                self._pieces.setdefault(id(piece.param), []).append(piece)
+
+    @torch.no_grad()
+    def __call__(self, max_logits: Sequence[Tensor]) -> float:
+        """Rescales what has grown too large, and returns the largest logit of the whole model.
+
+        Writes parameters and main values; optimizer state stays. Where a head is clipped, sharded parameters are
+        gathered once more. Logits that are not finite clip nothing: their step has overflowed.
+
+        Args:
+            max_logits: for each layer the largest logits of each head over this rank's part of the batch, (num_heads,);
+                under tensor parallelism (num_heads / ranks,) of this rank's heads, which are consecutive. Before
+                softmax, after scaling by 1 / sqrt(head_dim). Largest over microbatches: the caller keeps that.
+
+        Raises:
+            ValueError: another number of layers or heads than there are. It is this rank's alone: other ranks wait.
+            RuntimeError: the optimizer is in evaluation mode.
+        """
+        self.optimizer.evaluation.check_training("QKClip()")
+        logits = self._over_ranks(max_logits)
+        largest = torch.stack([logits.max() if len(logits) else logits.new_tensor(-torch.inf), self._excess(logits)])
+        clips = bool(largest[1])  # the host waits for the device here
+        if clips:
+            for chunk in self.optimizer.wrapped:
+                chunk.finish_param_sync()  # a gather under way would send what is written now
+            for layer, of_layer in zip(self.layers, torch.split(logits, [layer.num_heads for layer in self.layers])):
+                self._clip_(layer, of_layer)
+            for unit in self.optimizer.stepper.units:
+                for source in unit.completes:
+                    source.publish_()
+        self._roles.everyone.all_reduce_(largest, op=Op.MAX)
+        return float(largest[0])
+
+    def _excess(self, logits: Tensor) -> Tensor:
+        """() 1 where a finite logit is above the threshold, else 0."""
+        return ((logits > self.threshold) & logits.isfinite()).any().to(logits.dtype)
+
+    def _over_ranks(self, max_logits: Sequence[Tensor]) -> Tensor:
+        """(heads of all layers,) float64, the same on all ranks of this pipeline stage."""
+        if len(max_logits) != len(self.layers):
+            raise ValueError(
+                f"max_logits has {len(max_logits)} entries; give one for each of {len(self.layers)} layers"
+            )
+        device, axes = self.optimizer.stepper.device, self._roles.dense
+        found = [self._of_all_heads(layer, of_layer) for layer, of_layer in zip(self.layers, max_logits)]
+        logits = torch.cat(found).to(device) if found else torch.empty(0, dtype=torch.float64, device=device)
+        for comm in (axes.tp, axes.dp, axes.inter) if found else ():
+            comm.all_reduce_(logits, op=Op.MAX)
+        return logits
+
+    def _of_all_heads(self, layer: Attention, given: Tensor) -> Tensor:
+        """(num_heads,) float64: this rank's, and minus infinity for heads of other tensor-parallel ranks."""
+        tp = self._roles.dense.tp
+        if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp.size):
+            raise ValueError(
+                f"max_logits of a layer has shape {tuple(given.shape)}; give one number for each of its "
+                f"{layer.num_heads} heads, or for those of one of {tp.size} tensor-parallel ranks"
+            )
+        given = given.detach().to(torch.float64)
+        given = torch.where(given.isnan(), torch.inf, given)  # a maximum over ranks may drop a NaN
+        if given.numel() == layer.num_heads:
+            return given
+        found = given.new_full((layer.num_heads,), -torch.inf)
+        found[tp.rank * given.numel() : (tp.rank + 1) * given.numel()] = given
+        return found
+
+    def _clip_(self, layer: Attention, logits: Tensor) -> None:
+        largest = logits.view(layer.num_query_groups, -1).amax(1)
+        clips = (largest > self.threshold) & largest.isfinite()
+        gamma = torch.where(clips, self.threshold / largest, torch.ones_like(largest))
+        for rows in layer.rows:
+            factors = self._factors(rows, gamma)
+            for piece in self._pieces.get(id(rows.param), ()):
+                value = piece.main.value().float()
+                piece.main.set_(value * _of_piece(factors, piece).to(value))
+
+    def _factors(self, rows: HeadRows, gamma: Tensor) -> Tensor:
+        """(rows of the parameter on this rank,) float64: what each row is multiplied by."""
+        exponents = [segment.role.exponent(self.alpha) for segment in rows.segments for _ in range(segment.num_rows)]
+        factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)
+        local = rows.param.shape[0]
+        first = 0 if local == factors.numel() else self._roles.dense.tp.rank * local
+        return factors[first : first + local]
+
+    def _difference(self) -> ConfigError | None:
+        """Which ranks would clip otherwise than this one, although they share its layers."""
+        axes, names = self._roles.dense, {id(param): name for name, param in self._trained()}
+        layers = [[names[id(rows.param)] for rows in layer.rows] for layer in self.layers]
+        own = (self.threshold, self.alpha, layers, [(one.num_heads, one.num_query_groups) for one in self.layers])
+        for per_rank in [comm.gather_objects(own) for comm in (axes.tp, axes.dp, axes.inter)]:
+            if any(other != per_rank[0] for other in per_rank):
+                return ConfigError(f"QKClip: ranks differ in threshold, alpha or layers: {per_rank}; give all the same")
+        return None
+
+    def _check(self) -> None:
+        if not self.threshold > 0:
+            raise ConfigError(f"QKClip: threshold={self.threshold}; give a logit above 0")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"QKClip: alpha={self.alpha}; give the query's share of the correction, from 0 to 1")
+        names = {id(param): name for name, param in self._trained()}
+        seen: set[int] = set()
+        for layer in self.layers:
+            if layer.num_query_groups < 1 or layer.num_heads % layer.num_query_groups:
+                raise ConfigError(
+                    f"QKClip: {layer.num_heads} heads do not divide into {layer.num_query_groups} query groups"
+                )
+            for rows in layer.rows:
+                self._check_rows(layer, rows, names.get(id(rows.param), ""), is_new=id(rows.param) not in seen)
+                seen.add(id(rows.param))
+        self._check_rules(seen)
+
+    def _check_rows(self, layer: Attention, rows: HeadRows, name: str, *, is_new: bool) -> None:
+        shape = tuple(rows.param.shape)
+        if not name:
+            raise ConfigError(f"QKClip: the optimizer does not train a parameter of shape {shape}; leave its layer out")
+        if not is_new:
+            raise ConfigError(f"QKClip: {name!r} is given twice, and would be scaled twice")
+        if is_dtensor(rows.param):
+            raise ConfigError(f"QKClip: {name!r} is a DTensor; plain parameters, sharded or not, are allowed")
+        tp, expected = self._roles.dense.tp.size, layer.num_query_groups * rows.rows_per_group
+        if not shape or shape[0] not in (expected, expected / tp):
+            raise ConfigError(
+                f"QKClip: {name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
+                f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); give the numbers of "
+                "the whole layer"
+            )
+
+    def _check_rules(self, seen: set[int]) -> None:
+        for unit in self.optimizer.stepper.units:
+            clipped = [piece.id for piece in unit.pieces if id(piece.param) in seen]
+            if clipped and unit.rule.name in self.optimizer.evaluation.rules:
+                raise ConfigError(
+                    f"QKClip: {str(clipped[0])!r} is moved by {unit.rule.name}, which keeps other weights in its "
+                    "state; clip layers of other rules"
+                )
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for group in self.optimizer.param_groups:
+            for id_, param in zip(group["param_ids"], group["params"], strict=True):
+                yield str(id_), param
+
+
+def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
+    """The factors of a piece's rows, of a shape that multiplies its main values."""
+    shape = piece.param.shape
+    if piece.is_whole:
+        return factors.view(-1, *[1] * (len(shape) - 1))
+    width = shape[1:].numel()
+    first, last = piece.of_param.start // width, -(-piece.of_param.stop // width)
+    flat = factors[first:last].repeat_interleave(width)
+    return flat[piece.of_param.start - first * width :][: piece.of_param.stop - piece.of_param.start]

@@ -1,0 +1,322 @@
+"""QK-clip: factors against a float64 formula in every precision and layout, the same weights on every rank."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
+from opt_stack.qk_clip import Attention, fused_qkv, latent_attention, separate_qk
+
+IN, HEADS, GROUPS, DIM, VALUE = 5, 4, 2, 3, 2
+NOPE, ROPE = 3, 2
+BF16 = torch.bfloat16
+LOGITS = torch.tensor([400.0, 25.0, 99.0, 100.0])
+BY_GROUP = [400.0, 100.0]  # the second is at the threshold, which is allowed
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0}
+
+
+class Model(nn.Module):
+    """Weights of attention layers of every kind, and a matrix that is none."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        fused = GROUPS * (HEADS // GROUPS * DIM + DIM + VALUE)
+        shapes = {
+            "qkv": (fused, IN),
+            "qkv_bias": (fused,),
+            "query": (HEADS * DIM, IN),
+            "key": (GROUPS * DIM, IN),
+            "key_bias": (GROUPS * DIM,),
+            "query_up": (HEADS * (NOPE + ROPE), IN),
+            "key_value_up": (HEADS * (NOPE + VALUE), IN),
+            "mlp": (7, IN),
+        }
+        numbers = torch.Generator().manual_seed(5)
+        for name, shape in shapes.items():
+            value = torch.randn(shape, generator=numbers)
+            self.register_parameter(name, nn.Parameter(value.to(dtype)))
+
+    def forward(self, scale: float) -> Tensor:
+        numbers = torch.Generator().manual_seed(6)
+        parts = [(p * (torch.randn(p.shape, generator=numbers) * scale).to(p)).sum() for p in self.parameters()]
+        return torch.stack(parts).sum().float()
+
+
+def layers_of(model: Any) -> list[Attention]:
+    return [
+        fused_qkv(model.qkv, model.qkv_bias, num_heads=HEADS, num_query_groups=GROUPS, head_dim=DIM, value_dim=VALUE),
+        separate_qk(
+            model.query, model.key, key_bias=model.key_bias, num_heads=HEADS, num_query_groups=GROUPS, head_dim=DIM
+        ),
+        latent_attention(
+            model.query_up, model.key_value_up, num_heads=HEADS, nope_dim=NOPE, rope_dim=ROPE, value_dim=VALUE
+        ),
+    ]
+
+
+def factors(alpha: float, threshold: float = 100.0) -> dict[str, Tensor]:
+    """What each row is multiplied by, in float64, written out head by head."""
+    by_head = [min(1.0, threshold / logit) for logit in LOGITS.double().tolist()]
+    by_group = [min(1.0, threshold / logit) for logit in BY_GROUP]
+    fused, query, key, query_up, key_value_up = [], [], [], [], []
+    for gamma in by_group:
+        fused += [gamma**alpha] * (HEADS // GROUPS * DIM) + [gamma ** (1 - alpha)] * DIM + [1.0] * VALUE
+        query += [gamma**alpha] * (HEADS // GROUPS * DIM)
+        key += [gamma ** (1 - alpha)] * DIM
+    for gamma in by_head:
+        query_up += [gamma**alpha] * NOPE + [gamma] * ROPE
+        key_value_up += [gamma ** (1 - alpha)] * NOPE + [1.0] * VALUE
+    rows = {"qkv": fused, "qkv_bias": fused, "query": query, "key": key, "key_bias": key}
+    rows |= {"query_up": query_up, "key_value_up": key_value_up, "mlp": [1.0] * 7}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in rows.items()}
+
+
+def roles_of(dp: Comm, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
+    axes = Axes(dp=dp, tp=tp or Alone())
+    return Roles(dense=axes, expert=axes, everyone=everyone or dp)
+
+
+def build(
+    model: nn.Module, roles: Roles, wrapper: dict[str, Any] | None = None, **fields: Any
+) -> tuple[nn.Module, Optimizer]:
+    chunk: nn.Module = model
+    if wrapper is not None:
+        chunk = DistributedDataParallel(DistributedDataParallelConfig(**wrapper), model, groups=roles)
+    return chunk, get_optimizer(OptimizerConfig(**{**SGD, **fields}), [chunk], {}, pg_collection=roles)
+
+
+def step(chunk: nn.Module, optimizer: Optimizer, scale: float) -> None:
+    chunk(scale).backward()
+    assert optimizer.step().success
+    optimizer.zero_grad()
+
+
+def check_close(found: Tensor, expected: Tensor, what: str) -> None:
+    """Three roundings: of the factor, of the product, and of a 16-bit parameter."""
+    torch.testing.assert_close(
+        found.double(), expected, rtol=3 * torch.finfo(found.dtype).eps, atol=0.0, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def logits_here(comm: Comm) -> list[Tensor]:
+    """Each rank has seen the largest logits of some heads only."""
+    seen = torch.arange(HEADS) % comm.size == comm.rank
+    return [torch.where(seen, LOGITS, torch.tensor(-3.0))] * 3
+
+
+MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16 parameters with fp32 mains": (BF16, {"bf16": True}),
+    "fp16": (torch.float16, {"fp16": True, "loss_scale": 8.0}),
+    "remainders": (BF16, {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.25, 0.0, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: float) -> None:
+    """Then a step without gradients: main values were scaled too, so nothing springs back."""
+    dtype, fields = MODES[mode]
+    model = Model(dtype)
+    chunk, optimizer = build(model, roles_of(Alone()), **fields)
+    clip = QKClip(optimizer, layers_of(model), alpha=alpha)
+    step(chunk, optimizer, 1.0)
+    mains = {id.name: held.piece.main.value().double().clone() for id, held in optimizer._held.items()}
+    assert clip(logits_here(Alone())) == 400.0
+    for name, param in model.named_parameters():
+        rows = factors(alpha)[name].view(-1, *[1] * (param.dim() - 1))
+        main = next(held.piece.main.value() for id, held in optimizer._held.items() if id.name == name)
+        check_close(main, mains[name] * rows, f"main values of {name}")
+        assert torch.equal(param, main.to(dtype)) or mode == "remainders"
+        check_close(param.detach(), mains[name] * rows, name)
+    after = [param.detach().clone() for param in model.parameters()]
+    step(chunk, optimizer, 0.0)
+    assert all(map(torch.equal, after, model.parameters()))
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "replicated": (None, {}),
+    "ZeRO-1": (None, {"use_distributed_optimizer": True}),
+    "ZeRO-1, bf16": (None, {"use_distributed_optimizer": True, "bf16": True}),
+    "ZeRO-1, remainders": (None, {**MODES["remainders"][1]}),
+    "wrapped": ({"use_distributed_optimizer": True}, {"use_distributed_optimizer": True}),
+    "wrapped, gathers overlap": (
+        {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 30},
+        {"use_distributed_optimizer": True, "overlap_param_gather": True},
+    ),
+    "layer-wise": (None, {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_momentum": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
+    """Element by element the same arithmetic, so the same bits; and the next step starts from them on every rank."""
+    wrapper, fields = LAYOUTS[name]
+    dtype = BF16 if fields.get("bf16") else torch.float32
+
+    def rank_main(comm: Comm) -> list[list[Tensor]]:
+        model = Model(dtype)
+        chunk, optimizer = build(model, roles_of(comm), wrapper, **fields)
+        clip = QKClip(optimizer, layers_of(model), alpha=0.25)
+        found = []
+        for scale in (1.0, 0.5):
+            step(chunk, optimizer, scale)
+            assert clip(logits_here(comm)) == 400.0
+            found.append([param.detach().clone() for param in model.parameters()])
+        return found
+
+    expected = rank_main(Alone())
+    assert not torch.equal(expected[0][0], Model(dtype).qkv)
+    for found in run_threads(2, rank_main):
+        for of_step, expected_of_step in zip(found, expected, strict=True):
+            assert all(map(torch.equal, of_step, expected_of_step))
+
+
+class TensorParallel(nn.Module):
+    """One of two tensor-parallel ranks: fused and query weights are cut by heads, keys are held by both."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        whole = Model()
+        for name, param in whole.named_parameters():
+            is_cut = name not in ("key", "key_bias", "mlp")
+            value = param.detach().chunk(2)[rank].clone() if is_cut else param.detach().clone()
+            self.register_parameter(name, nn.Parameter(value))
+            if is_cut:
+                self.get_parameter(name).tensor_model_parallel = True  # type: ignore[attr-defined]
+                self.get_parameter(name).partition_dim = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("gives_all", [False, True], ids=["own heads", "all heads"])
+def test_tensor_parallel_ranks_scale_their_own_heads(gives_all: bool) -> None:
+    """Keys that both ranks hold serve heads of both, and stay equal."""
+
+    def rank_main(comm: ThreadComm) -> nn.Module:
+        model = TensorParallel(comm.rank)
+        _, optimizer = build(model, roles_of(Alone(), comm, comm))
+        own = logits_here(comm) if gives_all else [LOGITS.chunk(2)[comm.rank]] * 3
+        assert QKClip(optimizer, layers_of(model))(own) == 400.0
+        return model
+
+    models = run_threads(2, rank_main)
+    whole = Model()
+    for name, rows in factors(0.5).items():
+        param = whole.get_parameter(name).detach()
+        expected = param.double() * rows.view(-1, *[1] * (param.dim() - 1))
+        found = [model.get_parameter(name).detach() for model in models]
+        if name in ("key", "key_bias", "mlp"):
+            assert torch.equal(*found)
+            check_close(found[0], expected, name)
+        else:
+            check_close(torch.cat(found), expected, name)
+
+
+def test_pipeline_stages_clip_their_own_layers_and_know_the_largest_logit() -> None:
+    """Each stage has other layers; the last has none."""
+    worlds = [World(1) for _ in range(3)]
+
+    def rank_main(comm: ThreadComm) -> list[bool]:
+        model = Model()
+        before = [param.detach().clone() for param in model.parameters()]
+        alone = ThreadComm(worlds[comm.rank], 0)
+        _, optimizer = build(model, roles_of(alone, everyone=comm))
+        layers = [layers_of(model)[:1], layers_of(model)[1:], []][comm.rank]
+        logits = [LOGITS if comm.rank == 0 else LOGITS / 10 for _ in layers]
+        assert QKClip(optimizer, layers)(logits) == 400.0
+        return [torch.equal(*pair) for pair in zip(before, model.parameters())]
+
+    first, second, third = run_threads(3, rank_main)
+    assert first == [False, False] + [True] * 6
+    assert second == third == [True] * 8
+
+
+@pytest.mark.parametrize("given", [[100.0, -5.0, 0.0, 3.0], [math.nan, 1.0, 1.0, 1.0], [math.inf, 1.0, 1.0, 1.0]])
+def test_nothing_is_written_without_a_finite_logit_above_the_threshold(given: Sequence[float]) -> None:
+    model = Model()
+    _, optimizer = build(model, roles_of(Alone()))
+    versions = [param._version for param in model.parameters()]
+    QKClip(optimizer, layers_of(model))([torch.tensor(given)] * 3)
+    assert [param._version for param in model.parameters()] == versions
+
+
+def test_a_clip_divides_the_logits_by_what_they_exceed() -> None:
+    """The point of it all: the same input has logits of the threshold."""
+    model = Model()
+    _, optimizer = build(model, roles_of(Alone()))
+    x = torch.randn(11, IN, generator=torch.Generator().manual_seed(1))
+
+    def logits() -> Tensor:
+        query = (x @ model.query.T).view(-1, HEADS, DIM)
+        key = (x @ model.key.T + model.key_bias).view(-1, GROUPS, DIM).repeat_interleave(HEADS // GROUPS, 1)
+        return torch.einsum("qhd,khd->hqk", query, key).amax((1, 2)).detach()
+
+    before = logits()
+    threshold = float(before.max()) / 3
+    assert QKClip(optimizer, layers_of(model)[1:2], threshold=threshold)([before]) == float(before.max())
+    torch.testing.assert_close(logits().max(), torch.tensor(threshold))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def of(model: Any, **numbers: int) -> list[Attention]:
+    given = {"num_heads": HEADS, "num_query_groups": GROUPS, "head_dim": DIM} | numbers
+    return [separate_qk(model.query, model.key, **given)]
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Optimizer], object], str]] = {
+    "threshold": (lambda m, o: QKClip(o, [], threshold=0.0), "threshold=0.0; give a logit above 0"),
+    "alpha": (lambda m, o: QKClip(o, [], alpha=1.5), "alpha=1.5; give the query's share"),
+    "groups": (lambda m, o: QKClip(o, of(m, num_query_groups=3)), "4 heads do not divide into 3 query groups"),
+    "rows": (lambda m, o: QKClip(o, of(m, head_dim=4)), r"'query' has shape \(12, 5\), but 2 query groups of 8 rows"),
+    "frozen": (lambda m, o: QKClip(o, of(Model())), r"does not train a parameter of shape \(12, 5\)"),
+    "twice": (lambda m, o: QKClip(o, [*of(m), *of(m)]), "'query' is given twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_meant_is_refused_on_every_rank(name: str) -> None:
+    make, message = REFUSED[name]
+
+    def rank_main(comm: ThreadComm) -> None:
+        model = Model()
+        _, optimizer = build(model, roles_of(comm))
+        with pytest.raises(ConfigError, match=message):
+            make(model, optimizer)
+
+    run_threads(2, rank_main)
+
+
+def test_replicas_with_other_layers_are_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        model = Model()
+        _, optimizer = build(model, roles_of(comm))
+        with pytest.raises(ConfigError, match="ranks differ in threshold, alpha or layers"):
+            QKClip(optimizer, layers_of(model)[: 2 + comm.rank])
+
+    run_threads(2, rank_main)
+
+
+def test_a_rule_that_evaluates_other_weights_is_refused() -> None:
+    model = Model()
+    _, optimizer = build(model, roles_of(Alone()), optimizer="schedule_free")
+    with pytest.raises(ConfigError, match="is moved by schedule_free, which keeps other weights in its state"):
+        QKClip(optimizer, layers_of(model))
+
+
+@pytest.mark.parametrize("shape", [(HEADS + 1,), (HEADS, 1), ()], ids=str)
+def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    model = Model()
+    _, optimizer = build(model, roles_of(Alone()))
+    with pytest.raises(ValueError, match="give one number for each of its 4 heads"):
+        QKClip(optimizer, of(model))([torch.zeros(shape)])
+    with pytest.raises(ValueError, match="give one for each of 1 layers"):
+        QKClip(optimizer, of(model))([])
