@@ -170,36 +170,33 @@ class TestRefusedGroups:
         "floor-above-its-peak": (
             {"max_lr": 0.05},
             {},
-            "group 1, which sets {'max_lr': 0.05} for itself: max_lr=0.05 must be at least min_lr=0.1; "
-            "set both in the group",
+            "group 1 with {'max_lr': 0.05}: max_lr=0.05 must be at least min_lr=0.1; set both in the group",
         ),
         "peak-below-the-start": (
             {"max_lr": 0.2},
             {"init_lr": 0.5},
-            "group 1, which sets {'max_lr': 0.2} for itself: max_lr=0.2 must be at least init_lr=0.5, "
-            "where every group's warmup begins",
+            "group 1 with {'max_lr': 0.2}: max_lr=0.2 must be at least init_lr=0.5, where every group's warmup begins",
         ),
         "falling-weight-decay": (
             {"end_wd": 0.0},
             {"start_wd": 0.1},
-            "group 1, which sets {'end_wd': 0.0} for itself: end_wd=0.0 must be at least start_wd=0.1; "
-            "set both in the group",
+            "group 1 with {'end_wd': 0.0}: end_wd=0.0 must be at least start_wd=0.1; set both in the group",
         ),
         "constant-with-two-values": (
             {"end_wd": 0.5},
             {"start_wd": 0.2, "wd_incr_style": "constant"},
-            "group 1, which sets {'end_wd': 0.5} for itself: wd_incr_style='constant' needs start_wd=0.2 equal to "
+            "group 1 with {'end_wd': 0.5}: wd_incr_style='constant' needs start_wd=0.2 equal to "
             "end_wd=0.5; set both in the group",
         ),
         "a-string": (
             {"max_lr": "1e-3"},
             {},
-            "group 1, which sets {'max_lr': '1e-3'} for itself: max_lr='1e-3' must be a number, at least 0",
+            "group 1 with {'max_lr': '1e-3'}: max_lr='1e-3' must be a number, at least 0",
         ),
         "nan": (
             {"wd_mult": float("nan")},
             {},
-            "group 1, which sets {'wd_mult': nan} for itself: wd_mult=nan must be a number, at least 0",
+            "group 1 with {'wd_mult': nan}: wd_mult=nan must be a number, at least 0",
         ),
     }
 

@@ -185,7 +185,7 @@ class TestRefusedStates:
             "state: 2 problems\n  - max_lr is missing (keys: start_lr, max_lr)\n"
             "  - num_steps is missing (keys: num_iters, num_steps)",
         ),
-        "newer": (STATE | {"version": 2}, "state: version=2 is newer than 1, the last this code reads"),
+        "newer": (STATE | {"version": 2}, "state: version=2 is newer than 1, the last version that this package reads"),
         "negative": (STATE | {"num_steps": -1}, "state: num_steps=-1 must be a number, at least 0"),
         "impossible": (
             STATE | {"lr_warmup_steps": 500},
@@ -194,8 +194,7 @@ class TestRefusedStates:
         ),
         "impossible-for-a-group": (
             STATE | {"min_lr": 0.6},
-            "group 0, which sets {'max_lr': 0.5} for itself: max_lr=0.5 must be at least min_lr=0.6; "
-            "set both in the group",
+            "group 0 with {'max_lr': 0.5}: max_lr=0.5 must be at least min_lr=0.6; set both in the group",
         ),
     }
 
@@ -247,6 +246,43 @@ def test_field_schedules_are_saved_and_chosen_by_the_flags() -> None:
     assert (taking.param_groups[0]["lr"], keeping.param_groups[0]["lr"]) == (1.5, 7.0)
     with pytest.raises(ScheduleError, match="schedules is "):
         agreeing.load_state_dict(saved(50, schedules=mine))
+
+
+class TestCallables:
+    """Of a callable among `schedules` a checkpoint holds the name and a few values."""
+
+    def build(self, value: float, **flags: Any) -> OptimizerParamScheduler:
+        return build(schedules=[FieldSchedule(field="lr", schedule=lambda step: value)], **flags)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("flags", [TAKE, KEEP, AGREE], ids=["take", "keep", "agree"])
+    def test_it_resumes_and_a_changed_one_is_reported(
+        self, flags: dict[str, bool], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run = self.build(0.5)
+        run.step(20)
+        state = json.loads(json.dumps(run.state_dict()))
+        for value, num_warnings in ((0.5, 0), (0.25, 1)):
+            resumed = self.build(value, **flags)
+            resumed.load_state_dict(state)
+            assert resumed.param_groups[0]["lr"] == value
+            assert len(caplog.records) == num_warnings
+        assert caplog.records[0].getMessage() == (
+            "OptimizerParamScheduler, resumed at step 20: lr: its callable gives 0.25 at step 0 here, and 0.5 in the "
+            "checkpoint"
+        )
+
+    def test_one_that_is_not_here_is_refused_with_the_way_out(self) -> None:
+        state = self.build(0.5).state_dict()
+        scheduler = build()
+        before = everything(scheduler)
+        with pytest.raises(
+            ScheduleError, match=r"only the name was saved; .*override_opt_param_scheduler=\['schedules'\]"
+        ):
+            scheduler.load_state_dict(state)
+        assert everything(scheduler) == before
+        keeping = build(override_opt_param_scheduler=["schedules"])
+        keeping.load_state_dict(state)
+        assert keeping.schedules == ()
 
 
 class TestFieldScheduler:

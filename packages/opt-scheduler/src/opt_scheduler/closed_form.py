@@ -1,4 +1,4 @@
-"""The reference's formulas as `Schedule`s: the same numbers as `Settings` gives, as values to look at and compose."""
+"""Megatron-Core's formulas as `Schedule`s, with the numbers of `Settings`."""
 
 from .compose import clip, join
 from .curves import constant, inverse_sqrt, linear, piecewise_linear, ramp
@@ -7,7 +7,7 @@ from .settings import Settings
 
 
 def lr_schedule(settings: Settings, *, max_lr: float, min_lr: float) -> Schedule:
-    """The learning rate of a group with these bounds."""
+    """Return the learning rate of a group with these bounds."""
     warmup = settings.lr_warmup_steps
     if warmup <= 0:
         return _after_warmup(settings, max_lr=max_lr, min_lr=min_lr)
@@ -19,14 +19,14 @@ def lr_schedule(settings: Settings, *, max_lr: float, min_lr: float) -> Schedule
 
 
 def wd_schedule(settings: Settings, *, start_wd: float, end_wd: float, wd_mult: float = 1.0) -> Schedule:
-    """The weight decay of a group with these bounds."""
+    """Return the weight decay of a group with these bounds."""
     if settings.wd_incr_style == "constant":
         return constant(end_wd * wd_mult)
     return ramp(start_wd * wd_mult, end_wd * wd_mult, steps=settings.wd_incr_steps, shape=settings.wd_incr_style)
 
 
 def _after_warmup(settings: Settings, *, max_lr: float, min_lr: float) -> Schedule:
-    """What follows the warmup, counted from its end."""
+    """The decay, whose step 0 is the end of the warmup."""
     steps = settings.lr_decay_steps - settings.lr_warmup_steps
     match settings.lr_decay_style:
         case "constant":
@@ -44,7 +44,7 @@ def _after_warmup(settings: Settings, *, max_lr: float, min_lr: float) -> Schedu
 
 
 def _inverse_sqrt(settings: Settings, *, max_lr: float) -> Schedule:
-    """max_lr · √(warmup / step), where a warmup or a step of less than 1 counts as 1."""
+    """max_lr · √(warmup / step), with a warmup or a step below 1 taken as 1."""
     timescale = max(settings.lr_warmup_steps, 1)
     held = timescale - settings.lr_warmup_steps
     steps = settings.lr_decay_steps - timescale

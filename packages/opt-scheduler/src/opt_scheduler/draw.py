@@ -1,4 +1,4 @@
-"""Curves as text and as SVG, without any dependency. Knows functions of the step, not schedules."""
+"""Draws functions of the step as text and as SVG, without any dependency."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +11,10 @@ _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#9498a0")
 
 
 def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height: int = 14) -> str:
-    """`curves` over steps 0 to `steps` on one grid of `width` x `height` characters, with both axes labelled.
+    """Draw `curves` over steps 0 to `steps` on one grid of `width` x `height` characters, with both axes labelled.
 
     Raises:
-        ScheduleError: a grid of less than 2 x 2, or nothing to look at.
+        ScheduleError: the grid is smaller than 2 x 2, or `steps` is not above 0.
     """
     if width < 2 or height < 2 or not steps > 0:
         raise ScheduleError(
@@ -37,7 +37,7 @@ def text_plot(curves: Sequence[Curve], *, steps: float, width: int = 72, height:
 
 
 def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height: int = 200, points: int = 281) -> str:
-    """`curves` over steps 0 to `steps` as a self-contained SVG of `width` x `height` pixels."""
+    """Draw `curves` over steps 0 to `steps` as a self-contained SVG of `width` x `height` pixels."""
     columns = [steps * x / (points - 1) for x in range(points)]
     samples = [[curve(step) for step in columns] for curve in curves]
     low, high = _limits(samples)
@@ -64,7 +64,7 @@ def svg_plot(curves: Sequence[Curve], *, steps: float, width: int = 560, height:
 
 
 def _limits(samples: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The lowest and highest value to draw, never equal; 0 is shown where it is not far below."""
+    """Return the lowest and highest value to draw, never equal; 0 is included if it is not far below."""
     low, high = min(map(min, samples)), max(map(max, samples))
     if 0 < low < high / 2 or low == high > 0:
         low = 0.0

@@ -1,4 +1,4 @@
-"""The learning rate and weight decay of every group at one step: settings and overrides in, numbers out."""
+"""The learning rate and weight decay of every group at one step, from the settings and the groups' overrides."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class GroupValues(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """What one group anneals between, its overrides taken into account."""
+    """The bounds between which one group anneals, with its overrides."""
 
     max_lr: float
     min_lr: float
@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(settings: Settings, group: Mapping[str, Any]) -> Bounds:
-    """The bounds of `group`; an override of None is one that was not set."""
+    """Return the bounds of `group`. An override of None counts as not set."""
 
     def own(name: str, otherwise: float) -> float:
         return otherwise if (value := group.get(name)) is None else value
@@ -40,10 +40,10 @@ def bounds_of(settings: Settings, group: Mapping[str, Any]) -> Bounds:
 
 
 def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: float) -> GroupValues:
-    """The values of all groups at `step`. Pure: the groups are read only.
+    """Return the values of all groups at `step`. The groups are only read.
 
     Raises:
-        ScheduleError: a group whose overrides, with the settings it leaves as they are, cannot be.
+        ScheduleError: the overrides of a group are invalid together with the settings that it does not override.
     """
     lr_of, wd_of = settings.lr_formula(step), settings.wd_formula(step)
     init, all_max, all_min = settings.init_lr, settings.max_lr, settings.min_lr
@@ -51,8 +51,8 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
     lr, wd = lr_of(all_max, all_min), wd_of(all_start, all_end)
     last_high, last_low, last_start, last_end = all_max, all_min, all_start, all_end
     lrs, wds = [], []
-    # This loop is what a step costs, so it is `bounds_of` and `_problem` written out, and a group with the bounds of
-    # the one before it, as most have, costs only the look at them.
+    # A step spends its time in this loop, so `bounds_of` and `_problem` are inlined, and a group with the same bounds
+    # as the one before it, the usual case, reuses its values.
     try:
         for group in groups:
             get = group.get
@@ -82,10 +82,10 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
 
 
 def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse groups that torch's OneCycleLR has been at: it stores its own `max_lr` and `min_lr`, which are not
-    overrides.
+    """Refuse groups in which torch's OneCycleLR has stored its own `max_lr` and `min_lr`, which are not overrides.
 
-    It writes all groups alike, so the first one tells; only it puts `initial_lr` strictly between the two.
+    It writes all groups in the same way, so the first is checked. Only OneCycleLR puts `initial_lr` strictly between
+    the two.
 
     Raises:
         ScheduleError: says which keys to remove.
@@ -95,23 +95,23 @@ def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
     low, initial, high = group.get("min_lr"), group["initial_lr"], group.get("max_lr")
     if low is not None and high is not None and low < initial < high:
         raise ScheduleError(
-            f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR leaves "
-            "them: two schedulers would write one lr. To go on with this one, remove those keys from the groups"
+            f"group 0 has max_lr={high!r}, min_lr={low!r} and initial_lr={initial!r}, as torch's OneCycleLR "
+            "leaves them: two schedulers would write one lr. To use this one, remove those keys from the groups"
         )
 
 
 def _refusal(settings: Settings, groups: Sequence[Mapping[str, Any]]) -> ScheduleError:
-    """The error for the first group that cannot be."""
+    """The error for the first invalid group."""
     for i, group in enumerate(groups):
         bounds = bounds_of(settings, group)
         if problem := _problem(settings, bounds):
             own = {name: group[name] for name in Bounds._fields if group.get(name) is not None}
-            return ScheduleError(f"group {i}, which sets {own or 'nothing'} for itself: {problem}")
-    raise AssertionError("no group is refused, though one was")
+            return ScheduleError(f"group {i} with {own or 'no overrides'}: {problem}")
+    raise AssertionError("no group is invalid")
 
 
 def _problem(settings: Settings, bounds: Bounds) -> str | None:
-    """Why these bounds cannot be, or None."""
+    """The reason why these bounds are invalid, or None."""
     high, low, start, end, _ = bounds
     for name, value in bounds._asdict().items():
         if not isinstance(value, int | float) or not value >= 0:
@@ -119,7 +119,9 @@ def _problem(settings: Settings, bounds: Bounds) -> str | None:
     if low > high:
         return f"max_lr={high!r} must be at least min_lr={low!r}; set both in the group"
     if settings.init_lr > high:
-        return f"max_lr={high!r} must be at least init_lr={settings.init_lr!r}, where every group's warmup begins"
+        return (
+            f"max_lr={high!r} must be at least init_lr={settings.init_lr!r}, at which the warmup of every group begins"
+        )
     if start > end:
         return f"end_wd={end!r} must be at least start_wd={start!r}; set both in the group"
     if settings.wd_incr_style == "constant" and start != end:

@@ -1,4 +1,4 @@
-"""What one parameter group sets for itself: a typed dict, its form as a key, and the union of several."""
+"""Overrides of one parameter group: a typed dict, its form as a dict key, and the union of several."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -8,10 +8,9 @@ from .errors import ScheduleError
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """Values of one parameter group that take the place of the scheduler's.
+    """Values of one parameter group that replace the scheduler's.
 
-    A dict, so that it can be merged into the group as it stands. Other keys are kept and end up in the group too, where
-    an optimizer or scheduler of one's own may read them.
+    It is a dict that is merged into the group. Other keys are merged too, for a custom optimizer or scheduler to read.
 
     >>> ParamGroupOverride(max_lr=1e-4, wd_mult=0.0)
     {'max_lr': 0.0001, 'wd_mult': 0.0}
@@ -20,22 +19,22 @@ class ParamGroupOverride(TypedDict, total=False):
     max_lr: float  # peak of the learning rate
     min_lr: float  # floor of the learning rate
     start_wd: float  # weight decay at step 0
-    end_wd: float  # weight decay once its ramp has ended
+    end_wd: float  # weight decay at the end of its ramp
     wd_mult: float  # multiplies the weight decay; 0 turns it off
 
 
 def param_group_override_to_tuple(
     param_group_override: ParamGroupOverride | None,
 ) -> tuple[tuple[str, Hashable], ...] | None:
-    """The override as a key for dicts: pairs sorted by name, so that the order of writing does not matter.
+    """Return the override as a dict key: pairs sorted by name, so that their order does not matter.
 
-    Lists, sets and dicts among the values become tuples and frozensets; None stays None.
+    Lists, sets and dicts among the values become tuples and frozensets. None stays None.
 
     >>> param_group_override_to_tuple({"min_lr": 0.0, "max_lr": 1e-3})
     (('max_lr', 0.001), ('min_lr', 0.0))
 
     Raises:
-        ScheduleError: a value that has no hashable form, such as an array.
+        ScheduleError: a value cannot be hashed, for example an array.
     """
     if param_group_override is None:
         return None
@@ -46,7 +45,7 @@ def param_group_override_to_tuple(
 def combine_param_group_overrides(
     param_group_overrides: Sequence[ParamGroupOverride | None],
 ) -> ParamGroupOverride:
-    """The union of several overrides. None counts as empty; two may set the same key if they agree on its value.
+    """Return the union of several overrides. None counts as empty. Two may set the same key to the same value.
 
     >>> combine_param_group_overrides([{"wd_mult": 0.0}, None, {"max_lr": 1e-4}])
     {'wd_mult': 0.0, 'max_lr': 0.0001}
@@ -83,7 +82,7 @@ def _hashable(value: object, *, key: str) -> Hashable:
 
 
 def _same(a: object, b: object) -> bool:
-    """Equality that also works where `==` answers with an array: such values are the same if all their elements are."""
+    """Equality, also of arrays, for which `==` returns an array: they are equal if all their elements are."""
     if a is b:
         return True
     equal: object = cast(Any, a) == b

@@ -1,4 +1,4 @@
-"""Schedules people know by name, composed of the others: wsd, one_cycle, cyclic, piecewise_constant, step_decay."""
+"""Well-known schedules, composed of the others: wsd, one_cycle, cyclic, piecewise_constant, step_decay."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ def wsd(
     end: float = 0.0,
     shape: str = "minus_sqrt",
 ) -> Schedule:
-    """Warmup, stable, decay (https://arxiv.org/abs/2404.06395): `repeat` or `join` several for WSD-S.
+    """Warmup, stable, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
 
     >>> wsd(1.0, warmup_steps=10, stable_steps=70, decay_steps=20, shape="linear").values([5, 10, 80, 90, 100])
     [0.5, 1.0, 1.0, 0.5, 0.0]
@@ -46,7 +46,7 @@ def one_cycle(
     end: float = 0.0,
     shape: str = "cosine",
 ) -> Schedule:
-    """One rise to `peak` and one longer fall (https://arxiv.org/abs/1708.07120). `start` is peak / 25 unless given.
+    """One rise to `peak` and one fall (https://arxiv.org/abs/1708.07120). `start` is peak / 25 by default.
 
     torch's OneCycleLR(total_steps=T, pct_start=p) is up_steps=p·T - 1, down_steps=T - p·T, end=start / 1e4.
 
@@ -59,7 +59,7 @@ def one_cycle(
 
 
 def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times: int | None = None) -> Schedule:
-    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them or for ever.
+    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them or without end.
 
     >>> cyclic(0.0, 1.0, up_steps=2, down_steps=4).values([0, 1, 2, 4, 6, 7])
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]
@@ -69,7 +69,7 @@ def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times
 
 
 def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Schedule:
-    """`values[0]`, then from step `at[0]` on `values[1]`, and so forth.
+    """`values[0]` until step `at[0]`, then `values[1]` until step `at[1]`, and so on.
 
     >>> piecewise_constant([1.0, 0.1, 0.01], at=[100, 150]).values([0, 99, 100, 149, 150])
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -85,7 +85,7 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
 
 
 def step_decay(start: float, *, factor: float, every: float, times: int) -> Schedule:
-    """`start`, multiplied by `factor` after each `every` steps, `times` times.
+    """`start`, multiplied by `factor` after every `every` steps, `times` times in all.
 
     >>> step_decay(1.0, factor=0.5, every=10, times=2).values([0, 9, 10, 20, 1000])
     [1.0, 1.0, 0.5, 0.25, 0.25]

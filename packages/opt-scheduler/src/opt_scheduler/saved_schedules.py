@@ -56,6 +56,17 @@ def _difference(each: FieldSchedule, there: Mapping[str, Any], num_steps: float)
             return
 
 
+def changed_callables(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedule]) -> list[str]:
+    """Return one sentence for each schedule that is equal to a saved one by name but has other values."""
+    here = {_key(each.to_dict()): each for each in schedules}
+    found: list[str] = []
+    for there in saved:
+        each = here.get(_key(there))
+        if each is not None and _text(each.to_dict()["schedule"]) == _text(there["schedule"]):
+            found += _difference(each, there, 0)
+    return found
+
+
 def _summary(schedule: Schedule, there: Mapping[str, Any], num_steps: float) -> str:
     """The end and the value at `num_steps` of both schedules, as far as the saved one can be rebuilt."""
     try:

@@ -10,6 +10,7 @@ from .errors import ScheduleError, refuse
 from .fields import FieldSchedule, Group, Optimizers, check_fields, set_, write_fields_
 from .group_scheduler import GroupScheduler
 from .group_values import GroupValues, bounds_of, group_values, refuse_one_cycle
+from .saved_schedules import changed_callables, saved_form
 from .schedule import Schedule
 from .settings import Settings, WarmupFirst
 from .state import VERSION, read_state
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Setting(Generic[T]):
-    """A field of `settings` as an attribute of the scheduler. To assign is to validate all of them anew."""
+    """A field of `settings` as an attribute of the scheduler. Assigning one validates all of them."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -41,25 +42,25 @@ class _Setting(Generic[T]):
 class OptimizerParamScheduler(GroupScheduler):
     """Anneals the learning rate and ramps the weight decay of the groups of `optimizer`, or of a list of optimizers.
 
-    Megatron-Core's class, to the number: warmup from `init_lr` to `max_lr` over `lr_warmup_steps`, then
-    `lr_decay_style` ("constant", "linear", "cosine", "inverse-square-root" or "WSD") down to `min_lr` at
-    `lr_decay_steps`, which counts from step 0. "WSD" stays at `max_lr` and falls over the last `wsd_decay_steps` along
-    `lr_wsd_decay_style` ("linear", "cosine", "exponential" or "minus_sqrt"). Weight decay goes from `start_wd` to
-    `end_wd` over `wd_incr_steps` ("constant", "linear" or "cosine"). A group may set `max_lr, min_lr, start_wd,
-    end_wd, wd_mult` for itself; None there means not set.
+    Has the signature and the numbers of Megatron-Core's class. The learning rate rises from `init_lr` to `max_lr` over
+    `lr_warmup_steps` and follows `lr_decay_style` ("constant", "linear", "cosine", "inverse-square-root" or "WSD") down
+    to `min_lr` at `lr_decay_steps`, which counts from step 0 and contains the warmup. "WSD" stays at `max_lr` and falls
+    over the last `wsd_decay_steps` along `lr_wsd_decay_style` ("linear", "cosine", "exponential" or "minus_sqrt").
+    The weight decay goes from `start_wd` to `end_wd` over `wd_incr_steps` ("constant", "linear" or "cosine"). A group
+    may have its own `max_lr`, `min_lr`, `start_wd`, `end_wd` and `wd_mult`; None there means not set.
 
-    Steps are whatever `step(increment)` counts; the reference counts samples. The groups are written on construction,
-    and always completely: a `weight_decay` already in a group is replaced, `wd_mult=0` keeps it at 0. Where a group
-    holds a tensor it is filled in place. Every setting is an attribute; assigning one validates all, and the next step
-    uses it.
+    Steps are in the unit that `step(increment)` counts; Megatron-Core counts samples. The groups are written when the
+    scheduler is built. A `weight_decay` already in a group is replaced; `wd_mult=0` keeps it at 0. Tensors in groups
+    are filled in place. Every setting is an attribute; assigning one validates all of them, and takes effect at the
+    next step.
 
-    Beyond the reference: `min_lr=None` means 0. `warmup_first="one"` lets the warmup run one step ahead, so that the
-    first update is not made with `init_lr`; where steps are samples, give the batch size instead. `schedules` sets any
-    field of any groups, the learning rate included, from pure schedules; they have the last word on what they name.
+    Differences from Megatron-Core: `min_lr=None` means 0. `warmup_first="one"` advances the warmup by one step, so that
+    the first update does not use `init_lr`; if steps are samples, give the batch size instead of "one". `schedules`
+    sets any field of any groups from pure schedules, which take precedence over the settings.
 
     On load, `use_checkpoint_opt_param_scheduler` takes the saved settings, `override_opt_param_scheduler` keeps those
-    given here (those not None), and with neither any difference is refused. Instead of True,
-    `override_opt_param_scheduler` may name the fields to keep.
+    given here that are not None, and with neither flag a difference is an error. `override_opt_param_scheduler` may
+    also be a list of the fields to keep.
 
     >>> from types import SimpleNamespace
     >>> optimizer = SimpleNamespace(param_groups=[{"params": []}, {"params": [], "max_lr": 1e-4, "wd_mult": 0.0}])
@@ -74,7 +75,7 @@ class OptimizerParamScheduler(GroupScheduler):
     0.0
 
     Raises:
-        ScheduleError: lists every argument that cannot be, with what is allowed.
+        ScheduleError: lists every invalid argument, with what is allowed.
     """
 
     init_lr = _Setting[float]()
@@ -140,26 +141,26 @@ class OptimizerParamScheduler(GroupScheduler):
         self.step(0)
 
     def get_lr(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """The learning rate of `param_group` at the present step; None is a group that sets nothing for itself."""
+        """Return the learning rate of `param_group` at the present step; None stands for a group without overrides."""
         return self.lr_at(self.num_steps, param_group)
 
     def get_wd(self, param_group: Mapping[str, Any] | None = None) -> float:
-        """The weight decay of `param_group` at the present step; None is a group that sets nothing for itself."""
+        """Return the weight decay of `param_group` at the present step; None stands for a group without overrides."""
         return self.wd_at(self.num_steps, param_group)
 
     def lr_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
-        """The learning rate of `param_group` at any step, without moving.
+        """Return the learning rate of `param_group` at any step, without advancing.
 
         Raises:
-            ScheduleError: overrides that cannot be.
+            ScheduleError: the group has invalid overrides.
         """
         return self._values_at("lr", step, param_group)
 
     def wd_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
-        """The weight decay of `param_group` at any step, without moving.
+        """Return the weight decay of `param_group` at any step, without advancing.
 
         Raises:
-            ScheduleError: overrides that cannot be.
+            ScheduleError: the group has invalid overrides.
         """
         return self._values_at("weight_decay", step, param_group)
 
@@ -172,11 +173,11 @@ class OptimizerParamScheduler(GroupScheduler):
         return values.lr[0] if field == "lr" else values.weight_decay[0]
 
     def lr_schedule(self, param_group: Mapping[str, Any] | None = None) -> Schedule:
-        """The learning rate of `param_group` over all steps, as a pure value to plot, compare, or use elsewhere."""
+        """Return the learning rate of `param_group` as a `Schedule`, to plot, compare or use elsewhere."""
         group = param_group or {}
-        mine = (s.schedule for s in self.schedules if s.field == "lr" and s.matches(group))
+        scheduled = (s.schedule for s in self.schedules if s.field == "lr" and s.matches(group))
         bounds = bounds_of(self.settings, group)
-        return next(mine, closed_form.lr_schedule(self.settings, max_lr=bounds.max_lr, min_lr=bounds.min_lr))
+        return next(scheduled, closed_form.lr_schedule(self.settings, max_lr=bounds.max_lr, min_lr=bounds.min_lr))
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
         refuse_one_cycle(groups)
@@ -185,7 +186,7 @@ class OptimizerParamScheduler(GroupScheduler):
     def _write_values(self, groups: Sequence[Group], values: GroupValues, num_steps: float) -> None:
         filled: set[int] = set()
         for group, lr, weight_decay in zip(groups, values.lr, values.weight_decay, strict=True):
-            # `set_`, written out for the usual case: this loop is the cost of a step.
+            # The usual case of `set_`, inlined: a step spends its time in this loop.
             if type(group.get("lr")) is float and type(group.get("weight_decay")) is float:
                 group["lr"], group["weight_decay"] = lr, weight_decay
             else:
@@ -197,16 +198,16 @@ class OptimizerParamScheduler(GroupScheduler):
         return bounds_of(self.settings, group).max_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count and every setting, in plain types; the reference's keys are among them."""
+        """Return the step count and every setting in plain types, with Megatron-Core's keys among them."""
         settings = asdict(self.settings)
-        schedules = [schedule.to_dict() for schedule in self.schedules]
+        schedules = saved_form(self.schedules, self.num_steps)
         return {"version": VERSION, "num_steps": self.num_steps, **settings, "schedules": schedules}
 
     def _check_and_set(self, cls_value: T, sd_value: T, name: str) -> T:
-        """Of the value given here and the saved one, that which the two flags choose.
+        """Return the value given here or the saved one, as the two flags say.
 
         Raises:
-            ScheduleError: they differ, and neither flag says which to take.
+            ScheduleError: the values differ and neither flag is set.
         """
         override = self.override_opt_param_scheduler
         if override is True or (isinstance(override, frozenset) and name in override):
@@ -219,35 +220,54 @@ class OptimizerParamScheduler(GroupScheduler):
         return sd_value
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the step count and the settings, by the two flags, and write the groups; on an error nothing has changed.
+        """Set the step count and, as the two flags say, the settings; write the groups. An error changes nothing.
 
-        Load the optimizer's state first: it brings back the groups, which may carry copies of the `max_lr` and
-        `min_lr` of their time. A group whose two values are those saved here, or those given here, takes the loaded
-        ones; any other has its own override, and keeps it. States of the reference are read, of any age.
+        Load the optimizer's state first: it brings back the groups, which may carry the `max_lr` and `min_lr` of their
+        time. A group whose two values equal those saved here or given here follows the loaded ones; any other group
+        keeps its values as an override. States of Megatron-Core of any age are read.
 
         Raises:
-            ScheduleError: fields missing, differing without a flag that says which to take, or impossible together.
+            ScheduleError: fields are missing, differ although neither flag is set, or are invalid together.
         """
         saved = read_state(state_dict)
-        mine = asdict(self.settings) | {"schedules": [schedule.to_dict() for schedule in self.schedules]}
-        chosen = mine | {name: self._check_and_set(mine[name], value, name) for name, value in saved.fields.items()}
-        schedules = tuple(FieldSchedule.from_dict(plain) for plain in chosen.pop("schedules"))
+        recorded = saved.fields.get("schedules", [])
+        if recorded:
+            saved.fields["schedules"] = [{k: v for k, v in plain.items() if k != "values"} for plain in recorded]
+        given = asdict(self.settings) | {"schedules": [schedule.to_dict() for schedule in self.schedules]}
+        chosen = given | {name: self._check_and_set(given[name], value, name) for name, value in saved.fields.items()}
+        schedules = self._chosen_schedules(chosen.pop("schedules"), given["schedules"])
         settings = Settings(**chosen)
         groups = self.param_groups
-        changes = [_followed(group, (mine, saved.fields), settings) for group in groups]
+        changes = [_followed(group, (given, saved.fields), settings) for group in groups]
         refuse_one_cycle(groups)
         check_fields(schedules, groups)
         changed = [{**group, **change} for group, change in zip(groups, changes, strict=True)]
         values = group_values(settings, changed, saved.num_steps)
-        self._log_differences(mine, saved.fields, chosen | {"schedules": [each.to_dict() for each in schedules]})
+        replaced = changed_callables(recorded, schedules)
+        self._log_differences(given, saved.fields, chosen | {"schedules": [each.to_dict() for each in schedules]})
+        for sentence in replaced:
+            logger.warning("OptimizerParamScheduler, resumed at step %g: %s", saved.num_steps, sentence)
 
         self.settings, self.schedules, self.num_steps = settings, schedules, saved.num_steps
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
         self._write_values(groups, values, self.num_steps)
 
+    def _chosen_schedules(
+        self, chosen: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
+    ) -> tuple[FieldSchedule, ...]:
+        if chosen == given:
+            return self.schedules
+        try:
+            return tuple(FieldSchedule.from_dict(plain) for plain in chosen)
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"OptimizerParamScheduler: the schedules of the checkpoint cannot be rebuilt: {error}; to keep those "
+                "given here, set override_opt_param_scheduler=['schedules']"
+            ) from error
+
     def _log_differences(self, given: Mapping[str, Any], saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
-        """Log every setting that differs between this scheduler and the checkpoint, with both values."""
+        """Log both values of every setting that differs between this scheduler and the checkpoint."""
         for name in saved:
             if name in self._not_given or given[name] == saved[name]:
                 continue
@@ -274,7 +294,7 @@ def _check_not_relative(schedules: Sequence[FieldSchedule]) -> None:
 
 
 def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Settings) -> dict[str, float]:
-    """The bounds that `group` takes from `settings`, because those it has are copies from one of the `origins`."""
+    """Return the bounds that `group` takes from `settings`, if its own are copies from one of the `origins`."""
     own = {name: group[name] for name in ("max_lr", "min_lr") if group.get(name) is not None}
     if any(all(origin[name] == value for name, value in own.items()) for origin in origins):
         return {name: getattr(settings, name) for name in own}
@@ -282,7 +302,7 @@ def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Sett
 
 
 def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint: bool) -> bool | frozenset[str]:
-    """The flag as True, False or a set of names, all of which exist."""
+    """Return the flag as a bool, or as a set of field names."""
     if override is None or isinstance(override, bool):
         if override and use_checkpoint:
             raise ScheduleError(
@@ -300,9 +320,9 @@ def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint
 
 
 def get_canonical_lr_for_logging(param_groups: Iterable[Mapping[str, Any]]) -> float | None:
-    """The learning rate to log: that of the first group with `default_config=True`.
+    """Return the learning rate to log: that of the first group with `default_config=True`.
 
-    None if there is no such group, or if it has no `lr` yet, as in Megatron-Core.
+    As in Megatron-Core, None if there is no such group or it has no `lr` yet.
 
     >>> get_canonical_lr_for_logging([{"lr": 1e-5, "default_config": False}, {"lr": 1e-3, "default_config": True}])
     0.001

@@ -1,4 +1,4 @@
-"""What an `OptimizerParamScheduler` was told, validated as a whole, and its numbers as pure functions of the step."""
+"""The settings of an `OptimizerParamScheduler`, validated together, and its numbers as pure functions of the step."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from . import shapes
 from .errors import refuse, unknown_name
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # the reference's four, a subset of `shapes.SHAPES`
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # Megatron-Core's four, a subset of `shapes.SHAPES`
 WD_STYLES = ("constant", "linear", "cosine")
 
 WarmupFirst: TypeAlias = Literal["init", "one"] | float
@@ -18,12 +18,12 @@ TwoToOne: TypeAlias = Callable[[float, float], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The arguments of the reference's scheduler. Steps are in the unit that `step(increment)` counts, fractions too.
+    """The arguments of Megatron-Core's scheduler. Steps, which may be fractions, are in the unit of `step(increment)`.
 
-    `lr_decay_steps` and `wd_incr_steps` count from step 0, so the warmup is part of the former.
+    `lr_decay_steps` and `wd_incr_steps` count from step 0, so `lr_decay_steps` contains the warmup.
 
     Raises:
-        ScheduleError: lists every field that cannot be, with what is allowed.
+        ScheduleError: lists every invalid field, with what is allowed.
     """
 
     init_lr: float
@@ -46,13 +46,13 @@ class Settings:
 
     @property
     def warmup_lead(self) -> float:
-        """How far the warmup runs ahead of the step count: 0 wastes the first update when `init_lr` is 0."""
+        """The number of steps by which the warmup runs ahead; with 0, an `init_lr` of 0 wastes the first update."""
         if self.warmup_first == "init":
             return 0.0
         return 1.0 if isinstance(self.warmup_first, str) else self.warmup_first
 
     def lr_formula(self, step: float) -> TwoToOne:
-        """The learning rate at `step` as a function of (max_lr, min_lr), which groups may set for themselves."""
+        """Return the learning rate at `step` as a function of (max_lr, min_lr), which a group may override."""
         warmup, init = self.lr_warmup_steps, self.init_lr
         if warmup > 0 and step <= warmup:
             done = float(min(step + self.warmup_lead, warmup))
@@ -81,13 +81,13 @@ class Settings:
         return shapes.SHAPES[self.lr_wsd_decay_style](min((step - anneal_start) / self.wsd_decay_steps, 1.0))
 
     def _inverse_sqrt(self, step: float) -> TwoToOne:
-        # The reference drops to min_lr after its last step, a jump by any factor; here the last value is held.
+        # Megatron-Core drops to min_lr after the last step, however far that is; here the last value is kept.
         root_peak = math.sqrt(max(self.lr_warmup_steps, 1))
         root_step = math.sqrt(max(min(step, self.lr_decay_steps), 1))
         return lambda high, low: max(low, high * root_peak / root_step)
 
     def wd_formula(self, step: float) -> TwoToOne:
-        """The weight decay at `step`, before `wd_mult`, as a function of (start_wd, end_wd)."""
+        """Return the weight decay at `step`, before `wd_mult`, as a function of (start_wd, end_wd)."""
         if step > self.wd_incr_steps or self.wd_incr_style == "constant":
             return lambda start, end: end
         r = step / self.wd_incr_steps
@@ -144,7 +144,7 @@ def _wsd_problems(s: Settings) -> list[str]:
     if s.lr_wsd_decay_style is not None and s.lr_wsd_decay_style not in WSD_STYLES:
         found.append(unknown_name("lr_wsd_decay_style", s.lr_wsd_decay_style, WSD_STYLES))
     if s.lr_decay_style != "WSD":
-        return found  # launchers pass the WSD fields whatever the style: they only have to make sense by themselves
+        return found  # launchers pass the WSD fields with every style
     if s.lr_wsd_decay_style is None:
         found.append(f"lr_wsd_decay_style=None, but 'WSD' needs one of {', '.join(map(repr, WSD_STYLES))}")
     if s.wsd_decay_steps is None:

@@ -1,4 +1,4 @@
-"""Schedules as a table of numbers, and as a PNG where matplotlib is installed."""
+"""Schedules as a table of numbers, or as a PNG if matplotlib is installed."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from .schedule import Schedule
 
 
 def table(schedules: Mapping[str, Schedule], steps: Sequence[float]) -> str:
-    """One row per step, one column per schedule.
+    """Return a table with one row per step and one column per schedule.
 
     >>> from opt_scheduler import cosine
     >>> print(table({"lr": cosine(1e-3, 1e-4, steps=100)}, [0, 50, 100]))
@@ -24,14 +24,14 @@ def table(schedules: Mapping[str, Schedule], steps: Sequence[float]) -> str:
 
 
 def rows_to_show(schedules: Mapping[str, Schedule], *, num_rows: int) -> list[float]:
-    """About `num_rows` steps, evenly over the longest schedule, and every boundary besides."""
+    """Return about `num_rows` evenly spaced steps of the longest schedule, and every boundary."""
     end = max(schedule.horizon() for schedule in schedules.values())
     even = {float(round(end * i / (num_rows - 1))) for i in range(num_rows)} if num_rows > 1 else {0.0}
     return sorted(even.union(*(schedule.boundaries for schedule in schedules.values())))
 
 
 def save_png(schedules: Mapping[str, Schedule], path: Path, *, steps: float) -> None:
-    """One panel per schedule over steps 0 to `steps`, written to `path`.
+    """Write a PNG to `path`, with one panel per schedule over steps 0 to `steps`.
 
     Raises:
         ScheduleError: matplotlib is not installed.
@@ -40,7 +40,7 @@ def save_png(schedules: Mapping[str, Schedule], path: Path, *, steps: float) -> 
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ScheduleError("a PNG needs matplotlib: pip install 'opt-scheduler[plot]'") from error
-    # A Figure of its own, not pyplot: pyplot keeps figures in global state and may look for a display.
+    # Not pyplot, which keeps figures in global state and may look for a display.
     figure = figure_module.Figure(figsize=(7, 2.4 * len(schedules)), layout="constrained")
     columns = [steps * i / 1000 for i in range(1001)]
     axes = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)

@@ -1,13 +1,13 @@
-"""Reading a saved scheduler state, ours or the reference's of any age, before anything is changed by it."""
+"""Reads a saved state, of this package or of any version of Megatron-Core, without changing anything."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from .errors import ScheduleError, refuse
 
-VERSION = 1  # written by us; the reference's states have no version
+VERSION = 1  # states of Megatron-Core have no version
 
-# Every name under which a checkpoint may hold a field, the older ones first: a state holds one of them.
+# The keys under which checkpoints hold a field, oldest first; a state has one of them.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "max_lr": ("start_lr", "max_lr"),
     "min_lr": ("min_lr",),
@@ -24,28 +24,30 @@ _OPTIONAL = (
 
 
 class SavedState(NamedTuple):
-    """What a state says: where the run was, and every field that it holds, under today's names."""
+    """The step of the saved run, and the saved fields under their present names."""
 
     num_steps: float
     fields: dict[str, Any]
 
 
 def read_state(state_dict: Mapping[str, Any]) -> SavedState:
-    """The state under today's names; the containers and keys of older checkpoints are understood.
+    """Return the state under the present names, from the containers and keys of older checkpoints too.
 
     Raises:
-        ScheduleError: fields that are missing (all are listed), a step count that cannot be, or a newer version.
+        ScheduleError: missing fields (all are listed), an invalid step count, or a newer version.
     """
     for container in ("opt_param_scheduler", "lr_scheduler"):
         if isinstance(state_dict.get(container), Mapping):
             state_dict = state_dict[container]
     version = state_dict.get("version", VERSION)
     if version > VERSION:
-        raise ScheduleError(f"state: version={version!r} is newer than {VERSION}, the last this code reads")
-    found = {name: next((key for key in keys if key in state_dict), None) for name, keys in _NAMES.items()}
-    missing = [f"{name} is missing (keys: {', '.join(_NAMES[name])})" for name, key in found.items() if key is None]
+        raise ScheduleError(
+            f"state: version={version!r} is newer than {VERSION}, the last version that this package reads"
+        )
+    keys_of = {name: next((key for key in keys if key in state_dict), None) for name, keys in _NAMES.items()}
+    missing = [f"{name} is missing (keys: {', '.join(_NAMES[name])})" for name, key in keys_of.items() if key is None]
     refuse(missing, where="state")
-    fields = {name: state_dict[key] for name, key in found.items() if key is not None}
+    fields = {name: state_dict[key] for name, key in keys_of.items() if key is not None}
     fields |= {name: state_dict[name] for name in _OPTIONAL if name in state_dict}
     num_steps = fields.pop("num_steps")
     if isinstance(num_steps, bool) or not isinstance(num_steps, int | float) or not num_steps >= 0:
