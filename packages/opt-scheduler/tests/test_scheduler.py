@@ -175,7 +175,8 @@ class TestRefusedGroups:
         "peak-below-the-start": (
             {"max_lr": 0.2},
             {"init_lr": 0.5},
-            "group 1 with {'max_lr': 0.2}: max_lr=0.2 must be at least init_lr=0.5, where every group's warmup begins",
+            "group 1 with {'max_lr': 0.2}: max_lr=0.2 must be at least init_lr=0.5, at which the warmup of every group "
+            "begins",
         ),
         "falling-weight-decay": (
             {"end_wd": 0.0},
