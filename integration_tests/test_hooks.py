@@ -22,6 +22,7 @@ from opt_kernels.hooks import (
     Hyperball,
     LrDecoupledDecay,
     RelativeUpdate,
+    RowFloor,
     hooked,
 )
 from opt_stack import Registry, RuleEntry, get_optimizer
@@ -120,6 +121,36 @@ def test_norms_of_all_parameters_take_one_collective_a_step() -> None:
     assert sorted(collectives(norms, **layer_wise)) == both  # of Adam's parameters
 
 
+class Part(torch.nn.Module):
+    """The rows of one tensor-parallel rank of a matrix, or all rows."""
+
+    def __init__(self, rows: torch.Tensor, *, is_part: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros_like(rows))
+        self.weight.grad = rows.clone()
+        if is_part:
+            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+
+
+def test_a_floor_of_rows_is_of_the_matrix_whose_rows_ranks_share() -> None:
+    """The rows of rank 0 are small beside the matrix, and alike among themselves."""
+    grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).sign()
+    grad[:4] *= 0.01
+    settings = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0)
+
+    def moved(comm: Comm) -> torch.Tensor:
+        axes = Axes(dp=Alone(), tp=comm)
+        model = Part(grad.chunk(comm.size)[comm.rank], is_part=comm.size > 1)
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        get_optimizer(settings, [model], {}, pg_collection=roles, hooks=(RowFloor(0.5),)).step()
+        return model.weight.detach()
+
+    (alone,), parts = run_threads(1, moved), run_threads(2, moved)
+    least = 0.5 * grad.square().mean().sqrt()
+    assert torch.allclose(alone, -torch.cat([grad[:4] * 100 * least, grad[4:]]), rtol=1e-5)
+    assert torch.allclose(torch.cat(parts), alone, rtol=1e-6)
+
+
 def test_hooks_of_some_parameters_are_a_rule_of_ones_own() -> None:
     def make(config: OptimizerConfig) -> Any:
         return hooked(ADAM.make(config), [Hyperball()])
@@ -151,7 +182,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "rows over ranks": (
         (CentralizeGradient(),),
         {"use_distributed_optimizer": True},
-        "the mean of a row spans ranks on this layout",
+        "it sees whole rows, which span ranks on this layout",
     ),
     "decay on a sphere": ({"muon": (Hyperball(),)}, {"optimizer": "muon"}, "weight_decay=0.1, but Hyperball() keeps"),
     "not a hook": (("cautious",), {}, "which is not a hook"),

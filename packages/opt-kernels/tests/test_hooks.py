@@ -24,7 +24,9 @@ from opt_kernels.hooks import (
     Hyperball,
     LrDecoupledDecay,
     RelativeUpdate,
+    RowFloor,
     hooked,
+    shape_problem,
 )
 from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import sums_of
@@ -66,6 +68,8 @@ HOOKS: Mapping[str, dict[str, dict[str, Any]]] = {  # as the oracle takes them
     "hyperball": {"Hyperball": {}},
     "hyperball-radius": {"Hyperball": {"radius": 3.0}},
     "centralized": {"CentralizeGradient": {}},
+    "floor": {"RowFloor": {"fraction": 0.9}},
+    "floor-mask-cautious": {"CautiousDecay": {}, "RowFloor": {"fraction": 1.0}, "CautiousUpdate": {}},
     "centralized-l2-mask-clip": {
         "ClipUpdateRms": {"threshold": 0.3},
         "CoupledDecay": {},
@@ -292,7 +296,7 @@ def muon_direction(rule: Any, grads: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rule", [Muon(), AdaptiveMuon()], ids=["muon", "adaptive_muon"])
-@pytest.mark.parametrize("name", ["cautious-decay", "lr-decoupled", "clip", "relative", "hyperball"])
+@pytest.mark.parametrize("name", ["cautious-decay", "lr-decoupled", "clip", "relative", "hyperball", "floor"])
 def test_matrix_rules_take_hooks(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = iter(muon_direction(rule, gradients()))
     monkeypatch.setitem(DIRECTIONS, "adamw", (lambda state, g, t: next(updates), False))
@@ -359,9 +363,11 @@ class Strange:
         (Adam(), [ClipUpdateRms(), ClipUpdateRms(2.0)], "ClipUpdateRms 2 times"),
         (Adam(), [CautiousDecay(), CoupledDecay()], "each takes the place of the weight decay"),
         (Adam(), [CautiousDecay(), Hyperball()], "each takes the place of the weight decay"),
+        (Adam(), [RowFloor(0.5), ClipUpdateRms()], "which changes the update's norm"),
+        (Adam(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
         (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
         (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
-        (SOAP(), [ClipUpdateRms()], "whose weight decay is neither"),
+        (SOAP(), [ClipUpdateRms()], "whose first step moves no weights, not even by weight decay"),
         (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
         (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "has (CautiousDecay(),) already"),
     ],
@@ -376,6 +382,24 @@ def test_numbers_of_hooks_are_checked(wrong: Any) -> None:
     for make in (LrDecoupledDecay, ClipUpdateRms, Hyperball):
         with pytest.raises(HookError, match="give a number above 0"):
             make(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.5, -1.0, torch.nan, "1"])
+def test_the_fraction_of_a_floor_is_checked(wrong: Any) -> None:
+    with pytest.raises(HookError, match="give a number above 0, at most 1"):
+        RowFloor(wrong)
+
+
+def test_rows_of_zeros_stay_under_a_floor_and_stacks_are_refused() -> None:
+    subject = hooked(SGD(backend="torch"), [RowFloor(1.0)])
+    grad = torch.zeros(SHAPE, dtype=torch.float64)
+    grad[0], grad[1] = 1.0, 1e-3
+    moved = value(run(subject, Kept().work(subject, start_of()), [grad], weight_decay=0.0)) - start_of()
+    root = LR * grad.square().mean().sqrt()
+    assert moved[:2].square().mean(1).sqrt().tolist() == pytest.approx([LR, float(root)], rel=1e-4)
+    assert not moved[2:].any()
+    assert "stack of matrices" in shape_problem(RowFloor(1.0), Needs.MATRICES, (2, 4, 4))
+    assert not shape_problem(CentralizeGradient(), Needs.MATRICES, (2, 4, 4))
 
 
 def test_no_hooks_leave_the_rule_as_it_is() -> None:

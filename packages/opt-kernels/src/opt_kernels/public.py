@@ -17,6 +17,7 @@ from opt_kernels.hooks import (
     Hyperball,
     LrDecoupledDecay,
     RelativeUpdate,
+    RowFloor,
     hooked,
 )
 from opt_kernels.matrices.stacks import MatrixError
@@ -48,6 +49,7 @@ __all__ = [
     "Number",
     "NumberError",
     "RelativeUpdate",
+    "RowFloor",
     "Rule",
     "State",
     "StateKind",

@@ -137,7 +137,8 @@ def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) ->
         return f"its shape is {meta.shape}, and {problem}"
     if hook.needs_rows and len(meta.shape) > 1 and _cuts_rows(meta, buffer):
         return (
-            "the mean of a row spans ranks on this layout; replicate the state, deal whole parameters, or shard by rows"
+            "it sees whole rows, which span ranks on this layout; replicate the state, deal whole parameters, or "
+            "shard by rows"
         )
     return ""
 

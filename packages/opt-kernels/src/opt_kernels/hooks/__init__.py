@@ -20,12 +20,13 @@ from opt_kernels.hooks.values import (
     Hyperball,
     LrDecoupledDecay,
     RelativeUpdate,
+    RowFloor,
     checked,
     described,
 )
 
 __all__ = [
     "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay", "GivenHooks", "Hook",
-    "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "bare", "checked",
-    "described", "hooked", "hooks_of", "shape_problem",
+    "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "RowFloor", "bare",
+    "checked", "described", "hooked", "hooks_of", "shape_problem",
 ]  # fmt: skip

@@ -66,6 +66,14 @@ def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
     return torch.ones_like(before)
 
 
+def raise_rows_(update: Tensor, least: Tensor) -> None:
+    """Scales rows of `update` (rows, ...) whose root mean square is below `least`, 0-d, up to it; not rows of zeros."""
+    if update.dim() > 1 and update.numel():
+        dims = tuple(range(1, update.dim()))
+        roots = torch.linalg.vector_norm(update, dim=dims, keepdim=True).double() / (update[0].numel() ** 0.5)
+        update.mul_(torch.where(roots > 0, least / roots, 1.0).clamp_min_(1.0))
+
+
 def _on_the_ball(ball: Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
     """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so that one reduction is enough."""
     _, _, u_squares, p_squares, products = columns(sums)

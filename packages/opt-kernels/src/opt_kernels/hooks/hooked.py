@@ -56,7 +56,7 @@ def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
             "it is for matrices; give it to them alone: to groups of their own, by the rule's name as in "
             "hooks={'muon': ...}, or with a rule of their own"
         )
-    if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and not hook.needs_rows:
+    if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and (hook.sums or not hook.needs_rows):
         return "it is a stack of matrices, whose norms are not taken one by one; leave the hook out for stacks"
     return ""
 
@@ -78,6 +78,12 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
     for couples in (False, True):
         if _moves_as(HookedUpdate(rule=rule, hooks=(), couples=couples), weight_decay=0.25):
             return couples
+    if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25)), _trial_values(rule)[0]):
+        raise HookError(
+            f"{needs[0]} with rule {rule.name!r}, whose first step moves no weights, not even by weight decay, which "
+            "the hook would; give weight decay as a hook too, CautiousDecay(), LrDecoupledDecay(max_lr) or "
+            "CoupledDecay(), which begins at the first step"
+        )
     raise HookError(
         f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; give a hook that "
         "takes its place: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
@@ -92,8 +98,7 @@ def _moves_as(split: HookedUpdate, *, weight_decay: float) -> bool:
 
 
 def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    main, *grads = (torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(3))
+    main, *grads = _trial_values(rule)
     state = rule.init_state(main)
     inner = bare(rule)
     own = dict.fromkeys(getattr(rule, "hyper_names", ()), 0.5)
@@ -103,6 +108,12 @@ def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
         with torch.no_grad():
             rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
         yield main.clone()
+
+
+def _trial_values(rule: Rule) -> list[Tensor]:
+    """Weights, and the gradients of two steps."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(3)]
 
 
 def _on_cpu(rule: Any) -> Any:

@@ -20,10 +20,10 @@ from opt_kernels.backends.dispatch import tensors_of, version
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
-from opt_kernels.hooks.factors import moves_of, share_that_decays
+from opt_kernels.hooks.factors import moves_of, raise_rows_, share_that_decays
 from opt_kernels.hooks.gradients import gradients
 from opt_kernels.hooks.sums import columns, sums_of
-from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks
+from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks, RowFloor
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, Hyper, StateSpec, Work, Works
 
@@ -169,12 +169,21 @@ class HookedUpdate:
         moves: list[Batch] = []
         start = 0
         for (hyper, works), updates in zip(begun.batches, begun.updates):
+            self._raise_rows_(updates, sums[start : start + len(works)])
             moves += self._moves(hyper, works, updates, sums[start : start + len(works)])
             start += len(works)
         cautious = any(isinstance(hook, CautiousDecay) for hook in self.hooks)
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(moves))
         formula = MOVE_CAUTIOUSLY if cautious else MOVE
         sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
+
+    def _raise_rows_(self, updates: Sequence[Tensor], sums: Tensor) -> None:
+        """RowFloor's factors of rows, of whole parameters with these sums."""
+        for floor in (hook for hook in self.hooks if isinstance(hook, RowFloor)):
+            found = columns(sums)
+            floors = floor.fraction * (found.u_squares / found.numel.clamp_min(1)).sqrt()
+            for update, least in zip(updates, floors):
+                raise_rows_(update, least)
 
     def _adds_decay(self, couples: bool) -> bool:
         return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)

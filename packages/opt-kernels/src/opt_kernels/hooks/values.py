@@ -5,7 +5,8 @@ d = lr wd, a step is, in this order whatever the order in the tuple except withi
 
     1. gradient    g <- g - mean(g)  (CentralizeGradient),  g <- g + wd p  (CoupledDecay)
     2. rule        u and its states, from g
-    3. direction   u <- u masked (CautiousUpdate); then factors, in the order given (ClipUpdateRms, RelativeUpdate)
+    3. direction   u <- u masked (CautiousUpdate); then factors, in the order given (ClipUpdateRms, RelativeUpdate), or
+                   of each row (RowFloor)
     4. decay       p <- p - d p of the rule, or what CautiousDecay, LrDecoupledDecay put in its place
     5. weights     p <- p - lr u, or Hyperball's projection
 """
@@ -101,6 +102,31 @@ class RelativeUpdate(Hook):
 
 
 @dataclass(frozen=True, slots=True)
+class RowFloor(Hook):
+    """A floor under the rows of the update: rows that are small beside the matrix are scaled up.
+
+    With u_i row i of u, RMS the root mean square of its elements and f `fraction`,
+
+        u_i <- u_i max(1, f RMS(u) / RMS(u_i)),    rows of zeros stay as they are
+
+    A row is what has one index in the first dim. The idea is of the optimizer records of modded-nanogpt (track 3); no
+    text was at hand, and this equation is our reading. RMS(u) is of the direction before the floor, so that one
+    reduction is enough: it is refused beside ClipUpdateRms, RelativeUpdate and Hyperball, which take the norm after it.
+    Raises HookError unless `fraction` is a number above 0 and at most 1.
+    """
+
+    fraction: float
+    is_elementwise: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = True
+    needs_matrices: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("u_squares",)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.fraction, int | float) and 0 < self.fraction <= 1):
+            raise HookError(f"RowFloor: fraction={self.fraction!r} is not allowed; give a number above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
 class Hyperball(Hook):
     """Weights on a sphere, updates of constant norm (arXiv 2606.16899).
 
@@ -154,6 +180,9 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
     scaled = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate)]
     if scaled and any(isinstance(hook, Hyperball) for hook in hooks):
         raise HookError(f"hooks has {scaled[0]!r} and Hyperball, which sets the update's norm itself; give one of them")
+    after_floor = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate | Hyperball)]
+    if after_floor and any(isinstance(hook, RowFloor) for hook in hooks):
+        raise HookError(f"hooks has {after_floor[0]!r} and RowFloor, which changes the update's norm; give one of them")
     return tuple(hooks)
 
 
