@@ -3,23 +3,34 @@
 `OPT_ORDERS` is the number of orders for each case.
 """
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
-from torch import Tensor, nn
+from on_device import (
+    BAD_STEP,
+    NUM_ORDERS,
+    SHAPES,
+    SIZE,
+    STEPS,
+    LaunchedRule,
+    Trained,
+    built,
+    equal,
+    iterate,
+    launched_stats,
+    outcome,
+    sweep_stats,
+)
+from parity import Case, Numbers, Spread, Wrapping, grads_of
+from torch import nn
 
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.buffers.wire import InFlight
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredComm, DeferredDevice, DeferredRank, HostReadError, run_deferred
+from opt_distributed.comm.deferred import DeferredComm, DeferredRank, HostReadError, run_deferred
 from opt_distributed.comm.deferred.memory import at_once
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import run_threads
@@ -27,94 +38,12 @@ from opt_distributed.step import stats
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.sources import BufferedGrads
-from opt_kernels.backends.grad_stats import GradStats
-from opt_stack import Optimizer, StepResult, get_optimizer
-
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "2"))
-STEPS = 4
-BAD_STEP = 1  # a gradient of one rank is infinite
-SIZE = 2
-SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
-
-sweep_stats = stats.grad_stats
-
-
-class LaunchedRule:
-    """A rule whose update is one queued kernel, which takes its numbers from the device as Triton's does."""
-
-    def __init__(self, rule: Any):
-        self._rule = rule
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
-
-    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
-        assert isinstance(grad_scale, Tensor)
-        assert isinstance(skip, Tensor)
-        device = devices.device_of(skip.device)
-        assert isinstance(device, DeferredDevice)
-        update = partial(self._rule.update_, batches, grad_scale=grad_scale, skip=skip)
-        device.mode.queue("update", update, ())
-
-
-def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """The statistics as one queued kernel."""
-    device = devices.device_of(torch.device("cpu"))
-    if not isinstance(device, DeferredDevice):
-        return sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    power, counts = torch.empty((), dtype=torch.float64), torch.empty(2, dtype=torch.int64)
-
-    def kernel(power: Tensor, counts: Tensor) -> None:
-        found = sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-        power.copy_(found.sum_of_squares)
-        counts.copy_(torch.stack([found.nonfinite, found.zeros]))
-
-    device.mode.queue("grad_stats", kernel, (power, counts))
-    return GradStats(power, counts[0], counts[1])
+from opt_stack import Optimizer
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "grad_stats", launched_stats)
-
-
-class Trained(NamedTuple):
-    weights: list[Tensor]
-    results: list[tuple[Any, ...]]
-    loss_scale: float
-    steps: list[float]
-
-
-def built(case: Case, comm: Comm) -> tuple[nn.Module, Optimizer]:
-    net: nn.Module = Net(case.numbers.dtype, SHAPES)
-    roles = roles_over(comm)
-    if case.wrapping is not Wrapping.PLAIN:
-        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
-        net = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
-    config = replace(case.config, log_num_zeros_in_grad=True)
-    if case.numbers is Numbers.FP16:
-        config = replace(config, loss_scale_window=2, hysteresis=1)
-    return net, get_optimizer(config, [net], {}, pg_collection=roles)
-
-
-def iterate(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm) -> StepResult:
-    grads = grads_of(step, comm.rank, comm.size, SHAPES)
-    if step == BAD_STEP and comm.rank == 1:
-        grads["first"][2, 3] = torch.inf
-    optimizer.scale_loss(model(grads)).backward()
-    result = optimizer.step()
-    if isinstance(model, DistributedDataParallel):
-        model.zero_grad_buffer()
-    optimizer.zero_grad()
-    return result
-
-
-def outcome(model: nn.Module, optimizer: Optimizer, results: list[StepResult]) -> Trained:
-    steps = [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
-    if isinstance(model, DistributedDataParallel):
-        model.finish_param_sync()
-    weights = [param.detach().clone() for param in model.parameters()]
-    return Trained(weights, [tuple(result) for result in results], float(optimizer.get_loss_scale()), steps)
 
 
 def train_on_host(case: Case, comm: Comm) -> Trained:
@@ -130,11 +59,6 @@ def train_on_device(case: Case, one: DeferredRank) -> Trained:
     with one.device.host_reads_forbidden():
         results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
     return outcome(model, optimizer, results)
-
-
-def equal(found: Trained, expected: Trained) -> bool:
-    same_weights = all(torch.equal(one, other) for one, other in zip(found.weights, expected.weights, strict=True))
-    return same_weights and repr(found[1:]) == repr(expected[1:])
 
 
 def cases() -> Iterator[Case]:

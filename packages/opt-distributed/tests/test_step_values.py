@@ -13,7 +13,7 @@ from opt_distributed.step.clip import clip_coefficient, clip_coefficients
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.result import StepResult
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict
+from opt_distributed.step.verdict import Decided, Objections, Terms, Verdict
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
 
@@ -92,14 +92,13 @@ def test_host_and_device_judge_alike(scale: float, limit: float) -> None:
     for squares, num_nonfinite in SUMS:
         numbers = torch.tensor([*squares, num_nonfinite, 5.0, 0.0, 0.0], dtype=torch.float64)
         terms = Terms(2, torch.tensor(scale, dtype=torch.float64), limit)
-        host, device = (
-            kind(numbers, Objections(None, None, None, ()), terms, Host()) for kind in (Verdict, DeviceVerdict)
-        )
+        host = Verdict(numbers, Objections(None, None, None, ()), terms, Host())
+        device = Decided.of(numbers, None, terms)
         found = host.found
         assert bool(device.overflow) == found.overflow
         assert bool(device.skip) == (found.overflow or found.is_refused)
         assert not device.has_error
-        assert repr(tuple(device._norms.tolist())) == repr(found.norms)
+        assert repr(tuple(device.norms.tolist())) == repr(found.norms)
         if not found.overflow:
             scales = [float(one) for one in device.scales(1.5, (True, False))]
             assert scales == list(host.scales(1.5, (True, False)))

@@ -130,7 +130,10 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             "packages/opt-stack/tests/test_records.py"
             "::test_the_resolved_configuration_and_the_plan_are_logged_where_asked",
         ),
-        "optimizer_cuda_graph": _not_built(_BUILD),
+        "optimizer_cuda_graph": FieldUse(
+            "opt_stack.graphs",
+            "integration_tests/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
+        ),
         "muon_use_syrk": _effect(_RULES, "test_symmetric_products_are_computed_by_half"),
         "grad_norm_skip_threshold": FieldUse(
             _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"

@@ -177,7 +177,8 @@ class OptimizerConfig(Configuration):
     config_logger_dir: str = ""
     """Directory for the resolved configuration, written by rank 0; empty: none is written."""
     optimizer_cuda_graph: bool = False
-    """Capture the step as a CUDA graph."""
+    """Capture the step as a CUDA graph, and replay it. Of the groups, numbers stay live and all else is captured again
+    where it changes; every parameter needs a gradient in every step."""
 
     muon_use_syrk: bool = False
     """Compute Muon's Gram matrices by a kernel for symmetric products."""

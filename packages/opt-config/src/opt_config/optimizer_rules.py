@@ -128,6 +128,9 @@ def _together(config: "OptimizerConfig") -> Iterator[Problem]:
     yield from _learning_rates(config)
     yield from _numbers(config)
     yield from _shards(config)
+    if config.optimizer_cuda_graph and config.optimizer_cpu_offload:
+        reason = "updates on the host, which no graph repeats; leave it off, or set optimizer_cuda_graph=False"
+        yield Problem("optimizer_cpu_offload", True, reason)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
         reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
@@ -185,6 +188,9 @@ def _shards(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.overlap_param_gather and not (flat or whole):
         reason = "needs shards; set use_distributed_optimizer or use_layer_wise_distributed_optimizer"
         yield Problem("overlap_param_gather", True, reason)
+    if config.overlap_param_gather_with_optimizer_step and config.optimizer_cuda_graph:
+        reason = "is no part of a graph, whose step is one call; leave it off, or set optimizer_cuda_graph=False"
+        yield Problem("overlap_param_gather_with_optimizer_step", True, reason)
     if config.overlap_param_gather_with_optimizer_step and whole:
         reason = "is for use_distributed_optimizer; whole matrices are gathered bucket by bucket already"
         yield Problem("overlap_param_gather_with_optimizer_step", True, reason)

@@ -39,15 +39,16 @@ class StateSpec:
 class Hyper:
     """One row of the hyper-parameter table: a group's numbers at this step. A rule reads the fields it knows.
 
-    A rule with an attribute `hyper_names` finds the numbers of these names in `own`.
+    A rule with an attribute `hyper_names` finds the numbers of these names in `own`. Tensors are 0-d, on the device of
+    the works: the host need not know what a step is taken with.
     """
 
     lr: float | Tensor
     weight_decay: float | Tensor = 0.0
     step: int | Tensor = 1  # counts from 1
-    betas: tuple[float, ...] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9
+    betas: tuple[float | Tensor, ...] = (0.9, 0.999)
+    eps: float | Tensor = 1e-8
+    momentum: float | Tensor = 0.9
     own: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -24,6 +24,7 @@ from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.backends.elements import is_dense
 from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.graphs import check_graphs
 from opt_stack.hooks import check_start, cut_params
 from opt_stack.host_units import HostBuilder
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
@@ -46,6 +47,7 @@ class Model:
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
+    check_graphs(plan, model.device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
     own = {buffer.name: sources.get(buffer.name) or _source(plan, buffer, model, roles) for buffer in plan.buffers}
     units = list(_units(plan, model, roles, own))
     return Stepper(
@@ -56,6 +58,7 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
         scaler=scaler_of(plan.config.loss_scaling),
         limits=_limits(plan),
         spans=_spans(plan.config),
+        graphs=plan.config.optimizer_cuda_graph,
     )
 
 

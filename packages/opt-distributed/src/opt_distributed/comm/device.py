@@ -1,4 +1,4 @@
-"""What exists only on a device: streams, events, pinned memory, and memory given back while work on it is queued.
+"""What exists only on a device: streams, events, graphs, pinned memory, and memory given back while work is queued.
 
 Nothing else in this package names a stream or an event. On an accelerator an operation returns before it has run; on a
 CPU it is done when it returns, so that `Host` has nothing to do. `opt_distributed.comm.deferred` is a third
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from opt_distributed.comm.graph import CudaGraph, Graph, GraphError, refuse
 
 
 class Event(Protocol):
@@ -80,6 +82,10 @@ class Device(Protocol):
 
     def take_back_(self, tensor: Tensor) -> None:
         """Give `tensor` and its views memory again, uninitialised."""
+        ...
+
+    def graph(self) -> Graph:
+        """A graph without work yet. Raises GraphError where the device has none."""
         ...
 
 
@@ -157,6 +163,9 @@ class Host(_OwnsMemory):
     def on_host(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def graph(self) -> Graph:
+        raise refuse(torch.device("cpu"))
+
 
 class Accelerator(_OwnsMemory):
     """A device of torch's current accelerator."""
@@ -189,6 +198,11 @@ class Accelerator(_OwnsMemory):
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def upload(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise GraphError(
+                f"a tensor of the host, of shape {tuple(tensor.shape)}, while a graph is captured: every replay would "
+                "copy from memory that is gone by then; upload it before the capture"
+            )
         # torch's allocator of pinned memory keeps the copy's source until the copy has run.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
@@ -200,6 +214,11 @@ class Accelerator(_OwnsMemory):
 
     def on_host(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def graph(self) -> Graph:
+        if self._device.type != "cuda":
+            raise refuse(self._device)
+        return CudaGraph(self._device)
 
 
 @cache

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opt_config import ConstantScale, DynamicScale, NoScale
+from opt_distributed.comm.device import Device
 
 
 class Scaler(Protocol):
@@ -26,6 +27,10 @@ class Scaler(Protocol):
         Where `unless` is set, nothing changes."""
         ...
 
+    def stay_on(self, device: Device) -> None:
+        """Keeps what changes in one tensor of `device` from now on, as graphs need it; called before every replay."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -42,6 +47,9 @@ class ConstantScaler:
         return self.scale
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
+        return None
+
+    def stay_on(self, device: Device) -> None:
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,15 +73,19 @@ class DynamicScaler:
         self.rule = rule
         self._known: _State | None = _State(float(rule.initial), 0, rule.hysteresis)
         self._on_device: Tensor | None = None  # (3,) float64, where it is not known
+        self._stays = False  # `_on_device` is the same tensor for good
 
     @property
     def state(self) -> "_State":
         """What changes, on the host."""
-        if self._known is None:
-            assert self._on_device is not None
-            scale, clean, forgiven = self._on_device.tolist()
-            self._known = _State(scale, int(clean), int(forgiven))
-        return self._known
+        if self._known is not None:
+            return self._known
+        assert self._on_device is not None
+        scale, clean, forgiven = self._on_device.tolist()
+        state = _State(scale, int(clean), int(forgiven))
+        if not self._stays:  # else replays change it, and the host hears nothing of it
+            self._known = state
+        return state
 
     @property
     def scale(self) -> float:
@@ -87,10 +99,25 @@ class DynamicScaler:
         return self._on_device[0]
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
-        if isinstance(found_inf, Tensor):
-            self._on_device, self._known = self._updated_on_device(found_inf, unless), None
-        else:
+        if not isinstance(found_inf, Tensor):
             self._known = self._updated(self.state, found_inf)
+            return
+        after = self._updated_on_device(found_inf, unless)
+        if self._stays and self._known is None:
+            assert self._on_device is not None
+            self._on_device.copy_(after)
+        else:
+            self._on_device, self._known, self._stays = after, None, False
+
+    @torch.no_grad()
+    def stay_on(self, device: Device) -> None:
+        if self._known is not None:
+            state = device.upload(torch.tensor(self._known, dtype=torch.float64))
+            self._on_device = self._on_device.copy_(state) if self._stays and self._on_device is not None else state
+            self._known = None
+        if not self._stays:
+            assert self._on_device is not None
+            self._on_device, self._stays = self._on_device.clone(), True
 
     def _updated(self, state: "_State", found_inf: bool) -> "_State":
         rule, (scale, clean, forgiven) = self.rule, state

@@ -255,6 +255,10 @@ class BufferedGrads:
         if not all(self._has_gradient()):
             self._unused = frozenset(id for id, count in zip(self.doubtful, flags.tolist(), strict=True) if not count)
 
+    def lacking(self) -> ParamId | None:
+        """A parameter that this rank has no gradient of; None if there is none."""
+        return next((id for id in self.doubtful if self.params[id].grad is None), None)
+
     def _has_gradient(self) -> list[bool]:
         return [self.params[id].grad is not None for id in self.doubtful]
 

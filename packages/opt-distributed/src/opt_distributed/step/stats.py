@@ -1,22 +1,24 @@
 """The statistics of a step: norms, overflow, zeros; each element counted once over all ranks, in one reduction."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
+
+Upload = Callable[[Callable[[], Tensor]], Tensor]
+"""Brings the tensor of the host that a function makes to the device of the step; the host does not wait."""
 
 
 class Sums(NamedTuple):
@@ -56,9 +58,8 @@ def reduce_stats(
     device: torch.device,
     num_slots: int,
     count_zeros: bool,
-    refused: bool = False,
-    moved: bool = False,
-    flags: Sequence[float] = (),
+    known: Tensor,
+    upload: Upload,
 ) -> Tensor:
     """One all-reduce over all ranks, in float64: each brings what it counts, and no two count the same element.
 
@@ -68,14 +69,13 @@ def reduce_stats(
     Norms and zeros count one copy of each element. Finiteness is judged on every copy that may differ: a NaN on a rank
     whose copy is not counted stops the step as well.
 
-    `refused` and `moved` say whether this rank refuses its gradients, and whether updates no longer reach one of its
-    parameters. `flags`, as many on every rank, travel along. The host reads nothing, except where a source has to
-    (`Source.settle_`). Returns `Sums` as one tensor, float64 on the device.
+    `known` travels along: what `known_numbers` gives, on the device. `upload` brings other numbers of the host there,
+    which are the same at every step in which the same parameters have gradients. The host reads nothing, except where
+    a source has to (`Source.settle_`). Returns `Sums` as one tensor, float64 on the device.
 
     Raises:
         CollectiveError: a collective failed, or ran into the group's timeout.
     """
-    queues = devices.device_of(device)
     swept = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)  # squares by slot, non-finite, zeros
     for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
@@ -85,17 +85,24 @@ def reduce_stats(
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
-            counts = _settle_with_(family.sources, [family.axes.dp, family.axes.inter], swept[:0], queues).of_doubtful
+            counts = _settle_with_(family.sources, [family.axes.dp, family.axes.inter], swept[:0], upload).of_doubtful
             numels = _numels(family.sources, ready) if count_zeros else []
-            _subtract_unused_(swept[-1], queues.upload(_host(numels)), counts)
+            if numels:
+                _subtract_unused_(swept[-1], upload(partial(host_numbers, numels)), counts)
     numels = _numels(shared, ready) if count_zeros else []
-    known = queues.upload(_host([float(refused), float(moved), *flags, *numels]))
-    summed, counts = _settle_with_(shared, [everyone], torch.cat([swept, known]), queues)
+    beside = [swept, known, upload(lambda: host_numbers(numels))] if numels else [swept, known]
+    summed, counts = _settle_with_(shared, [everyone], torch.cat(beside), upload)
     if not numels:
         return summed
     sums, numels_of_all = torch.split(summed, [summed.numel() - len(numels), len(numels)])
     _subtract_unused_(sums[num_slots + 1], numels_of_all, counts)
     return sums
+
+
+def known_numbers(*, refused: bool, moved: bool, flags: Sequence[float] = ()) -> list[float]:
+    """What the host adds to the statistics: whether this rank refuses its gradients, whether updates no longer reach
+    one of its parameters, and `flags`, as many on every rank."""
+    return [float(refused), float(moved), *flags]
 
 
 def moved_parameter(families: Iterable[Family]) -> ParamId | None:
@@ -161,11 +168,12 @@ class _Settled(NamedTuple):
     of_doubtful: Tensor  # (doubtful parameters,): ranks that have a gradient of each
 
 
-def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor, queues: Device) -> _Settled:
+def _settle_with_(sources: Sequence[Source], comms: Sequence[Comm], beside: Tensor, upload: Upload) -> _Settled:
     """Sums the sources' flags over `comms` and settles them; `beside` (n,) travels along."""
-    flags = [source.flags() for source in sources]
-    sizes = [own.numel() for own in flags]
-    joined = torch.cat([beside, queues.upload(torch.cat(flags))]) if sum(sizes) else beside
+    sizes = [len(source.doubtful) for source in sources]
+    joined = beside
+    if sum(sizes):
+        joined = torch.cat([beside, upload(lambda: torch.cat([source.flags() for source in sources]))])
     if joined.numel():
         for comm in comms:
             _sum_(joined, comm)
@@ -185,12 +193,11 @@ def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
 
 
 def _subtract_unused_(zeros: Tensor, numels: Tensor, counts: Tensor) -> None:
-    """Takes the elements of parameters that no rank has a gradient of from `zeros`; no `numels` are not counted."""
-    if numels.numel():
-        zeros.sub_((numels * (counts == 0)).sum())
+    """Takes the elements of parameters that no rank has a gradient of from `zeros`."""
+    zeros.sub_((numels * (counts == 0)).sum())
 
 
-def _host(values: Sequence[float]) -> Tensor:
+def host_numbers(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 

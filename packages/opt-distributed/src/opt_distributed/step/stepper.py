@@ -10,10 +10,8 @@ device tensors. Whoever looks at the result waits. One exception: each step look
 which the device has long reached, so that errors of other ranks are raised one step later at the latest.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,27 +21,25 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.step.graphed import GraphedStep
 from opt_distributed.step.group_check import GroupCheck, Groups
-from opt_distributed.step.hooked import add_over_ranks_
+from opt_distributed.step.limits import Limits
 from opt_distributed.step.result import StepResult
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
-from opt_distributed.step.stats import Family, moved_parameter, reduce_norm, reduce_stats, reduce_zeros
-from opt_distributed.step.unit import Ready, Unit
-from opt_distributed.step.verdict import Found, Objections, Terms, Verdict, judge
+from opt_distributed.step.stats import (
+    Family,
+    host_numbers,
+    known_numbers,
+    moved_parameter,
+    reduce_norm,
+    reduce_stats,
+    reduce_zeros,
+)
+from opt_distributed.step.unit import Ready, Unit, begin_units_
+from opt_distributed.step.verdict import DeviceVerdict, Found, Objections, Terms, Verdict, judge
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When gradients are scaled down, and when a step is refused."""
-
-    slots: tuple[str, ...] = ("",)  # names of the gradient norms; the first, "", is the model's own
-    clips: tuple[bool, ...] = (True,)  # for each slot whether its gradients are scaled down to `max_norm`
-    max_norm: float = 1.0  # of each slot that is clipped; 0 leaves all gradients as they are
-    skip_above: float = math.inf  # a larger norm of slot "" refuses the step
-    count_zeros: bool = False
 
 
 class _Prepared(NamedTuple):
@@ -67,7 +63,9 @@ class Stepper:
         scaler: Scaler,
         limits: Limits,
         spans: Spans = profiler_spans,
+        graphs: bool = False,
     ):
+        """With `graphs`, `step` is captured and replayed, see `GraphedStep`; GraphError where the device has none."""
         self.units = tuple(units)
         self.families = tuple(families)
         self.everyone = everyone  # all ranks of all units
@@ -81,6 +79,11 @@ class Stepper:
         self._verdict: Verdict | None = None  # of the last step
         self._is_unread = False  # whether its errors may not have been raised
         self._group_check: GroupCheck | None = None
+        self._graphed: GraphedStep | None = None
+        if graphs:
+            self._graphed = GraphedStep(
+                units=self.units, families=self.families, everyone=everyone, device=device, scaler=scaler
+            )
 
     def compare_groups(self, groups: Groups) -> None:
         """Lets every step compare the numbers of `groups` between ranks. Collective: all ranks call it together."""
@@ -96,10 +99,7 @@ class Stepper:
 
         Raises what `prepare_grads` and `step_with_ready_grads` raise.
         """
-        verdict = self._prepare(groups)
-        if self._queues.is_asynchronous or not (verdict.found.overflow or verdict.found.is_refused):
-            self._update(groups)
-        self._ready = None
+        verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
         if verdict.is_own:
             self._looked_at(verdict)  # raises: this rank's own objection need not wait for the next step
         return StepResult.later(lambda: self._result(verdict))
@@ -178,12 +178,45 @@ class Stepper:
         """The model's gradient norm as `prepare_grads` found it last; 0 before the first step."""
         return 0.0 if self._verdict is None else self._looked_at(self._verdict).norms[0]
 
+    def _made(self, groups: Groups) -> Verdict:
+        verdict = self._prepare(groups)
+        if self._queues.is_asynchronous or not (verdict.found.overflow or verdict.found.is_refused):
+            self._update(groups)
+        self._ready = None
+        return verdict
+
     @torch.no_grad()
-    def _prepare(self, groups: Groups) -> Verdict:
-        """Everything up to the verdict. On a CPU its errors are raised here, else where it is looked at."""
+    def _replayed(self, graphed: GraphedStep, groups: Groups) -> Verdict:
+        """A step whose work on the device is a graph, except in the first step and where something has changed."""
+        self._begin()
+        limits, check = self.limits, self._group_check
+        with self._naming_the_step():
+            refused = self._reduce()
+            ready = [unit.ready() for unit in self.units]
+            if (id := graphed.lacking(ready)) is not None and refused is None:
+                refused = UnusableGradientError(
+                    f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
+                    "parameters every time; freeze those that are not used, or turn graphs off"
+                )
+            objections = Objections(refused, moved_parameter(self.families), check, groups)
+            with self.spans("optimizer-inner-step"):
+                decided = graphed.step(ready, groups, self._known_numbers(objections), limits, check)
+            terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
+            verdict = DeviceVerdict(decided, objections, terms, self._queues)
+            self._verdict, self._is_unread = verdict, True
+            for unit in self.units:
+                self._publish(unit)
+        return verdict
+
+    def _begin(self) -> None:
         self._raise_what_is_unread()
         self.num_begun += 1
         self._ready = None
+
+    @torch.no_grad()
+    def _prepare(self, groups: Groups) -> Verdict:
+        """Everything up to the verdict. On a CPU its errors are raised here, else where it is looked at."""
+        self._begin()
         inv_scale = 1.0 / self.scaler.factor
         with self._naming_the_step():
             verdict, ready = self._judged(groups, inv_scale)
@@ -196,7 +229,7 @@ class Stepper:
         refused = self._reduce()
         with self.spans("optimizer-unscale-and-check-inf"):
             ready = [unit.ready() for unit in self.units]
-            compared, moved = self._group_check, moved_parameter(self.families)
+            objections = Objections(refused, moved_parameter(self.families), self._group_check, groups)
             numbers = reduce_stats(
                 self.families,
                 ready,
@@ -204,17 +237,21 @@ class Stepper:
                 device=self.device,
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
-                refused=refused is not None,
-                moved=moved is not None,
-                flags=compared.flags(groups) if compared else (),
+                known=self._queues.upload(host_numbers(self._known_numbers(objections))),
+                upload=lambda make: self._queues.upload(make()),
             )
             verdict = judge(
                 numbers,
-                Objections(refused, moved, compared, groups),
+                objections,
                 Terms(len(self.limits.slots), inv_scale, self.limits.skip_above),
                 self._queues,
             )
         return verdict, ready
+
+    def _known_numbers(self, objections: Objections) -> list[float]:
+        refused, moved, check, groups = objections
+        flags = check.flags(groups) if check is not None else ()
+        return known_numbers(refused=refused is not None, moved=moved is not None, flags=flags)
 
     def _reduce(self) -> UnusableGradientError | None:
         """Returns why this rank's gradients must not be used; the statistics carry that to the other ranks."""
@@ -235,15 +272,18 @@ class Stepper:
         with self.spans("optimizer-clip-main-grad"):
             scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
         with self._naming_the_step():
-            units = list(zip(self.units, ready.of_units, strict=True))
-            begun = [unit.begin_(of_unit, groups, scale_of_slot=scales, skip=skip) for unit, of_unit in units]
-            add_over_ranks_(begun, device=self.device)
-            for (unit, of_unit), of_hooks in zip(units, begun, strict=True):
+            begun = begin_units_(
+                self.units, ready.of_units, groups, scale_of_slot=scales, skip=skip, device=self.device
+            )
+            for unit, of_unit, of_hooks in zip(self.units, ready.of_units, begun, strict=True):
                 with self.spans("optimizer-inner-step"):
                     unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
-                with self.spans("params-all-gather"):
-                    for source in unit.completes:
-                        source.publish_()
+                self._publish(unit)
+
+    def _publish(self, unit: Unit) -> None:
+        with self.spans("params-all-gather"):
+            for source in unit.completes:
+                source.publish_()
 
     def _result(self, verdict: Verdict) -> tuple[bool, float, int | None]:
         found = self._looked_at(verdict)

@@ -13,7 +13,7 @@ from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
-from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, begin_
+from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
@@ -97,6 +97,7 @@ class Unit:
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, where hooks see norms
     host: HostSide | None = None  # where state is on the host of a device: brings gradients there, and parameters back
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
+    _memory: list[Tensor] = field(init=False, default_factory=list)  # since the runs were made
 
     def ready(self) -> Ready:
         """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
@@ -223,7 +224,19 @@ class Unit:
             return _runs(pieces)
         if not self._runs or not all(run.is_together for run in self._runs) or _may_join(self._runs):
             self._runs = _runs(pieces)
+            self._memory = []
         return self._runs
+
+    def counts(self, ready: Ready) -> list[StepCount]:
+        """The counts of updates in which these pieces step."""
+        return [run.count for run in self._runs_of(ready.pieces)]
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """All tensors that updates of all pieces write."""
+        if not self._memory:
+            self._memory = [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
+        return self._memory
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces, as it is before the first step."""
@@ -232,6 +245,25 @@ class Unit:
     def state_bytes(self) -> int:
         """Bytes this rank keeps for the unit beside parameters and gradients."""
         return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
+
+
+@torch.no_grad()
+def begin_units_(
+    units: Sequence[Unit],
+    ready: Sequence[Ready],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    scale_of_slot: Sequence[float | Tensor],
+    skip: Tensor | None,
+    device: torch.device,  # of what travels between ranks
+) -> list[HookedStep | None]:
+    """`Unit.begin_` of all, with the sums of cut parameters added up. Raises CollectiveError where a peer is lost."""
+    begun = [
+        unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip)
+        for unit, of_unit in zip(units, ready, strict=True)
+    ]
+    add_over_ranks_(begun, device=device)
+    return begun
 
 
 _COUNT = attrgetter("count")

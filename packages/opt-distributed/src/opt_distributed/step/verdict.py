@@ -1,7 +1,7 @@
 """What a step's statistics mean: norms, overflow, refusal, errors; for the host, and for a device it does not wait for.
 
-`Verdict` is the host's view, read when somebody asks. Where the host must not wait, `DeviceVerdict` holds the same
-decisions as tensors: the update takes a skip flag and scales from it. Both follow the same rules.
+`Verdict` is the host's view, read when somebody asks. Where the host must not wait, `Decided` holds the same decisions
+as tensors: the update takes a skip flag and scales from it. Both follow the same rules.
 """
 
 import math
@@ -113,39 +113,63 @@ class Verdict:
             group_check.check(sums.flags, groups)
 
 
+class Decided(NamedTuple):
+    """What follows from a step's statistics, decided on the device: tensors there, 0-d unless a shape is given."""
+
+    numbers: Tensor  # (n,) float64: the statistics
+    inv_scale: float | Tensor
+    norms: Tensor  # (slots,) float64, as in `Found`
+    overflow: Tensor
+    has_error: Tensor  # whether `Verdict.found` will raise
+    skip: Tensor  # the update must write nothing
+
+    @classmethod
+    def of(cls, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> "Decided":
+        """The decisions, by the rules of `Verdict.found`."""
+        sums = Sums.of(numbers, num_slots=terms.num_slots)
+        norms = sums.squares.sqrt()  # NaN where a sum is negative or NaN
+        norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
+        overflow = ~norms.isfinite().all()
+        has_error = (sums.num_refused > 0) | (sums.num_moved > 0)
+        if group_check is not None:
+            has_error |= group_check.differ(sums.flags).any()
+        norms = norms * terms.inv_scale
+        return cls(
+            numbers, terms.inv_scale, norms, overflow, has_error, overflow | has_error | (norms[0] > terms.skip_above)
+        )
+
+    def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
+        """As those of `Verdict`."""
+        coefficients = clip_coefficients(self.norms, max_norm).unbind()
+        by_slot = zip(coefficients, clips, strict=True)
+        return [(one if clips else torch.ones_like(one)) * self.inv_scale for one, clips in by_slot]
+
+
 class DeviceVerdict(Verdict):
     """One step's verdict, decided on the device."""
 
-    def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
-        super().__init__(numbers, objections, terms, device)
-        sums, check = Sums.of(numbers, num_slots=terms.num_slots), objections.group_check
-        norms = sums.squares.sqrt()  # NaN where a sum is negative or NaN
-        norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
-        self._norms = norms * terms.inv_scale
-        self._overflow: Tensor = ~norms.isfinite().all()
-        self._has_error: Tensor = (sums.num_refused > 0) | (sums.num_moved > 0)
-        if check is not None:
-            self._has_error |= check.differ(sums.flags).any()
-        self.skip = self._overflow | self._has_error | (self._norms[0] > terms.skip_above)
+    def __init__(self, decided: Decided, objections: Objections, terms: Terms, device: Device):
+        super().__init__(decided.numbers, objections, terms, device)
+        self._decided = decided
+        self.skip = decided.skip
 
     @property
     def overflow(self) -> Tensor:
-        return self._overflow
+        return self._decided.overflow
 
     @property
     def has_error(self) -> Tensor:
-        return self._has_error
+        return self._decided.has_error
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
-        coefficients = clip_coefficients(self._norms, max_norm).unbind()
-        by_slot = zip(coefficients, clips, strict=True)
-        return [(one if clips else torch.ones_like(one)) * self._terms.inv_scale for one, clips in by_slot]
+        return self._decided.scales(max_norm, clips)
 
 
 def judge(numbers: Tensor, objections: Objections, terms: Terms, device: Device) -> Verdict:
     """The verdict on what `reduce_stats` gave, of the kind that suits the device."""
-    kind = DeviceVerdict if device.is_asynchronous else Verdict
-    return kind(numbers, objections, terms, device)
+    if not device.is_asynchronous:
+        return Verdict(numbers, objections, terms, device)
+    return DeviceVerdict(Decided.of(numbers, objections.group_check, terms), objections, terms, device)
 
 
 def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Found:

@@ -252,14 +252,18 @@ def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str
     if name in constants:
         return constants[name]
     if name in hyper.own:
-        return float(hyper.own[name])
+        return _number(hyper.own[name])
     if name in ("lr", "weight_decay", "step", "eps", "momentum"):
         value: float | Tensor = getattr(hyper, name)
         return value
     if name.startswith("beta") and name[4:].isdigit():
         if int(name[4:]) > len(hyper.betas):
             raise FormulaError(f"betas={hyper.betas!r} has {len(hyper.betas)} numbers; {formula.name!r} reads {name}")
-        return float(hyper.betas[int(name[4:]) - 1])
+        return _number(hyper.betas[int(name[4:]) - 1])
     default = formula.defaults[name]
     assert not isinstance(default, tuple)
     return default
+
+
+def _number(value: Any) -> float | Tensor:
+    return value if isinstance(value, Tensor) else float(value)

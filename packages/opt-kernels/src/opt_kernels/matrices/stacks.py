@@ -161,6 +161,11 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     return out if isinstance(grad_scale, float) and grad_scale == 1.0 else out.mul_(grad_scale)
 
 
+def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
+    """`number` as `x.lerp_` takes it: a tensor in the dtype of `x`."""
+    return number.to(x.dtype) if isinstance(number, Tensor) else number
+
+
 def compute_dtype(work: Work) -> torch.dtype:
     """float64 where the main is, else float32."""
     return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32

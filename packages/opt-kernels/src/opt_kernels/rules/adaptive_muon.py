@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from opt_kernels.matrices.stacks import (
     matrix_dim,
     read_state,
     sum_of_squares,
+    weight_for,
     whole_size,
     write_state_,
 )
@@ -67,6 +69,8 @@ class AdaptiveMuon:
     def __post_init__(self) -> None:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
             raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
+
+    capturable: ClassVar[bool] = True  # the host reads nothing
 
     @property
     def name(self) -> str:
@@ -154,7 +158,8 @@ class AdaptiveMuon:
 def seen(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
     """The second moment `name`, with `squares` in it: v + (1 - b2)(squares - v)."""
     hyper, work = task
-    second = read_state(work, name, Plain()).lerp_(squares, 1.0 - hyper.betas[1])
+    second = read_state(work, name, Plain())
+    second.lerp_(squares, weight_for(second, 1.0 - hyper.betas[1]))
     write_state_(work, name, Plain(), second, skip)
     return second
 

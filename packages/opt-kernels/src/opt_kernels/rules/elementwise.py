@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class ElementwiseRule:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
         _ = self.codecs
 
+    capturable: ClassVar[bool] = True  # the host reads nothing
+
     @property
     def name(self) -> str:
         return self.formula.name
@@ -68,6 +70,11 @@ class ElementwiseRule:
     def state_specs(self) -> tuple[StateSpec, ...]:
         return state_specs(self.codecs)
 
+    @property
+    def choosing_numbers(self) -> tuple[str, ...]:
+        """The numbers that switch a part of the formula off where the host gives a zero."""
+        return tuple(choice.off_at_zero for choice in self.formula.choices if choice.off_at_zero)
+
     def check_numbers(self, values: Mapping[str, object]) -> None:
         """Raises NumberError for a number of a group that is not allowed."""
         self.formula.check_numbers(values)
@@ -87,7 +94,9 @@ class ElementwiseRule:
         off = [
             choice.name
             for choice in self.formula.choices
-            if choice.off_at_zero and constants[choice.name] and not number_of(hyper, choice.off_at_zero, self.formula)
+            if choice.off_at_zero
+            and constants[choice.name]
+            and _is_zero(number_of(hyper, choice.off_at_zero, self.formula))
         ]
         return self.formula.with_constants(**dict.fromkeys(off, False))
 
@@ -102,6 +111,11 @@ class ElementwiseRule:
         for formula, same in by_formula.items():
             kept: Mapping[str, StateCodec] = {state.name: codecs[state.name] for state in formula.states}
             sweep(same, formula, kept, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+
+
+def _is_zero(number: object) -> bool:
+    """Of a tensor the host does not know: whoever gives one means a number that chooses nothing."""
+    return not isinstance(number, Tensor) and not number
 
 
 def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class Muon:
         check_backend(self.backend, "muon")
         codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
+
+    capturable: ClassVar[bool] = True  # the host reads nothing
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class NAMO:
     def __post_init__(self) -> None:
         if self.muon.weight_decay_method is Decay.L2:
             raise ValueError("NAMO with L2 weight decay: its scale is of the gradient alone; give decoupled decay")
+
+    capturable: ClassVar[bool] = True  # the host reads nothing
 
     @property
     def name(self) -> str:

@@ -6,12 +6,14 @@ own, as over NCCL. A missing wait, memory that is dropped or given back too earl
 give wrong numbers, or an error, in some of the orders.
 """
 
+from opt_distributed.comm.deferred.graphs import CaptureError
 from opt_distributed.comm.deferred.memory import ReleasedError
 from opt_distributed.comm.deferred.operations import HostReadError
 from opt_distributed.comm.deferred.queues import DeadlockError
 from opt_distributed.comm.deferred.ranks import DeferredComm, DeferredDevice, DeferredRank, run_deferred
 
 __all__ = [
+    "CaptureError",
     "DeadlockError",
     "DeferredComm",
     "DeferredDevice",

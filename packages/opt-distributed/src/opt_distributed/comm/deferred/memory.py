@@ -31,6 +31,7 @@ class Memory:
         self._released: set[int] = set()
         self._on_host: dict[int, Tensor] = {}  # by storage: an alias, so that the address is not given to others
         self._num_kept = 0  # of these when they were last looked through
+        self._captured: dict[int, int] = {}  # by storage: references that graphs hold
 
     def allocated(self, tensor: Tensor, queue: Queue, *, on_host: bool = False) -> None:
         """Notes new memory; what was known of its address is gone."""
@@ -73,6 +74,25 @@ class Memory:
             if not held:
                 del self._used[key]
                 self._dropped.discard(key)
+
+    @staticmethod
+    def key(tensor: Tensor) -> int:
+        """Names the memory of a tensor for as long as it lives."""
+        return _key(tensor)
+
+    def capture(self, key: int) -> None:
+        """A graph holds a tensor of this memory, which does not keep it from its next owner."""
+        self._captured[key] = self._captured.get(key, 0) + 1
+
+    def uncapture(self, key: int) -> None:
+        """It no longer does."""
+        self._captured[key] -= 1
+
+    def check_captured(self, key: int, name: str) -> None:
+        """Raises ReleasedError where nobody but graphs and queued tasks holds memory that a graph reads."""
+        queued = len(self._used.get(key, ()))
+        if key in self._released or _num_references(key) <= self._captured[key] + queued:
+            raise ReleasedError(f"{name} of a graph works on memory that was given back since the capture")
 
     def release(self, tensor: Tensor) -> None:
         """Gives memory back, whoever still refers to it."""

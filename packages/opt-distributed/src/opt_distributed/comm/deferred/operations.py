@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opt_distributed.comm.deferred.graphs import CaptureError, Recording
 from opt_distributed.comm.deferred.memory import Memory, poison_
 from opt_distributed.comm.deferred.queues import Queue, Task
 
@@ -49,9 +50,10 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, memory: Memory, current: Callable[[], Queue]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory, self._current = memory, current
+        self.memory, self._current = memory, current
         self.forbids_reads = False
         self.is_on_host = False  # whether the host computes, and new tensors are its own
+        self.recording: Recording | None = None  # while a graph is captured
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -59,7 +61,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
         kind = _kind(func)
-        on_host = [self._memory.is_on_host(tensor) for tensor in tensors]
+        on_host = [self.memory.is_on_host(tensor) for tensor in tensors]
         if kind is _Kind.VIEWS:
             return func(*args, **kwargs)
         if all(on_host) and (tensors or self.is_on_host):
@@ -82,31 +84,43 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             HostReadError: it must not.
         """
+        if self.recording is not None:
+            raise CaptureError(f"{what} waits for the device while a graph is captured")
         if self.forbids_reads:
             raise HostReadError(f"{what} waits for the device")
         self._current().synchronize()
 
     def queue(self, name: str, run: Callable[..., object], given: Any, *, on: Queue | None = None) -> None:
-        """Lets `run(*given)` run in the order of a stream, with aliases of all tensors in `given`."""
+        """Lets `run(*given)` run in the order of a stream, with aliases of all tensors in `given`; while a graph is
+        captured, at each replay."""
+        if self.recording is not None:
+            self.record(name, lambda held: self.queue(name, run, held, on=on), given)
+            return
         queue = on or self._current()
         task = self.task(name, run, given)
         queue.push(task)
         queue.world.go_on(queue.rank)
 
+    def record(self, name: str, call: Callable[[Any], None], given: Any) -> None:
+        """Lets each replay of the graph that is captured make `call(given)`."""
+        assert self.recording is not None
+        held = _mapped(lambda tensor: tensor.data, given)  # views stay what they are now
+        self.recording.add(name, lambda: call(held), list(_tensors(held)))
+
     def task(self, name: str, run: Callable[..., object], given: Any) -> Task:
         """What `queue` queues."""
-        self._memory.overwrite_dropped()
+        self.memory.overwrite_dropped()
         used: list[Tensor] = []
 
         def use(tensor: Tensor) -> Tensor:
-            used.append(self._memory.use(tensor))
+            used.append(self.memory.use(tensor))
             return used[-1]
 
         held = _mapped(use, given)
 
         def work() -> None:
             run(*held)
-            self._memory.done(used)
+            self.memory.done(used)
 
         return Task(name, work)
 
@@ -115,19 +129,23 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
         for one in _tensors(made):
             if one.untyped_storage()._cdata not in given:
-                self._memory.allocated(one, self._current(), on_host=True)
+                self.memory.allocated(one, self._current(), on_host=True)
         return made
 
     def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = func(*args, **kwargs)
         given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
         new = [one for one in _tensors(made) if one.untyped_storage()._cdata not in given]
+        if self.recording is not None:
+            self.recording.made.update(self.memory.key(one) for one in new)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         drawn = [one.clone() for one in new] if is_random else []
         for one in new:
-            self._memory.allocated(one, self._current())
+            self.memory.allocated(one, self._current())
             poison_(one)
         if is_random:
+            if self.recording is not None:
+                raise CaptureError(f"{func} draws random numbers while a graph is captured")
             self.queue(str(func), lambda targets: torch._foreach_copy_(targets, drawn), (new,))
         elif new and not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
             self.queue(str(func), _write_again, (func, args, kwargs, new))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Op, Pending, Sizes
+from opt_distributed.comm.deferred.graphs import CaptureError, DeferredGraph
 from opt_distributed.comm.deferred.memory import Memory, at_once, poison_
 from opt_distributed.comm.deferred.operations import Deferring
 from opt_distributed.comm.deferred.queues import Event, Meeting, Queue, Stopped, World
+from opt_distributed.comm.graph import Graph
 
 _rank = threading.local()  # the device of the rank that a thread is
 _HOST_READS = ("tolist", "numpy")  # of a tensor, that no dispatch mode sees
@@ -30,13 +32,18 @@ class DeferredDevice:
         self._side = Queue(world, rank, "side")
         self._current = self._compute
         self.memory = Memory(self._compute)
-        self.mode = Deferring(self.memory, self.current_stream)
+        self.mode = Deferring(self.memory, lambda: self._current)
 
     def current_stream(self) -> Queue:
+        self._check_not_capturing("an event of a stream")
         return self._current
 
     def side_stream(self) -> Queue:
+        self._check_not_capturing("an event of a stream")
         return self._side
+
+    def graph(self) -> Graph:
+        return DeferredGraph(self.mode)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -47,6 +54,7 @@ class DeferredDevice:
             self._current = before
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
+        self._check_not_capturing("a copy to the host")
         with at_once():
             pinned = torch.empty_like(tensor)
             poison_(pinned)
@@ -54,6 +62,7 @@ class DeferredDevice:
         return pinned
 
     def upload(self, tensor: Tensor) -> Tensor:
+        self._check_not_capturing("a copy from the host")
         if not self.memory.is_on_host(tensor):
             return tensor
         with at_once():
@@ -83,6 +92,7 @@ class DeferredDevice:
             self.mode.is_on_host = before
 
     def release_(self, tensor: Tensor) -> None:
+        self._check_not_capturing("memory that is given back")
         self.memory.release(tensor)
 
     def take_back_(self, tensor: Tensor) -> None:
@@ -98,6 +108,10 @@ class DeferredDevice:
             yield
         finally:
             self.mode.forbids_reads = False
+
+    def _check_not_capturing(self, what: str) -> None:
+        if self.mode.recording is not None:
+            raise CaptureError(f"{what} while a graph is captured")
 
     def synchronize(self) -> None:
         """Return once everything that this rank has queued has run."""
@@ -124,6 +138,13 @@ class DeferredPending:
         """Make the current stream wait; the host goes on."""
         self._device.current_stream().wait_event(self._done)
         self._tensors = ()
+
+
+class _AtReplay:
+    """A collective of a graph, for which the replay waits before it goes on."""
+
+    def wait(self) -> None:
+        return None
 
 
 class DeferredComm:
@@ -153,6 +174,8 @@ class DeferredComm:
         self._start("broadcast", _broadcast, (x, src), False)
 
     def gather_objects(self, value: Any) -> list[Any]:
+        if self._device.mode.recording is not None:
+            raise CaptureError("an exchange of objects while a graph is captured")
         values = self._group.exchanges.setdefault(self._num_exchanges, {})
         self._num_exchanges += 1
         values[self.rank] = value
@@ -162,6 +185,9 @@ class DeferredComm:
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
         """Queues the rank's part; all parts run at once, when each is at the head of its stream."""
+        if self._device.mode.recording is not None:
+            self._device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
+            return _AtReplay()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = self._group.meetings.setdefault(number, Meeting(kind, self.size, run))
         if meeting.kind != kind:

@@ -73,7 +73,7 @@ def _fused(formula: Formula, hyper: Hyper) -> Sweep | None:
         dampening, has_momentum = number_of(hyper, "dampening", formula), bool(constants["has_momentum"])
         return _fused_sgd(
             hyper,
-            momentum=hyper.momentum if has_momentum else 0.0,
+            momentum=float(hyper.momentum) if has_momentum else 0.0,
             dampening=float(dampening),
             nesterov=bool(constants["nesterov"]) and has_momentum,
         )
@@ -93,10 +93,10 @@ def _fused_adam(hyper: Hyper, *, decoupled: bool, amsgrad: bool) -> Sweep:
             tile.states.get("max_exp_avg_sq", []),
             [step] * len(tile.mains),
             lr=float(hyper.lr),
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
+            beta1=float(hyper.betas[0]),
+            beta2=float(hyper.betas[1]),
             weight_decay=float(hyper.weight_decay),
-            eps=hyper.eps,
+            eps=float(hyper.eps),
             amsgrad=amsgrad,
             maximize=False,
         )

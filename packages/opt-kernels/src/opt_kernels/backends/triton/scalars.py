@@ -35,6 +35,8 @@ LR_DECAY: tl.constexpr = tl.constexpr(13)  # lr * weight_decay
 MOMENTUM: tl.constexpr = tl.constexpr(14)
 STEP: tl.constexpr = tl.constexpr(15)  # an int32 in the float's bits
 
+Rows = tuple[tuple[float | Tensor, ...], ...]
+
 HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 per row that come from the host
 
 
@@ -121,9 +123,9 @@ def scalar_block(
     own = [(*hyper.betas[:2], hyper.eps, hyper.momentum) for hyper in hypers]
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
     # `fill_scalars` reads the gradient scale last.
-    rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
+    rows: Rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
     block = torch.empty(len(hypers), WIDTH.value, dtype=torch.float32, device=device)
-    fill_scalars[(len(hypers),)](block, host_rows(rows, device), *columns.on_device)
+    fill_scalars[(len(hypers),)](block, rows_on(device, rows), *columns.on_device)
     return block
 
 
@@ -157,15 +159,19 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     if not tensors:
         return None
     if len(tensors) < len(values):
-        values = [v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in values]
+        values = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in values]
         tensors = [torch.as_tensor(v) for v in values]
     # One dtype, so that the stack is one launch: float64 holds every step and rate exactly.
     same = all(t.dtype is tensors[0].dtype for t in tensors)
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
 
 
-def host_rows(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    """Numbers of the host on `device`, (rows, numbers) float64."""
+def rows_on(device: torch.device, rows: Rows) -> Tensor:
+    """These numbers on `device`, (rows, numbers) float64."""
+    if any(isinstance(value, Tensor) for row in rows for value in row):
+        stacked = _on_device([value for row in rows for value in row], device)
+        assert stacked is not None
+        return stacked.to(torch.float64).view(len(rows), -1)
     return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.backends.triton.formats import Formats, rounds_by_chance, triton_dtype
 from opt_kernels.backends.triton.kernels import Kernels, host_numbers, kernels_of
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.backends.triton.scalars import given_columns, host_rows
+from opt_kernels.backends.triton.scalars import Rows, given_columns, rows_on
 from opt_kernels.backends.triton.sweep import launch
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
@@ -64,8 +64,12 @@ def filled(
     """The scalar block of the formula, (rows, row_width) float32; nothing waits for the device."""
     own = host_numbers(formula)[4:]
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
-    numbers = [[float(number_of(hyper, name, formula)) for name in own] for hyper in hypers]
-    rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
+    numbers = [[_number(number_of(hyper, name, formula)) for name in own] for hyper in hypers]
+    rows: Rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
     block = torch.empty(len(hypers), kernels.row_width, dtype=torch.float32, device=device)
-    kernels.fill[(len(hypers),)](block, host_rows(rows, device), *columns.on_device)
+    kernels.fill[(len(hypers),)](block, rows_on(device, rows), *columns.on_device)
     return block
+
+
+def _number(value: float | Tensor | str) -> float | Tensor:
+    return value if isinstance(value, Tensor) else float(value)

@@ -14,6 +14,7 @@ from opt_kernels.matrices.stacks import (
     read_state,
     scaled_grads,
     stacks,
+    weight_for,
     write_main_,
     write_state_,
 )
@@ -60,11 +61,11 @@ def accumulate_(
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
     momentum = stored if in_place else read_state(work, MOMENTUM, codec)
-    momentum.lerp_(grad, 1.0 - hyper.momentum)
+    momentum.lerp_(grad, weight_for(momentum, 1.0 - hyper.momentum))
     if not in_place:
         write_state_(work, MOMENTUM, codec, momentum, skip)
     if nesterov:
-        grad.lerp_(momentum, hyper.momentum)
+        grad.lerp_(momentum, weight_for(grad, hyper.momentum))
     else:
         grad.copy_(momentum)
 

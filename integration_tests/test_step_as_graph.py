@@ -1,0 +1,408 @@
+"""A step that is captured once and replayed: the bits of steps that are not, and what stays live between replays.
+
+The fake accelerator records what is queued during a capture and queues it again at each replay. A host read, an upload
+or a wait for an event is an error during a capture, and so is memory that was given back by the time of a replay.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from on_device import BAD_STEP, NUM_ORDERS, SHAPES, SIZE, LaunchedRule, Trained, built, equal, launched_stats, outcome
+from parity import Case, Numbers, Spread, Wrapping, grads_of, roles_over
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.deferred import CaptureError, DeferredRank, HostReadError, ReleasedError, run_deferred
+from opt_distributed.comm.device import HostCopy
+from opt_distributed.comm.graph import Graph, GraphError
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.step import graphed, stats
+from opt_distributed.step.counts import StepCount
+from opt_distributed.step.scaler import DynamicScaler
+from opt_kernels.hyper_table import HyperTable
+from opt_stack import Optimizer, get_optimizer
+
+STEPS = 6
+FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
+BAD_STEPS = (BAD_STEP, 4)  # while steps run as they are, and in a replay
+
+Between = Callable[[int, nn.Module, Optimizer], None]
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+
+
+def schedule(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """All numbers of all groups change at every step."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.02 / (1 + step + number)
+        group["weight_decay"] = 0.01 * step
+        if "betas" in group:
+            group["betas"] = (0.9 - 0.01 * step, 0.99 - 0.01 * step)
+        if "momentum" in group:
+            group["momentum"] = 0.9 - 0.05 * step
+
+
+def iterate(step: int, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Any:
+    grads = grads_of(step, comm.rank, comm.size, SHAPES)
+    if step in BAD_STEPS and comm.rank == comm.size - 1:
+        grads["first"][2, 3] = torch.inf
+    optimizer.scale_loss(model(grads)).backward()
+    result = optimizer.step()
+    if isinstance(model, DistributedDataParallel):
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+    return result
+
+
+def train(case: Case, comm: Comm, between: Between) -> Trained:
+    model, optimizer = built(case, comm)
+    results = []
+    for step in range(STEPS):
+        between(step, model, optimizer)
+        results.append(iterate(step, model, optimizer, comm))
+    return outcome(model, optimizer, results)
+
+
+def built_with_graphs(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimizer]:
+    model, optimizer = built(case, one.comm, optimizer_cuda_graph=True)
+    for unit in optimizer.stepper.units:
+        unit.rule = LaunchedRule(unit.rule)
+    return model, optimizer
+
+
+def train_with_graphs(case: Case, one: DeferredRank, between: Between = schedule) -> tuple[Trained, list[str]]:
+    """Also what each step did: replay, capture, or neither."""
+    model, optimizer = built_with_graphs(case, one)
+    did = watched(optimizer)
+    results = []
+    with one.device.host_reads_forbidden():
+        for step in range(STEPS):
+            between(step, model, optimizer)
+            did.append("")
+            results.append(iterate(step, model, optimizer, one.comm))
+    return outcome(model, optimizer, results), did
+
+
+def watched(optimizer: Optimizer) -> list[str]:
+    """What is done with the graph from now on, in the last entry."""
+    did: list[str] = []
+    step = optimizer.stepper._graphed
+    assert step is not None
+    step._recorded._graph = Watched(step._recorded._graph, did)
+    return did
+
+
+class Watched:
+    """A graph that notes its captures and replays."""
+
+    def __init__(self, graph: Graph, did: list[str]):
+        self._graph, self._did = graph, did
+
+    def capture(self) -> Any:
+        self._did[-1] += "capture "
+        return self._graph.capture()
+
+    def replay(self) -> None:
+        self._did[-1] += "replay"
+        self._graph.replay()
+
+
+def cases() -> Iterator[Case]:
+    for spread in Spread:
+        for numbers in Numbers:
+            for wrapping in Wrapping:
+                rule = "muon" if spread is Spread.WHOLE else "adam"
+                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+    for rule in ("sgd", "lion", "adaptive_muon"):
+        yield Case(
+            size=1, spread=Spread.REPLICATED, numbers=Numbers.FP16, rule=rule, clips=True, wrapping=Wrapping.PLAIN
+        )
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_replays_give_the_bits_of_steps_in_every_order(case: Case) -> None:
+    """Two of the steps overflow, one of them in a replay; learning rates, decays and betas change all the time."""
+    expected = run_threads(case.size, lambda comm: train(case, comm, schedule))
+    assert [result[0] for result in expected[0].results] == [step not in BAD_STEPS for step in range(STEPS)]
+    for seed in range(NUM_ORDERS):
+        trained = run_deferred(case.size, partial(train_with_graphs, case), seed=seed)
+        for (found, did), of_rank in zip(trained, expected, strict=True):
+            assert did == ["", "capture replay", *["replay"] * (STEPS - 2)]
+            assert equal(found, of_rank), f"seed {seed}"
+
+
+def as_is(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    """Nothing happens between two steps."""
+
+
+ALONE = replace(FLAT, size=1, spread=Spread.REPLICATED)
+
+
+def numbers_are_frozen(patch: pytest.MonkeyPatch) -> None:
+    refresh = HyperTable.refresh_
+    patch.setattr(HyperTable, "refresh_", lambda table, groups: None if table.groups else refresh(table, groups))
+
+
+def counts_are_new_tensors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepCount, "stay_on", lambda count, device: None)
+
+
+def a_loss_scale_is_a_new_tensor(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DynamicScaler, "stay_on", lambda scaler, device: None)
+
+
+def gradients_stay_where_autograd_puts_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(graphed._StableGrads, "kept", lambda grads, ready: ready)
+
+
+def addresses_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    gradients_stay_where_autograd_puts_them(patch)
+    patch.setattr(graphed, "addresses", lambda tensors: ())
+
+
+def results_are_read_from_the_graph(patch: pytest.MonkeyPatch) -> None:
+    def init(copy: HostCopy, tensor: Tensor, device: Any) -> None:
+        copy._copy, copy._event = tensor, None
+
+    patch.setattr(HostCopy, "__init__", init)
+
+
+def a_constant_is_uploaded_in_the_capture(patch: pytest.MonkeyPatch) -> None:
+    def of(constants: Any, key: Any) -> Any:
+        return lambda: lambda make: constants._device.upload(make())
+
+    patch.setattr(graphed._Constants, "of", of)
+
+
+def a_count_is_read_in_the_capture(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepCount, "next", lambda count: int(count) + 1)
+
+
+FAULTS = (
+    numbers_are_frozen,
+    counts_are_new_tensors,
+    a_loss_scale_is_a_new_tensor,
+    gradients_stay_where_autograd_puts_them,
+    addresses_are_not_looked_at,
+    results_are_read_from_the_graph,
+    a_count_is_read_in_the_capture,
+)
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_a_fault_in_a_replay_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (expected,) = run_threads(1, lambda comm: train(ALONE, comm, schedule))
+    plant(monkeypatch)
+    try:
+        ((found, did),) = run_deferred(1, partial(train_with_graphs, ALONE), seed=0)
+    except (GraphError, HostReadError, ReleasedError):
+        return
+    assert not equal(found, expected) or did[-1] != "replay"
+
+
+def test_a_constant_that_is_uploaded_in_the_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_constant_is_uploaded_in_the_capture(monkeypatch)
+    with pytest.raises(CaptureError, match="a copy from the host while a graph is captured"):
+        run_deferred(SIZE, partial(train_with_graphs, FLAT), seed=0)
+
+
+def changes(optimizer: Optimizer, model: nn.Module, change: str) -> None:
+    """Something that a capture freezes changes."""
+    match change:
+        case "a number that chooses":
+            optimizer.param_groups[0]["momentum"] = 0.0
+        case "a loaded state":
+            saved = optimizer.state_dict()
+            for state in saved["state"].values():
+                state["step"] = state["step"] + 3
+            saved["grad_scaler"] = saved["grad_scaler"] | {"scale": 64.0}
+            optimizer.load_state_dict(saved)
+        case "memory that moves":
+            for _, piece in optimizer._held.values():
+                assert piece.step == 2  # the host waits for what is queued
+                for state in piece.state.values():
+                    state.data = state.data.clone()
+        case "limits":
+            optimizer.stepper.limits = replace(optimizer.stepper.limits, max_norm=0.5)
+        case "a group's other entry":
+            optimizer.param_groups[0]["betas"] = (0.8, 0.9)  # numbers: nothing is captured again
+        case _:
+            raise AssertionError(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ("a number that chooses", "sgd"),
+        ("a loaded state", "adam"),
+        ("memory that moves", "adam"),
+        ("limits", "adam"),
+        ("a group's other entry", "adam"),
+    ],
+)
+def test_what_a_capture_freezes_is_captured_again(change: str, rule: str) -> None:
+    case = replace(ALONE, rule=rule)
+
+    def between(step: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if step == 3:
+            changes(optimizer, model, change)
+
+    def on_device(one: DeferredRank) -> tuple[Trained, list[str]]:
+        model, optimizer = built_with_graphs(case, one)
+        did, results = watched(optimizer), []
+        for step in range(STEPS):
+            between(step, model, optimizer)
+            did.append("")
+            results.append(iterate(step, model, optimizer, one.comm))
+        return outcome(model, optimizer, results), did
+
+    (expected,) = run_threads(1, lambda comm: train(case, comm, between))
+    again = ["replay", "replay"] if change == "a group's other entry" else ["", "capture replay"]
+    for seed in range(3):
+        ((found, did),) = run_deferred(1, on_device, seed=seed)
+        assert did == ["", "capture replay", "replay", *again, "replay"]
+        assert equal(found, expected)
+
+
+def objecting(one: DeferredRank, *, object_: Any) -> list[tuple[str, str, bool]]:
+    """Of a replay to which rank 1 objects, and of the step after it: the error of the step, that of its result, and
+    whether any weight moved."""
+    model, optimizer = built_with_graphs(replace(FLAT, numbers=Numbers.FP32), one)
+    found = []
+    for step in (0, 2, 3, 5, 6):
+        before = [param.detach().clone() for param in model.parameters()]
+        grads = grads_of(step, one.rank, SIZE, SHAPES)
+        optimizer.scale_loss(model(grads)).backward()
+        undo = object_(model, optimizer) if step == 5 and one.rank == 1 else None
+        of_step = of_result = ""
+        try:
+            result = optimizer.step()
+        except (ValueError, UnusableGradientError) as error:
+            of_step = type(error).__name__
+        else:
+            try:
+                assert result.success
+            except (ValueError, UnusableGradientError) as error:
+                of_result = type(error).__name__
+        if undo is not None:
+            undo()
+        optimizer.zero_grad()
+        found.append((of_step, of_result, not all(map(torch.equal, before, model.parameters()))))
+    return found[-2:]
+
+
+def other_lr(model: nn.Module, optimizer: Optimizer) -> Any:
+    group = optimizer.param_groups[0]
+    lr, group["lr"] = group["lr"], 1.0
+
+    def undo() -> None:
+        group["lr"] = lr
+
+    return undo
+
+
+def moved(model: nn.Module, optimizer: Optimizer) -> Any:
+    data = model.first.weight.data
+    model.first.weight.data = data.clone()
+
+    def undo() -> None:
+        model.first.weight.data = data
+
+    return undo
+
+
+def no_gradient(model: nn.Module, optimizer: Optimizer) -> Any:
+    model.router.weight.grad = None
+
+
+@pytest.mark.parametrize(
+    ("object_", "error", "is_own"),
+    [
+        (other_lr, "HyperError", False),
+        (moved, "StorageError", True),
+        (no_gradient, "UnusableGradientError", True),
+    ],
+)
+def test_an_objection_to_a_replay_stops_it_on_every_rank(object_: Any, error: str, is_own: bool) -> None:
+    """The next step goes on, by a replay where nothing that is frozen has changed."""
+    for seed in range(3):
+        first, second = run_deferred(SIZE, partial(objecting, object_=object_), seed=seed)
+        assert first == [("", error, False), ("", "", True)]
+        assert second == [((error, "") if is_own else ("", error)) + (False,), ("", "", True)]
+
+
+def test_the_halves_of_a_step_run_between_replays() -> None:
+    """They are never captured: the host looks at the gradients in between."""
+
+    def halves(step: int, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Any:
+        if step != 3:
+            return iterate(step, model, optimizer, comm)
+        optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, SHAPES))).backward()
+        assert not optimizer.prepare_grads()
+        norm = optimizer.clip_grad_norm(0.25)
+        success = optimizer.step_with_ready_grads()
+        optimizer.zero_grad()
+        return success, norm, 0
+
+    def on_device(one: DeferredRank) -> Trained:
+        model, optimizer = built_with_graphs(FLAT, one)
+        return outcome(model, optimizer, [halves(step, model, optimizer, one.comm) for step in range(STEPS)])
+
+    def on_host(comm: Comm) -> Trained:
+        model, optimizer = built(FLAT, comm)
+        return outcome(model, optimizer, [halves(step, model, optimizer, comm) for step in range(STEPS)])
+
+    expected = run_threads(SIZE, on_host)
+    for seed in range(3):
+        assert all(map(equal, run_deferred(SIZE, on_device, seed=seed), expected))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a rule that reads": (
+        {"optimizer": "soap"},
+        "optimizer_cuda_graph=True with optimizer='soap': its update reads numbers on the host, or does not say that "
+        "it does not (`capturable`); use another rule, or leave graphs off",
+    ),
+    "gathers within the step": (
+        {
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "overlap_param_gather_with_optimizer_step": True,
+        },
+        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: is no part of a graph, whose step is one "
+        "call; leave it off, or set optimizer_cuda_graph=False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused(name: str) -> None:
+    fields, message = REFUSED[name]
+
+    def build(one: DeferredRank) -> None:
+        config = OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **fields)
+        get_optimizer(config, [nn.Linear(4, 4, bias=False)], {}, pg_collection=roles_over(one.comm))
+
+    def rank_main(one: DeferredRank) -> str:
+        with pytest.raises(ConfigError) as caught:
+            build(one)
+        return str(caught.value)
+
+    assert run_deferred(1, rank_main, seed=0) == [message]
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer(OptimizerConfig(lr=0.1, optimizer_cuda_graph=True), [nn.Linear(2, 2)])
+    message = "optimizer_cuda_graph=True: graphs on device 'cpu': only cuda devices have them; run without"
+    assert str(caught.value) == message

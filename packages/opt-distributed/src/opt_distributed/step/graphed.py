@@ -1,0 +1,222 @@
+"""A step as a graph: what runs on the device between the reduction of gradients and the publication of parameters.
+
+    reduce ─▶ [ statistics and their all-reduce ─▶ verdict, scaler ─▶ clip coefficient ─▶ updates, counts ] ─▶ publish
+               captured once, then one call a step
+
+Before each replay the host writes the numbers of the parameter groups and its objections to the memory that the graph
+reads, and copies gradients there that autograd allocates anew. What freezes and what stays live:
+`opt_kernels.hyper_table`. Where something frozen has changed, the step runs without the graph once, and the next one
+captures it again. Reductions and gathers stay outside: they overlap with backward and forward passes.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.device import Device
+from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.hyper import FIELDS
+from opt_distributed.step.limits import Limits
+from opt_distributed.step.scaler import Scaler
+from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads
+from opt_distributed.step.stats import Family, Upload, host_numbers, reduce_stats
+from opt_distributed.step.unit import Ready, Unit, begin_units_
+from opt_distributed.step.verdict import Decided, Terms
+from opt_kernels.hooks import bare
+from opt_kernels.hyper_table import HyperTable
+from opt_paramgroups import ParamId
+
+T = TypeVar("T")
+
+
+class Recorded(Generic[T]):
+    """Work that is run as it is until nothing about it has changed between two calls, then captured and replayed."""
+
+    def __init__(self, device: Device):
+        """Raises GraphError where the device has no graphs."""
+        self._graph = device.graph()
+        self._captured: tuple[Hashable, T] | None = None  # by what the graph was captured, what it writes
+        self._last: Hashable = None
+
+    def __call__(self, work: Callable[[], T], key: Hashable) -> T:
+        """What `work` returns; the same tensors, written anew, at every replay. `key` is all that a capture freezes."""
+        if self._captured is not None and self._captured[0] == key:
+            self._graph.replay()
+            return self._captured[1]
+        is_known, self._last = self._last == key, key
+        if not is_known:  # kernels are compiled and tables built, which a capture must not
+            self._captured = None
+            return work()
+        with self._graph.capture():
+            self._captured = (key, work())
+        self._graph.replay()
+        return self._captured[1]
+
+
+class GraphedStep:
+    """The captured part of a `Stepper`'s step."""
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        families: Sequence[Family],
+        everyone: Comm,
+        device: torch.device,
+        scaler: Scaler,
+    ):
+        """Raises GraphError where the device has no graphs."""
+        self.units, self.families, self.everyone = units, families, everyone
+        self.device, self.scaler = device, scaler
+        self._queues = devices.device_of(device)
+        self._recorded: Recorded[Decided] = Recorded(self._queues)
+        own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
+        choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
+        self._table = HyperTable((*FIELDS, *own), device=device, upload=self._queues.upload, choosing=choosing)
+        self._constants = _Constants(self._queues)
+        self._known = _Known(self._queues)
+        self._grads = [_StableGrads() for _ in units]
+
+    def lacking(self, ready: Sequence[Ready]) -> ParamId | None:
+        """A parameter that this rank has no gradient of; None if there is none."""
+        for family in self.families:
+            for source in family.sources:
+                if isinstance(source, BufferedGrads) and (id := source.lacking()) is not None:
+                    return id
+        for unit, of_unit in zip(self.units, ready, strict=True):
+            if of_unit.pieces is not unit.pieces:
+                there = {piece.id for piece in of_unit.pieces}
+                return next(piece.id for piece in unit.pieces if piece.id not in there)
+        return None
+
+    @torch.no_grad()
+    def step(
+        self, ready: Sequence[Ready], groups: Groups, known: Sequence[float], limits: Limits, check: GroupCheck | None
+    ) -> Decided:
+        """Judges and updates the ready pieces. `known`: see `stats.known_numbers`; where pieces are lacking, it says
+        that this rank refuses its gradients. The result's tensors are those of this step until the next is made."""
+        is_complete = self.lacking(ready) is None
+        ready = [grads.kept(of_unit) for grads, of_unit in zip(self._grads, ready, strict=True)]
+        self._table.refresh_(groups)
+        self.scaler.stay_on(self._queues)
+        numbers = self._known.write_(known)
+        if not is_complete:
+            return self._run(ready, numbers, limits, check, lambda make: self._queues.upload(make()))
+        key = self._key(ready, limits)
+        upload = self._constants.of(key)
+        return self._recorded(lambda: self._run(ready, numbers, limits, check, upload()), key)
+
+    def _run(
+        self, ready: Sequence[Ready], known: Tensor, limits: Limits, check: GroupCheck | None, upload: Upload
+    ) -> Decided:
+        inv_scale = 1.0 / self.scaler.factor
+        numbers = reduce_stats(
+            self.families,
+            ready,
+            everyone=self.everyone,
+            device=self.device,
+            num_slots=len(limits.slots),
+            count_zeros=limits.count_zeros,
+            known=known,
+            upload=upload,
+        )
+        decided = Decided.of(numbers, check, Terms(len(limits.slots), inv_scale, limits.skip_above))
+        self.scaler.update(decided.overflow, unless=decided.has_error)
+        scales, groups, skip = decided.scales(limits.max_norm, limits.clips), self._table.groups, decided.skip
+        begun = begin_units_(self.units, ready, groups, scale_of_slot=scales, skip=skip, device=self.device)
+        for unit, of_unit, of_hooks in zip(self.units, ready, begun, strict=True):
+            unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
+        return decided
+
+    def _key(self, ready: Sequence[Ready], limits: Limits) -> Hashable:
+        """All that a capture freezes. Counts are compared by identity: pieces that were loaded have others."""
+        counts = [count for unit, of_unit in zip(self.units, ready, strict=True) for count in unit.counts(of_unit)]
+        for count in counts:
+            count.stay_on(self.device)
+        factor = self.scaler.factor
+        scale = factor.data_ptr() if isinstance(factor, Tensor) else factor
+        memory = [
+            tensor for unit, of_unit in zip(self.units, ready, strict=True) for tensor in (*of_unit.grads, *unit.memory)
+        ]
+        return tuple(counts), addresses(memory), scale, self._table.frozen, limits
+
+
+def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Where these are now."""
+    return tuple(map(Tensor.data_ptr, tensors))
+
+
+class _Constants:
+    """Tensors of the host that are the same at every run of captured work, uploaded at the first."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._key: Hashable = None
+        self._uploaded: list[Tensor] = []
+
+    def of(self, key: Hashable) -> Callable[[], Upload]:
+        """Called once in each run, it gives what that run uploads with; a run of this key makes the same calls."""
+        if key != self._key:
+            self._key, self._uploaded = key, []
+        uploaded = self._uploaded
+
+        def begin() -> Upload:
+            numbers = itertools.count()
+
+            def upload(make: Callable[[], Tensor]) -> Tensor:
+                number = next(numbers)
+                if number == len(uploaded):
+                    uploaded.append(self._device.upload(make()))
+                return uploaded[number]
+
+            return upload
+
+        return begin
+
+
+class _Known:
+    """The host's part of the statistics, where a graph reads it."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._numbers: Sequence[float] = ()
+        self._place: Tensor | None = None
+
+    def write_(self, numbers: Sequence[float]) -> Tensor:
+        """(len(numbers),) float64, the same tensor at every call; there are always as many."""
+        if self._place is None:
+            self._place = self._device.upload(host_numbers(numbers)).clone()
+        elif numbers != self._numbers:
+            self._place.copy_(self._device.upload(host_numbers(numbers)))
+        self._numbers = numbers
+        return self._place
+
+
+class _StableGrads:
+    """Copies of gradients that autograd allocates anew in each backward pass; those in buffers stay where they are."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Tensor] = {}  # by position among the pieces
+
+    def kept(self, ready: Ready) -> Ready:
+        """`ready`, with gradients that are in the same memory at every step."""
+        moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
+        if not moving:
+            return ready
+        grads = list(ready.grads)
+        for at in moving:
+            if at not in self._copies or not _are_alike(self._copies[at], grads[at]):
+                self._copies[at] = torch.empty_like(grads[at])
+        torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
+        for at in moving:
+            grads[at] = self._copies[at]
+        return Ready(ready.pieces, grads)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and one.shape == other.shape and one.stride() == other.stride()

@@ -1,0 +1,113 @@
+"""Numbers of parameter groups in one tensor of the device, where a captured step finds them at every replay.
+
+**What freezes in a captured step, and what stays live.** A graph holds the addresses that its kernels read and write,
+and every number that the host gave them.
+
+Live: what is at those addresses. Gradients, weights and states; counts of steps; the loss scale, the clip coefficient
+and whether a step is skipped; and the numbers of the groups that a rule computes with (lr, weight_decay, betas, eps,
+momentum, and those of its own), once `HyperTable.refresh_` has written them. A scheduler goes on as without a graph.
+
+Frozen: which parameters have gradients, and where all tensors are; hooks, choices and other entries of groups that are
+not numbers; whether a number that switches a part of a formula off is zero, as SGD's momentum; the largest norm, and
+all else that is given when an optimizer is built. `HyperTable.frozen` holds what is frozen of groups, so that whoever
+replays can capture again where it has changed.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Group = Mapping[str, Any]
+
+
+class HyperTable:
+    """The numbers of these names, of all groups; see the module. `upload` brings a tensor of the host to the device."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        device: torch.device,
+        upload: Callable[[Tensor], Tensor],
+        choosing: Collection[str] = (),  # of the names: a zero is frozen, since it chooses another formula
+    ) -> None:
+        self.groups: list[dict[str, Any]] = []
+        """The groups' entries of these names, numbers as 0-d float64 views of the table."""
+        self.frozen: Hashable = None
+        """Equal after two refreshes between which nothing changed that a capture freezes."""
+        self._names, self._choosing = tuple(names), frozenset(choosing)
+        self._device, self._upload = device, upload
+        self._table = torch.empty(0, dtype=torch.float64, device=device)
+        self._numbers: list[float] | None = None  # that the table holds
+
+    def refresh_(self, groups: Sequence[Group]) -> None:
+        """Writes the groups' present numbers to the device, if they have changed. Tensors on the device are copied
+        there; the host waits for nothing."""
+        entries = [
+            _Entry(number, name, group[name], self._parts(name, group[name]))
+            for number, group in enumerate(groups)
+            for name in self._names
+            if name in group
+        ]
+        frozen = (len(groups), *(entry.frozen for entry in entries))
+        if frozen != self.frozen:
+            self.frozen = frozen
+            self._lay_out(len(groups), entries)
+        parts = [part for entry in entries for part in entry.parts]
+        numbers = [0.0 if _is_there(part, self._device) else float(part) for part in parts]
+        if numbers != self._numbers:
+            self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
+            self._numbers = numbers
+        for place, part in zip(self._table.unbind(), parts, strict=True):
+            if _is_there(part, self._device):
+                place.copy_(part)
+
+    def _parts(self, name: str, value: Any) -> Sequence[float | Tensor]:
+        """The numbers of an entry; none where it is frozen."""
+        if isinstance(value, tuple | list) and value and all(map(_is_number, value)):
+            return value
+        if not _is_number(value) or (name in self._choosing and not isinstance(value, Tensor) and value == 0):
+            return ()
+        return (value,)
+
+    def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
+        size = sum(len(entry.parts) for entry in entries)
+        self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
+        self._numbers = None
+        places = iter(self._table.unbind())
+        self.groups = [{} for _ in range(num_groups)]
+        for entry in entries:
+            views = tuple(next(places) for _ in entry.parts)
+            self.groups[entry.group][entry.name] = entry.value if not views else views if entry.is_row else views[0]
+
+
+class _Entry(NamedTuple):
+    """An entry of a group."""
+
+    group: int
+    name: str
+    value: Any
+    parts: Sequence[float | Tensor]  # its numbers; none where it is frozen
+
+    @property
+    def is_row(self) -> bool:
+        return isinstance(self.value, tuple | list)
+
+    @property
+    def frozen(self) -> Hashable:
+        if not self.parts:
+            return self.group, self.name, f"{type(self.value).__name__} {self.value!r}"
+        return self.group, self.name, self.is_row, len(self.parts)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_there(value: object, device: torch.device) -> bool:
+    """Whether a number is a tensor of the device, which the host must not wait for."""
+    return isinstance(value, Tensor) and value.device == device

@@ -1,0 +1,45 @@
+"""Whether a plan's step can be captured as a graph: known when the optimizer is built."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+from opt_config import ConfigError
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Comm, group_of
+from opt_distributed.comm.graph import GraphError
+from opt_kernels.hooks import bare
+from opt_stack.plan import Plan
+
+_FIELD = "optimizer_cuda_graph=True"
+_ON_DEVICE = (None, "triton")
+
+
+def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> None:
+    """Raises ConfigError where `plan.config` asks for graphs that cannot be had: on this device, of its rules, or over
+    these groups of ranks."""
+    if not plan.config.optimizer_cuda_graph:
+        return
+    try:
+        devices.device_of(device).graph()
+    except GraphError as error:
+        raise ConfigError(f"{_FIELD}: {error}") from error
+    for unit in plan.units:
+        rule = bare(unit.rule)
+        if not getattr(rule, "capturable", False):
+            raise ConfigError(
+                f"{_FIELD} with optimizer={rule.name!r}: its update reads numbers on the host, or does not say that it "
+                "does not (`capturable`); use another rule, or leave graphs off"
+            )
+        if getattr(rule, "backend", None) not in _ON_DEVICE:
+            raise ConfigError(f"{_FIELD} with backend={rule.backend!r} of {rule.name!r}: only 'triton' can be captured")
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError(f"{_FIELD}: updates by torch's operations read numbers on the host; install triton")
+    for comm in comms:
+        group = group_of(comm)
+        if device.type == "cuda" and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
+            raise ConfigError(
+                f"{_FIELD} with process groups over {dist.get_backend(group)}: only NCCL's collectives can be captured"
+            )
