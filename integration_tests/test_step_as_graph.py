@@ -11,21 +11,43 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import BAD_STEP, NUM_ORDERS, SHAPES, SIZE, LaunchedRule, Trained, built, equal, launched_stats, outcome
+from on_device import (
+    BAD_STEP,
+    NUM_ORDERS,
+    SHAPES,
+    SIZE,
+    LaunchedRule,
+    Trained,
+    built,
+    equal,
+    launched_stats,
+    outcome,
+    sweep_stats,
+)
 from parity import Case, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import CaptureError, DeferredRank, HostReadError, ReleasedError, run_deferred
+from opt_distributed.comm.deferred import (
+    CaptureError,
+    DeferredDevice,
+    DeferredRank,
+    HostReadError,
+    ReleasedError,
+    run_deferred,
+)
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.graph import Graph, GraphError
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import graphed, stats
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
+from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_stack import Optimizer, get_optimizer
 
@@ -80,9 +102,11 @@ def built_with_graphs(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimiz
     return model, optimizer
 
 
-def train_with_graphs(case: Case, one: DeferredRank, between: Between = schedule) -> tuple[Trained, list[str]]:
+def train_with_graphs(
+    case: Case, one: DeferredRank, between: Between = schedule, build: Any = built_with_graphs
+) -> tuple[Trained, list[str]]:
     """Also what each step did: replay, capture, or neither."""
-    model, optimizer = built_with_graphs(case, one)
+    model, optimizer = build(case, one)
     did = watched(optimizer)
     results = []
     with one.device.host_reads_forbidden():
@@ -139,10 +163,6 @@ def test_replays_give_the_bits_of_steps_in_every_order(case: Case) -> None:
         for (found, did), of_rank in zip(trained, expected, strict=True):
             assert did == ["", "capture replay", *["replay"] * (STEPS - 2)]
             assert equal(found, of_rank), f"seed {seed}"
-
-
-def as_is(step: int, model: nn.Module, optimizer: Optimizer) -> None:
-    """Nothing happens between two steps."""
 
 
 ALONE = replace(FLAT, size=1, spread=Spread.REPLICATED)
@@ -373,6 +393,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer_cuda_graph=True with optimizer='soap': its update reads numbers on the host, or does not say that "
         "it does not (`capturable`); use another rule, or leave graphs off",
     ),
+    "hooks with memory of their own": (
+        {"hooks": (RelativeUpdate(),)},
+        "optimizer_cuda_graph=True with hooks (RelativeUpdate(),) of 'adam', which go through new memory at every "
+        "step; give hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+        "elementwise rule), or leave graphs off",
+    ),
+    "fp16 main values": (
+        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+        "optimizer_cuda_graph=True with main_params_dtype=torch.float16, whose values are decoded to new memory at "
+        "every step; use remainders or fp32 main values, or leave graphs off",
+    ),
     "gathers within the step": (
         {
             "use_distributed_optimizer": True,
@@ -390,8 +421,11 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
     fields, message = REFUSED[name]
 
     def build(one: DeferredRank) -> None:
-        config = OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **fields)
-        get_optimizer(config, [nn.Linear(4, 4, bias=False)], {}, pg_collection=roles_over(one.comm))
+        options = {name: value for name, value in fields.items() if name != "hooks"}
+        config = OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **options)
+        model = nn.Linear(4, 4, bias=False).to(torch.bfloat16 if config.bf16 else torch.float32)
+        hooks = fields.get("hooks", ())
+        get_optimizer(config, [model], {}, pg_collection=roles_over(one.comm), hooks=hooks)
 
     def rank_main(one: DeferredRank) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -406,3 +440,52 @@ def test_a_cpu_has_no_graphs() -> None:
         get_optimizer(OptimizerConfig(lr=0.1, optimizer_cuda_graph=True), [nn.Linear(2, 2)])
     message = "optimizer_cuda_graph=True: graphs on device 'cpu': only cuda devices have them; run without"
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+@pytest.mark.parametrize("numbers", list(Numbers), ids=lambda numbers: numbers.value)
+def test_the_host_code_of_triton_kernels_can_be_captured(
+    rule: str, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        device = devices.device_of(torch.device("cpu"))
+        if isinstance(device, DeferredDevice):
+            device.mode.queue("kernel", partial(launch, kernel, *args, **kwargs), ())
+        else:
+            launch(kernel, *args, **kwargs)
+
+    def is_capturing(device: torch.device) -> bool:
+        found = devices.device_of(device)
+        return isinstance(found, DeferredDevice) and found.mode.recording is not None
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(multi_tensor, "is_capturing", is_capturing)
+    monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
+    case = replace(ALONE, numbers=numbers, rule=rule, spread=Spread.WHOLE if rule == "muon" else Spread.REPLICATED)
+
+    def with_triton(optimizer: Optimizer) -> None:
+        for unit in optimizer.stepper.units:
+            unit.rule = replace(unit.rule, backend="triton")
+
+    def build(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = built(case, one.comm, optimizer_cuda_graph=True)
+        with_triton(optimizer)
+        return model, optimizer
+
+    def on_host(comm: Comm) -> Trained:
+        model, optimizer = built(case, comm)
+        with_triton(optimizer)
+        results = []
+        for step in range(STEPS):
+            schedule(step, model, optimizer)
+            results.append(iterate(step, model, optimizer, comm))
+        return outcome(model, optimizer, results)
+
+    (expected,) = run_threads(1, on_host)
+    ((found, did),) = run_deferred(1, partial(train_with_graphs, case, build=build), seed=0, eagerness=1.0)
+    assert did == ["", "capture replay", *["replay"] * (STEPS - 2)]
+    assert equal(found, expected)

@@ -165,8 +165,8 @@ CASES = {
         "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))",
     ),
     "a capability that is not built": (
-        {"optimizer_cuda_graph": True},
-        "OptimizerConfig: optimizer_cuda_graph=True: is not built yet; leave it at False",
+        {"fp8_recipe": "delayed"},
+        "OptimizerConfig: fp8_recipe='delayed': is not built yet; leave it at None",
     ),
 }
 

@@ -10,7 +10,8 @@ from opt_config import ConfigError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.graph import GraphError
-from opt_kernels.hooks import bare
+from opt_distributed.step.mains import Numbers
+from opt_kernels.hooks import bare, hooks_of
 from opt_stack.plan import Plan
 
 _FIELD = "optimizer_cuda_graph=True"
@@ -32,6 +33,17 @@ def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> Non
             raise ConfigError(
                 f"{_FIELD} with optimizer={rule.name!r}: its update reads numbers on the host, or does not say that it "
                 "does not (`capturable`); use another rule, or leave graphs off"
+            )
+        if rule is not unit.rule:
+            raise ConfigError(
+                f"{_FIELD} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which go through new memory at every "
+                "step; give hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+                "elementwise rule), or leave graphs off"
+            )
+        if Numbers.FP16_SCALED in unit.numbers.values():
+            raise ConfigError(
+                f"{_FIELD} with main_params_dtype=torch.float16, whose values are decoded to new memory at every step; "
+                "use remainders or fp32 main values, or leave graphs off"
             )
         if getattr(rule, "backend", None) not in _ON_DEVICE:
             raise ConfigError(f"{_FIELD} with backend={rule.backend!r} of {rule.name!r}: only 'triton' can be captured")

@@ -14,7 +14,10 @@ from opt_distributed.comm.deferred.memory import Memory, poison_
 from opt_distributed.comm.deferred.queues import Queue, Task
 
 _ATEN = torch.ops.aten
-_READS = {_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.nonzero, _ATEN.masked_select, _ATEN.is_nonzero}
+_READS = {
+    *(_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.allclose, _ATEN.is_nonzero),
+    *(_ATEN.nonzero, _ATEN.masked_select),
+}
 
 
 class HostReadError(RuntimeError):
