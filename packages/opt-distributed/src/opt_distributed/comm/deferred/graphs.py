@@ -24,12 +24,12 @@ class Recording:
     """What a capture has seen so far."""
 
     memory: Memory
-    calls: list[Callable[[], None]] = field(default_factory=list)
+    calls: list[Callable[[], object]] = field(default_factory=list)
     made: set[int] = field(default_factory=set)  # storages that belong to the graph
     read: dict[int, str] = field(default_factory=dict)  # other storages, by the first operation on them
     held: list[int] = field(default_factory=list)  # a storage for each tensor that the calls hold
 
-    def add(self, name: str, call: Callable[[], None], tensors: list[Tensor]) -> None:
+    def add(self, name: str, call: Callable[[], object], tensors: list[Tensor]) -> None:
         """Records one call that works on these tensors, which it holds."""
         self.calls.append(call)
         for tensor in tensors:

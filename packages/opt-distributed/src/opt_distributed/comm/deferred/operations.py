@@ -104,7 +104,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         queue.push(task)
         queue.world.go_on(queue.rank)
 
-    def record(self, name: str, call: Callable[[Any], None], given: Any) -> None:
+    def record(self, name: str, call: Callable[[Any], object], given: Any) -> None:
         """Lets each replay of the graph that is captured make `call(given)`."""
         assert self.recording is not None
         held = _mapped(lambda tensor: tensor.data, given)  # views stay what they are now
