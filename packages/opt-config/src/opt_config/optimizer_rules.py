@@ -128,9 +128,6 @@ def _together(config: "OptimizerConfig") -> Iterator[Problem]:
     yield from _learning_rates(config)
     yield from _numbers(config)
     yield from _shards(config)
-    if config.optimizer_cuda_graph and config.optimizer_cpu_offload:
-        reason = "updates on the host, which no graph repeats; leave it off, or set optimizer_cuda_graph=False"
-        yield Problem("optimizer_cpu_offload", True, reason)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
         reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
