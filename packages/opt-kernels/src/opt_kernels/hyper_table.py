@@ -61,7 +61,7 @@ class HyperTable:
             self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
             self._numbers = numbers
         for place, part in zip(self._table.unbind(), parts, strict=True):
-            if _is_there(part, self._device):
+            if isinstance(part, Tensor) and _is_there(part, self._device):
                 place.copy_(part)
 
     def _parts(self, name: str, value: Any) -> Sequence[float | Tensor]:

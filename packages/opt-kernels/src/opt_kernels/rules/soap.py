@@ -167,7 +167,7 @@ class SOAP:
     def _precondition_(self, states: StackedStates, grads: Tensor, hyper: Hyper) -> None:
         """Update the factors, and where it is time the bases with the moments in them."""
         step = int(hyper.step)
-        self.shampoo.update_factors_(states, grads, step=step, eps=hyper.eps)
+        self.shampoo.update_factors_(states, grads, step=step, eps=float(hyper.eps))
         if (step - 1) % self.precondition_frequency == 0:
             turned = self.shampoo.turn_(states, grads.shape, first=step == 1)
             _turn_moments_(states, turned, sorts=self.order is Order.PAPER)
@@ -209,7 +209,7 @@ def _turn_moments_(states: StackedStates, turned: Mapping[str, Turned], *, sorts
 
 def _adam_(states: StackedStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
     """Adam's update number `count` for gradients in the bases; updates the moments."""
-    beta1, beta2 = hyper.betas
+    beta1, beta2 = map(float, hyper.betas)
     exp_avg = states.load("exp_avg").lerp_(grads, 1.0 - beta1)
     exp_avg_sq = states.load("exp_avg_sq").mul_(beta2).addcmul_(grads, grads, value=1.0 - beta2)
     states.store_("exp_avg", exp_avg)
