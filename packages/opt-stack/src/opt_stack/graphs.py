@@ -45,8 +45,9 @@ def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> Non
                 f"{_FIELD} with main_params_dtype=torch.float16, whose values are decoded to new memory at every step; "
                 "use remainders or fp32 main values, or leave graphs off"
             )
-        if getattr(rule, "backend", None) not in _ON_DEVICE:
-            raise ConfigError(f"{_FIELD} with backend={rule.backend!r} of {rule.name!r}: only 'triton' can be captured")
+        backend = getattr(rule, "backend", None)
+        if backend not in _ON_DEVICE:
+            raise ConfigError(f"{_FIELD} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured")
     if device.type == "cuda" and find_spec("triton") is None:
         raise ConfigError(f"{_FIELD}: updates by torch's operations read numbers on the host; install triton")
     for comm in comms:
