@@ -34,6 +34,11 @@ def _aware(**fields: Any) -> dict[str, Any]:
     return {"use_precision_aware_optimizer": True, **fields}
 
 
+def _on_host(**fields: Any) -> dict[str, Any]:
+    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, **fields}
+
+
+BY_TORCH = "host, by torch"
 RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap")
 AXES: Mapping[str, Mapping[str, Fields]] = {
     "rule": {rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
@@ -56,6 +61,12 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
         "ZeRO-1": {"use_distributed_optimizer": True},
         "layer-wise": {"use_layer_wise_distributed_optimizer": True},
     },
+    "placement": {
+        "device": {},
+        "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        "host": _on_host(overlap_cpu_optimizer_d2h_h2d=True),
+        BY_TORCH: _on_host(use_torch_optimizer_for_cpu_offload=True),
+    },
 }
 
 
@@ -75,12 +86,15 @@ class Refusal:
 
 MATRIX_RULES = ("muon", "adaptive_muon", "soap")
 NARROW = ("bf16", "scaled fp16", "scaled fp8")
+UNLIKE_TORCH = ("lion", "ademamix", "schedule_free", *MATRIX_RULES)
 
 REFUSALS: Sequence[Refusal] = (
     Refusal({"rule": MATRIX_RULES, "sharding": ["ZeRO-1"]}, "needs whole matrices, but use_distributed_optimizer=True"),
     Refusal({"rule": ["sgd", "schedule_free"], "moments": NARROW}, "exp_avg_dtype=.*keeps no such state"),
     Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion keeps no such state"),
     Refusal({"rule": ["soap"], "moments": NARROW}, "exp_avg_dtype=.*optimizer='soap' keeps it in fp32"),
+    Refusal({"rule": UNLIKE_TORCH, "placement": [BY_TORCH]}, "use_torch_optimizer_for_cpu_offload.*no counterpart"),
+    Refusal({"moments": NARROW, "placement": [BY_TORCH]}, "torch's optimizer keeps its state in fp32"),
 )
 
 # How far a mode may end from fp32 on one process's rule, as a fraction of what training gained. Ten steps of 16-bit
