@@ -28,7 +28,7 @@ nox.options.sessions = ["tests", "bare", "layers", "lint", "types"]
 
 ROOT = Path(__file__).parent
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
-PYTHONS = ["3.11", "3.12", "3.13"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 TORCHES = ["2.6.0", "2.13.0", "newest"]
 # From the bottom layer up.
 PACKAGES = [
@@ -132,7 +132,7 @@ def tests(session: nox.Session, package: str) -> None:
     """The tests: each package beside only what it declares, then everything together."""
     if package == "all":
         install_torch(session)
-        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint", "extras"))
+        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint", "extras", "docs"))
         report(session)
         session.run("lint-imports", "--no-cache")
         with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
@@ -179,6 +179,17 @@ def types(session: nox.Session) -> None:
     install_packages(session, *PACKAGES, groups=("types", "test"))
     for package in PACKAGES:
         session.run("mypy", f"packages/{package}/src")
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The site, in site/: runs all code of pages and READMEs, then builds; a broken link or reference fails it."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("test", "extras", "docs"))
+    readmes = ["integration_tests/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
+    readmes += map(str, sorted(Path("packages").glob("*/tests/test_do*s.py")))  # test_documents and test_doctests
+    session.run("pytest", "-n", "2", "integration_tests/test_docs.py", "-k", "not builds", *readmes, *session.posargs)
+    session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "docs", "site")
 
 
 @nox.session(default=False)

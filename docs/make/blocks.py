@@ -1,0 +1,114 @@
+"""Runs the code blocks of a Markdown page, as a reader would: from top to bottom, in one folder.
+
+- ```python blocks are one program: each sees what those before it defined. A ```text block directly after one is what
+  it prints; without such a block it may print anything. One whose first line is a comment with a file's name is
+  written to that file, for a command to run.
+- ```console blocks are commands after `$ `, with what they print on stdout below them.
+- ```toml and ```ini blocks whose first line is a comment with a file's name are written to that file.
+- ```sh blocks are instructions that a page cannot run for its reader (installing, launching on several nodes).
+"""
+
+import contextlib
+import io
+import linecache
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+FENCED = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
+RUN, WRITTEN = {"python", "console"}, {"toml", "ini"}
+NOT_RUN = {"sh", "text", ""}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its content, the line of the page it begins on."""
+
+    language: str
+    code: str
+    line: int
+    prints: str | None = None  # of a python block: the text block directly after it
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of code of a page, those inside of directives such as tabs and admonitions too."""
+    found = list(_blocks(page, 0))
+    joined: list[Block] = []
+    for block in found:
+        before = joined[-1] if joined else None
+        if block.language == "text" and before and before.language == "python" and _adjacent(page, before, block):
+            joined[-1] = Block("python", before.code, before.line, prints=block.code)
+        else:
+            joined.append(block)
+    return joined
+
+
+def _blocks(text: str, first_line: int) -> Iterator[Block]:
+    for match in FENCED.finditer(text):
+        line = first_line + text[: match.start()].count("\n") + 1
+        language = match[2].strip()
+        if language.startswith("{"):
+            yield from _blocks(match[3], line)
+        else:
+            yield Block(language, match[3], line)
+
+
+def _adjacent(page: str, first: Block, second: Block) -> bool:
+    end = first.line + first.code.count("\n") + 1
+    return not "".join(page.splitlines()[end : second.line - 1]).strip()
+
+
+def run(page: Path, folder: Path) -> None:
+    """Run every block of `page` with `folder` as the current directory, where the programs beside the page are too.
+
+    Raises AssertionError, with the line of the page, where a block prints something else or cannot be run at all.
+    """
+    scope: dict[str, object] = {"__name__": "__main__"}
+    for program in page.parent.glob("from_*.py"):
+        shutil.copy(program, folder)
+    with contextlib.chdir(folder):
+        for block in blocks(page.read_text()):
+            where = f"{page.name}:{block.line}"
+            if block.language == "python":
+                _run_python(block, scope, where)
+            elif block.language == "console":
+                _run_console(block, where)
+            elif block.language in WRITTEN and (name := re.match(r"# ([\w.]+)\n", block.code)):
+                Path(name[1]).write_text(block.code)
+            else:
+                assert block.language in NOT_RUN, f"{where}: a {block.language} block is not run"
+
+
+def _run_python(block: Block, scope: dict[str, object], where: str) -> None:
+    if name := re.match(r"# ([\w]+\.py)\n", block.code):
+        Path(name[1]).write_text(block.code)  # a program that a later command runs
+        return
+    out, source = io.StringIO(), "\n" * block.line + block.code
+    linecache.cache[where] = (len(source), None, source.splitlines(True), where)  # for inspect.getsource
+    with contextlib.redirect_stdout(out):
+        exec(compile(source, where, "exec"), scope)
+    if block.prints is not None:
+        _compare(out.getvalue(), block.prints, where)
+
+
+def _run_console(block: Block, where: str) -> None:
+    for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.code, re.MULTILINE):
+        words = re.sub(r"^python\b", sys.executable, re.sub(r"^torchrun\b", "python -m torch.distributed.run", command))
+        ran = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=180, env={**os.environ})
+        assert ran.returncode == 0, f"{where}: {command}: {ran.stderr[-2000:]}"
+        if expected.strip():
+            _compare(ran.stdout, expected, where)
+
+
+def _compare(printed: str, expected: str, where: str) -> None:
+    """Raise AssertionError where they differ. In `expected`, `...` stands for any text and `~1.5` for any number."""
+    pattern = re.escape("\n".join(line.rstrip() for line in expected.strip().splitlines()))
+    pattern = pattern.replace(re.escape("..."), ".*")
+    pattern = re.sub(r"\\~[\d.\\]+\d", r"[-\\d.e]+", pattern)
+    actual = "\n".join(line.rstrip() for line in printed.strip().splitlines())
+    assert re.fullmatch(pattern, actual, re.DOTALL), f"{where} prints\n{actual}\nand not\n{expected}"

@@ -1,0 +1,131 @@
+"""Tables of the site that are computed: bytes per parameter, benchmarks with their machines, the leaderboard."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opt_config import OptimizerConfig
+from opt_paramgroups import get_param_groups
+from opt_stack import Registry
+from opt_stack.factory import plan_of, with_matrix_rule
+from opt_stack.planner import WorldSizes
+
+ROOT = Path(__file__).parents[2]
+RESULTS = [*sorted(ROOT.glob("kernels/results/*.json")), *sorted(ROOT.glob("packages/*/benchmarks/results/*.json"))]
+RANKS = 8
+AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
+BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+FP16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+FP8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+
+
+class Mode(NamedTuple):
+    """A row of the memory table: its name, and the fields of its configuration."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+MODES = [
+    Mode("fp32, Adam", {}),
+    Mode("fp32, Adam, bf16 moments", {"use_precision_aware_optimizer": True, **BF16}),
+    Mode("bf16, Adam, fp32 main parameters (the usual way)", {"bf16": True}),
+    Mode("bf16, Adam, 16-bit remainders", AWARE),
+    Mode("bf16, Adam, 16-bit remainders, bf16 moments", {**AWARE, **BF16}),
+    Mode("bf16, Adam, 16-bit remainders, scaled fp16 moments", {**AWARE, **FP16}),
+    Mode("bf16, Adam, 16-bit remainders, fp8 moments", {**AWARE, **FP8}),
+    Mode("bf16, Lion, 16-bit remainders", {**AWARE, "optimizer": "lion"}),
+    Mode("bf16, SGD with momentum, fp32 main parameters", {"bf16": True, "optimizer": "sgd"}),
+    Mode("bf16, AdEMAMix, fp32 main parameters", {"bf16": True, "optimizer": "ademamix"}),
+    Mode("bf16, Muon, fp32 main parameters", {"bf16": True, "optimizer": "muon"}),
+    Mode("bf16, AdaptiveMuon, fp32 main parameters", {"bf16": True, "optimizer": "adaptive_muon"}),
+    Mode("bf16, SOAP, fp32 main parameters", {"bf16": True, "optimizer": "soap"}),
+]
+
+
+def write(folder: Path) -> None:
+    """Write `memory.md`, `benchmarks.md` and `leaderboard.md`, with its plot where it has been recorded."""
+    (folder / "memory.md").write_text(memory_table())
+    (folder / "benchmarks.md").write_text("\n".join(benchmarks()))
+    (folder / "leaderboard.md").write_text(leaderboard(folder))
+
+
+def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
+    """Bytes of optimizer state on rank 0 for each parameter of a model of matrices, as the plan counts them."""
+    matrix_rule = fields.get("optimizer") in ("muon", "adaptive_muon", "soap")
+    sharding = "use_layer_wise_distributed_optimizer" if matrix_rule else "use_distributed_optimizer"
+    config = OptimizerConfig(lr=1e-3, **fields, **({sharding: True} if ranks > 1 else {}))
+    shape, dtype = (1024, 1024), config.precision.params
+    model = nn.ParameterDict(
+        {f"w{i}": nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for i in range(RANKS)}
+    )
+    rules = Registry()
+    groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
+    plan = plan_of(config, [model], groups, rules, sizes=WorldSizes(dense=ranks, expert=ranks))
+    return plan.state_bytes(0) / (RANKS * 1024 * 1024)
+
+
+def memory_table() -> str:
+    lines = [f"| mode | one rank | sharded over {RANKS} ranks |", "|---|---|---|"]
+    for mode in MODES:
+        alone, sharded = (bytes_per_parameter(mode.fields, ranks) for ranks in (1, RANKS))
+        lines.append(f"| {mode.name} | {alone:.4g} | {sharded:.3g} |")
+    return "\n".join(lines) + "\n"
+
+
+def benchmarks() -> Iterator[str]:
+    """A section for each file of results: when and where it was measured, and its figures."""
+    for path in RESULTS:
+        result = json.loads(path.read_text())
+        if "benchmarks" in result:
+            for name, part in result["benchmarks"].items():
+                machine = {
+                    "processor": result.get("processor", ""),
+                    **{k: v for k, v in part.get("machine", {}).items() if v},
+                }
+                yield from _section(
+                    f"{path.stem}: {name}", result.get("date"), machine, _ratios(part.get("figures", []))
+                )
+        elif "machine" in result:
+            machine = {**result["machine"], **({"load": result["load"]} if "load" in result else {})}
+            yield from _section(path.stem, result.get("date"), machine, _figures(result["figures"]))
+
+
+def _section(title: str, date: str | None, machine: dict[str, Any], table: list[str]) -> Iterator[str]:
+    if len(table) < 3:
+        return
+    where = ", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str | int | float))
+    yield from (f"## {title}\n", f"{date or 'Date not recorded'}; {where}.\n", *table, "")
+
+
+def _ratios(figures: list[dict[str, Any]]) -> list[str]:
+    rows = ["| ours / theirs | ratio | ours, ms | theirs, ms |", "|---|---|---|---|"]
+    for row in figures:
+        times = [f"{row[key]:.1f}" if isinstance(row.get(key), float) else "" for key in ("ours_ms", "peer_ms")]
+        rows.append(f"| {row['name']} | {row['ratio']:.2f} | {times[0]} | {times[1]} |" if "ratio" in row else "")
+    return [row for row in rows if row]
+
+
+def _figures(figures: dict[str, float] | list[dict[str, float]]) -> list[str]:
+    tables = figures if isinstance(figures, list) else [figures]
+    rows = ["| figure | value |", "|---|---|"]
+    for table in tables:
+        rows += [f"| {name} | {value:.4g} |" for name, value in table.items() if isinstance(value, int | float)]
+    return rows
+
+
+def leaderboard(folder: Path) -> str:
+    """The recorded table and its plot; a sentence where none has been recorded."""
+    table, plot = (ROOT / "kernels" / "results" / f"leaderboard.{kind}" for kind in ("md", "svg"))
+    if not table.exists():
+        return "No full run of the leaderboard has been recorded yet. `nox -s leaderboard` makes one.\n"
+    text = table.read_text()
+    if plot.exists():
+        shutil.copy(plot, folder / "leaderboard.svg")
+        text += "\n```{image} /generated/leaderboard.svg\n:class: on-white\n:alt: Loss over steps for every rule\n```\n"
+    return text

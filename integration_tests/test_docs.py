@@ -1,0 +1,109 @@
+"""The documentation is true: its code runs and prints what it says, and it builds without a warning."""
+
+import ast
+import itertools
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "make"))
+
+import blocks  # noqa: E402  (of docs/make, which is only now on the path)
+
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
+WITH_CODE = [page for page in PAGES if {block.language for block in blocks.blocks(page.read_text())} & blocks.RUN]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    blocks.run(page, tmp_path)
+
+
+def run_program(*command: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
+def test_the_program_for_fsdp2_trains_on_two_ranks() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert "muon moves" in run_program(*torchrun, str(DOCS / "migrate" / "from_torchtitan.py"))
+
+
+def test_the_program_for_the_trainer_trains() -> None:
+    pytest.importorskip("transformers")  # with accelerate: `nox -s trainers` installs both
+    assert "trained 5 steps" in run_program(str(DOCS / "migrate" / "from_hf_trainer.py"))
+
+
+def test_every_program_of_a_guide_is_run_by_its_page_or_here() -> None:
+    for program in DOCS.glob("migrate/*.py"):
+        page = program.with_name(program.name.removeprefix("from_")).with_suffix(".md").read_text()
+        assert f"{{literalinclude}} {program.name}" in page
+        assert f"$ python {program.name}" in page or program.name in Path(__file__).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_is_of_a_language_that_is_run_or_shown_for_a_reason(page: Path) -> None:
+    known = blocks.RUN | blocks.WRITTEN | blocks.NOT_RUN
+    assert {block.language for block in blocks.blocks(page.read_text())} <= known
+
+
+def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    with pytest.raises(AssertionError, match=r"page.md:1 prints\n1\nand not\n2"):
+        blocks.run(page, tmp_path)
+    page.write_text("```{tab-item} A\n:::\n```\n\n:::{note}\n```python\n1 / 0\n```\n:::\n")
+    with pytest.raises(ZeroDivisionError):
+        blocks.run(page, tmp_path)
+
+
+@pytest.mark.skipif(find_spec("sphinx") is None, reason="sphinx is not installed: `nox -s docs` installs it")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-d", str(tmp_path / "cache")]
+    command = [*sphinx, str(DOCS), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert (tmp_path / "index.html").exists()
+    assert len(re.findall("opt_stack.get_optimizer", (tmp_path / "genindex.html").read_text())) > 0
+
+
+def source_text() -> str:
+    """All string constants of the packages, those of one message next to each other as Python joins them."""
+    sources = (path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
+    nodes = (node for text in sources for node in ast.walk(ast.parse(text)))
+    return "\n".join(
+        "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+        if isinstance(node, ast.JoinedStr)
+        else node.value
+        for node in nodes
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    )
+
+
+def quoted_messages() -> list[str]:
+    """Headings of the page on troubleshooting that quote a message: code with blanks before a definition."""
+    lines = (DOCS / "troubleshooting.md").read_text().splitlines()
+    terms = [line for line, below in itertools.pairwise(lines) if below.startswith(": ")]
+    return [quote for term in terms for quote in re.findall(r"`([^`]+ [^`]+)`", term)]
+
+
+def test_messages_that_the_page_on_troubleshooting_quotes_are_in_the_source() -> None:
+    messages, source = quoted_messages(), source_text()
+    assert len(messages) > 12
+    assert [message for message in messages if message not in source] == []
