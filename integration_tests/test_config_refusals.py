@@ -72,5 +72,5 @@ def test_what_was_assigned_after_the_configuration_was_built_is_checked_too() ->
             build_it()
     wrapping = DistributedDataParallelConfig()
     wrapping.fp8_param_gather = True
-    with pytest.raises(ConfigError, match="fp8_param_gather=True: is not built yet"):
+    with pytest.raises(ConfigError, match="fp8_param_gather=True: needs use_distributed_optimizer=True"):
         DistributedDataParallel(wrapping, model)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fuzz.cases import Grid, Place
 from fuzz.failed import Failed
+from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import DONE, Alone, Comm, Op, Pending, Sizes
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
@@ -106,6 +107,9 @@ class LateComm:
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         self.inner.broadcast_(x, src=src)
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.inner.gather_objects(value)

@@ -22,7 +22,6 @@ REPOSITORY = PACKAGE.parents[1]
 TABLES = {"optimizer": OPTIMIZER_FIELDS, "data parallel": DATA_PARALLEL_FIELDS}
 BUILT = {f"{table} {name}": (name, use) for table, uses in TABLES.items() for name, use in uses.items() if use.built}
 OFF_DEFAULT: dict[str, object] = {
-    "fp8_recipe": "mxfp8",
     "optimizer_offload_fraction": 0.5,
     "pin_cpu_grads": False,
     "pin_cpu_params": False,

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import Op, Pending
 
 DELAY = 1.0  # of a collective; it takes no longer than the compute of its bucket
@@ -78,6 +80,9 @@ class DelayedComm:
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         return None
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, value]

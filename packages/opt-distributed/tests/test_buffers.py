@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
-from opt_distributed.buffers.storage import ParamAndGradBuffer, StorageError
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wire import CollectiveError, InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes

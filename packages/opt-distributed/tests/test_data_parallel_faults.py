@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.storage import StorageError
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm

@@ -89,6 +89,8 @@ def _together(config: DistributedDataParallelConfig) -> Iterator[Problem]:
         yield Problem("num_distributed_optimizer_instances", config.num_distributed_optimizer_instances, reason)
     if config.align_param_gather and not config.overlap_param_gather:
         yield Problem("align_param_gather", True, "means nothing without overlap_param_gather=True; set that too")
+    if config.fp8_param_gather and not config.use_distributed_optimizer:
+        yield Problem("fp8_param_gather", True, "needs use_distributed_optimizer=True: replicas gather no parameters")
     if config.reuse_grad_buf_for_mxfp8_param_ag and not config.fp8_param_gather:
         yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "means nothing without fp8_param_gather=True")
     if config.param_name_patterns_for_fp32_local_accumulation and config.grad_reduce_in_fp32:

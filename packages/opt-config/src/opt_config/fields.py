@@ -19,6 +19,8 @@ _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.build"
 _RULES = "opt_stack.built_in"
+_FP8 = "opt_stack.fp8"
+_FP8_TESTS = "integration_tests/test_fp8_params.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
 _OFFLOAD_TESTS = "integration_tests/test_offload.py"
@@ -60,7 +62,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "apply_wd_to_qk_layernorm": FieldUse(
             _PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_when_asked_for"
         ),
-        "fp8_recipe": _not_built(_BUILD),
+        "fp8_recipe": FieldUse(_FP8, f"{_FP8_TESTS}::test_one_process_and_shards_have_the_same_codes"),
         "fp16": _precision(),
         "bf16": _precision(),
         "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_BUILD),
@@ -181,7 +183,9 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             _BUFFERS, f"{_WRAPPER_TESTS}/test_local_sums.py::test_microbatches_of_the_parameters_named_add_up_in_fp32"
         ),
         "average_in_collective": _effect(_BUFFERS, "test_a_mean_may_be_taken_after_the_sum"),
-        "fp8_param_gather": _not_built(_WRAPPER),
+        "fp8_param_gather": FieldUse(
+            "opt_distributed.buffers.fp8_memory", f"{_FP8_TESTS}::test_one_byte_an_element_and_scales_are_gathered"
+        ),
         "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_WRAPPER),
     }
 )

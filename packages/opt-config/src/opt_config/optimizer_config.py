@@ -54,7 +54,7 @@ class OptimizerConfig(Configuration):
     """Decay the weights of query and key layer norms, which one-dimensional parameters otherwise are spared."""
 
     fp8_recipe: str | None = None
-    """The fp8 recipe of the model's parameters."""
+    """The recipe of parameters that are kept in fp8: delayed, tensorwise, blockwise or mxfp8. None: none are."""
     fp16: bool = False
     """Parameters in fp16, with fp32 mains and loss scaling."""
     bf16: bool = False

@@ -62,7 +62,7 @@ _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 CHOICES = MappingProxyType(
     {
-        "fp8_recipe": ("delayed", "tensorwise", "mxfp8", "blockwise", "nvfp4"),
+        "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"),
         "params_dtype": (torch.float32, torch.float16, torch.bfloat16),
         "main_grads_dtype": (torch.float32, torch.bfloat16),
         "main_params_dtype": (torch.float32, torch.float16),
@@ -170,6 +170,16 @@ def _numbers(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.main_params_dtype is torch.float16 and config.precision.params is torch.float32:
         reason = "is for mains beside 16-bit parameters; fp32 ones have none: set bf16=True or fp16=True, or leave it"
         yield Problem("main_params_dtype", config.main_params_dtype, reason)
+    if config.fp8_recipe == "nvfp4":
+        yield Problem("fp8_recipe", "nvfp4", "4-bit parameters are not supported; use 'mxfp8', or keep them in bf16")
+    if config.fp8_recipe is not None and config.optimizer_cpu_offload:
+        yield Problem(
+            "fp8_recipe", config.fp8_recipe, "excludes optimizer_cpu_offload: mains of fp8 parameters stay here"
+        )
+    if config.fp8_recipe is not None and config.main_params_dtype is torch.float16:
+        yield Problem("main_params_dtype", config.main_params_dtype, "excludes fp8_recipe, whose mains are fp32")
+    if config.reuse_grad_buf_for_mxfp8_param_ag and config.fp8_recipe != "mxfp8":
+        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "is for fp8_recipe='mxfp8'; leave it at False")
     if named is None and config.params_dtype is torch.float16:
         yield Problem("params_dtype", config.params_dtype, "needs fp16=True, which scales the loss")
     if config.min_loss_scale > config.initial_loss_scale:

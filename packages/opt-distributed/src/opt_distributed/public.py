@@ -7,7 +7,8 @@ from opt_distributed.buffers.binding import GradientError, UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.buffers.replicas import ReplicaError
-from opt_distributed.buffers.storage import ParamAndGradBuffer, StorageError
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.errors import ProcessGroupError

@@ -44,6 +44,7 @@ class ParamMeta:
     qkv_split_shapes: tuple[int, ...] = ()  # rows of q, k and v in one query group; (): not fused
     head_rows: int = 0  # rows of one head, which a matrix rule moves as a matrix of its own; 0: not by heads
     split_sizes: tuple[int, ...] = ()  # rows of matrices of their own that make up the whole; (): one matrix
+    codes: torch.dtype | None = None  # of what is stored, where these are codes with scales; None: values of `dtype`
 
     def __post_init__(self) -> None:
         dim, rows = self.partition_dim, sum(self.qkv_split_shapes)
@@ -87,6 +88,11 @@ class ParamMeta:
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what is stored: `dtype`, or that of the codes."""
+        return self.dtype if self.codes is None else self.codes
 
     @property
     def is_dtensor(self) -> bool:

@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.buffers.stored import FP8
+from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
+from opt_distributed.step.coded_main import CodedMain
+from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.hooked import CutParams
+from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.mains import Main
+from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
@@ -23,6 +29,7 @@ from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.backends.elements import is_dense
+from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.graphs import check_graphs
 from opt_stack.hooks import check_start, cut_params
@@ -48,8 +55,14 @@ class Model:
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
     check_graphs(plan, model.device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
-    own = {buffer.name: sources.get(buffer.name) or _source(plan, buffer, model, roles) for buffer in plan.buffers}
+    own = {
+        buffer.name: _quantizing(sources.get(buffer.name) or _source(plan, buffer, model, roles), buffer, model, roles)
+        for buffer in plan.buffers
+    }
     units = list(_units(plan, model, roles, own))
+    for param in model.params.values():
+        if (found := quantized(param)) is not None:
+            found.forget_initial()
     return Stepper(
         units=units,
         families=list(_families(plan, roles, own)),
@@ -109,7 +122,8 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     """Gradients stay where autograd put them if nobody else has a part in them; else they travel through a buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
     axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
-    dtype = plan.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
+    is_bf16 = all(model.metas[id].dtype is torch.bfloat16 for id in params)
+    dtype = plan.config.precision.grads if is_bf16 else torch.float32
     if buffer.spread is Spread.LAID_OUT:
         return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
     if axes.num_replicas == 1:
@@ -124,6 +138,7 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
         device=model.device,
         sharded=sharded,
         holds_grads=not sharded and not averaged,
+        allocate=axes.dp.allocate,
     )
     if averaged:
         return OwnGrads(params, num_replicas=1, memory=memory if sharded else None, comm=axes.dp)
@@ -133,6 +148,14 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
         else GradsEverywhere(memory, axes)
     )
     return BufferedGrads(reduced, memory, axes, num_replicas=replicas)
+
+
+def _quantizing(source: Source, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
+    """The source of a buffer; of one of parameters in fp8, with what quantises them."""
+    if buffer.dtype is not FP8:
+        return source
+    found = {shape.id: q for shape in buffer.params if (q := quantized(model.params[shape.id])) is not None}
+    return QuantizedSource(source, found, _axes(roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
 def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
@@ -188,6 +211,7 @@ def _pieces(
     host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
     slots, (unit, on_host) = norm_slots(plan), side
+    main: Main | CodedMain | HostMain | QuantizedMain
     rule = unit.rule_of(on_host=on_host)
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)
@@ -198,9 +222,14 @@ def _pieces(
             param, meta, group = model.params[id], model.metas[id], model.group_of[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
-            _check_dense(id, stored)
-            target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
-            main, state = host.kept(numbers, target, rule, id, placed[id].stage, on_host=on_host)
+            source = sources[buffer.name]
+            if isinstance(source, QuantizedSource):
+                fp8 = source.main(id, of_param)
+                main, state = fp8, init_state(rule, fp8.value(), id=id, stage=placed[id].stage)
+            else:
+                _check_dense(id, stored)
+                target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
+                main, state = host.kept(numbers, target, rule, id, placed[id].stage, on_host=on_host)
             if whole:
                 check_start(unit.rule, id, stored)
             inspected = _inspected(buffer, axes, number)
@@ -209,7 +238,7 @@ def _pieces(
                 param=param,
                 of_param=of_param,
                 group=group,
-                source=sources[buffer.name],
+                source=source,
                 main=main,
                 state=state,
                 norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opt_distributed.step.dtensor import local
 from opt_distributed.step.hyper import read_hyper
+from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.stepper import Stepper
 from opt_distributed.step.stored import decoded, kept_states
 from opt_distributed.step.unit import OwnedPiece, Unit
@@ -46,6 +47,7 @@ class Evaluation:
             for piece in unit.pieces if formula is not None else ():
                 if piece.step:
                     assert formula is not None
+                    assert not isinstance(piece.main, QuantizedMain)
                     piece.main.target.copy_(_evaluated(formula, unit, piece, groups))
             for source in unit.completes:
                 source.publish_()

@@ -12,6 +12,7 @@ from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
+from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.comm.collectives import Comm, agreed
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
@@ -20,7 +21,6 @@ from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
     ParamId,
     ParamMeta,
-    describe,
     get_matrix_rule_overrides,
     get_param_groups,
     get_standard_config_overrides,
@@ -29,6 +29,7 @@ from opt_paramgroups import (
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.entries import check_entries, check_numbers, checked_hyper
+from opt_stack.fp8 import check_recipes
 from opt_stack.given_groups import complete_groups
 from opt_stack.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.optimizer import Optimizer
@@ -155,7 +156,7 @@ def get_optimizer_based_on_param_groups(
     known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     groups = agreed(
         roles.everyone,
-        lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe(chunks)),
+        lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe_stored(chunks)),
     )
     check_same_config(config, roles.everyone)
     return _build(
@@ -224,7 +225,8 @@ def _build(
         roles.everyone,
         lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),
     )
-    params, metas = parameters_by_id(chunks), describe(chunks)
+    params, metas = parameters_by_id(chunks), describe_stored(chunks)
+    check_recipes(config, chunks, roles.everyone)
     check_peers(plan, groups, metas, roles)
     if broadcast_params:
         broadcast_replicas_(params, metas, roles)
@@ -293,7 +295,7 @@ def plan_of(
     ready = [buffer.plan for buffer in wrapped_buffers(chunks, trained=trained)]
     return make_plan(
         config,
-        describe(chunks),
+        describe_stored(chunks),
         groups,
         made,
         sizes=sizes,

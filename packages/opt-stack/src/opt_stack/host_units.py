@@ -81,7 +81,7 @@ def _cuts(unit: Unit, part_numel: int) -> Iterator[list[OwnedPiece]]:
     pieces: list[OwnedPiece] = []
     for piece in unit.pieces:
         pieces.append(piece)
-        if sum(one.main.target.numel() for one in pieces) >= part_numel:
+        if sum(one.main.shape.numel() for one in pieces) >= part_numel:
             yield pieces
             pieces = []
     if pieces or not unit.pieces:

@@ -203,7 +203,8 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
         found = find_values(state_dict, params)
         for piece in pieces:
-            piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.target.shape))
+            piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
+        self.stepper.publish_set_()
 
     def offload_to_cpu(self) -> None:
         """Moves main values and state to host memory; parameters stay. `restore_from_cpu` before the next step."""
@@ -283,6 +284,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             )
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
+        self.stepper.publish_set_()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

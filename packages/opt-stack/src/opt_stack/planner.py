@@ -16,6 +16,7 @@ from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.compute import plan_compute
+from opt_stack.fp8 import check_fp8
 from opt_stack.hooks import check_hooks
 from opt_stack.host_plan import plan_host
 from opt_stack.host_rule import torch_host_rule
@@ -52,6 +53,7 @@ def make_plan(
     """
     rule_of = {id: group["optimizer"] for group in groups for id in group["param_ids"]}
     _check_dtypes(config, metas, rule_of)
+    check_fp8(config, metas, rule_of, rules)
     _check_norm_groups(metas)
     in_buffers = {param.id for buffer in ready_buffers for param in buffer.params}
     ours = {id: name for id, name in rule_of.items() if id not in in_buffers}
@@ -101,7 +103,7 @@ def _plan_buffers(
         spread = Spread.LAID_OUT if meta.is_dtensor else _spread(config.sharding, rules[rule_of[id]])
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
-        found.setdefault((meta.dtype, meta.is_expert, spread), []).append(shape)
+        found.setdefault((meta.stored_dtype, meta.is_expert, spread), []).append(shape)
     # A block of block-quantised state or main values has one scale, so that no cut may go through it.
     multiple = lcm(SHARD_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block))
     if config.precision.mains is torch.float16:
@@ -172,7 +174,7 @@ def _plan_units(
             rule=rules[key.rule],
             is_expert=key.is_expert,
             ids=frozenset(ids),
-            numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].dtype for id in ids}},
+            numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
         )
         for key, ids in sorted(found.items(), key=lambda item: item[0][:2])
     )

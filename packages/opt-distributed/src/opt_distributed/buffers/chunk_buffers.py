@@ -10,6 +10,7 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.agreement import Facts, agree_on, check_config
 from opt_distributed.buffers.binding import check_unbound
 from opt_distributed.buffers.bucket import Travel
+from opt_distributed.buffers.fp8_memory import check_gathered_in_fp8
 from opt_distributed.buffers.grouping import BufferPlan, IsWhole, NumShards, plan_buffers
 from opt_distributed.buffers.local_sums import LocalSums, local_sums
 from opt_distributed.buffers.storage import ParamAndGradBuffer
@@ -51,6 +52,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
     try:
         check_config(spec.config, spec.roles, per_token=spec.calculate_per_token_loss)
         check_unbound(spec.params)
+        check_gathered_in_fp8(spec.config, spec.metas)
         buffers = tuple(_make_buffer(spec, plan) for plan in _plans(spec))
     except Exception as caught:  # of any kind, running out of memory too: the other ranks wait for the verdict
         error = caught
@@ -91,15 +93,20 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
         grad_dtype=plan.key.grad_dtype,
         device=device,
         sharded=spec.config.use_distributed_optimizer,
+        allocate=_axes(spec, plan).dp.allocate,
     )
     patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
     sums = local_sums(plan.params, patterns, grad_dtype=plan.key.grad_dtype, device=device)
     return ChunkBuffer(plan, memory, _travel(spec, plan), sums)
 
 
+def _axes(spec: ChunkSpec, plan: BufferPlan) -> Axes:
+    return spec.roles.expert if plan.key.is_expert else spec.roles.dense
+
+
 def _travel(spec: ChunkSpec, plan: BufferPlan) -> Travel:
     config = spec.config
-    axes = spec.roles.expert if plan.key.is_expert else spec.roles.dense
+    axes = _axes(spec, plan)
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
     return Travel(
         name=f"{plan.key}",

@@ -22,10 +22,11 @@ from opt_distributed.buffers.param_reads import UseHooks
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
 from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.layout.padding import SHARD_MULTIPLE
-from opt_paramgroups import ParamId, ParamMeta, describe
+from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.names import parameters_by_id
 
 
@@ -102,7 +103,7 @@ class DistributedDataParallel(nn.Module):
         self.shard_multiple = shard_multiple
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
-        self.metas: Mapping[ParamId, ParamMeta] = describe([module], model_chunk_offset=chunk)
+        self.metas: Mapping[ParamId, ParamMeta] = describe_stored([module], model_chunk_offset=chunk)
         buffers = make_buffers(
             ChunkSpec(
                 config=config,

@@ -106,7 +106,7 @@ def plan_buffers(
 
 def _key(meta: ParamMeta, config: DistributedDataParallelConfig, is_whole: IsWhole) -> BufferKey:
     return BufferKey(
-        param_dtype=meta.dtype,
+        param_dtype=meta.stored_dtype,
         grad_dtype=torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
         is_expert=meta.is_expert,
         is_whole=config.use_distributed_optimizer and is_whole(meta),

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_config import ConfigError
+from opt_distributed.buffers.stored import stored_bytes
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import mesh_of, replicas_outside, tensor_peers_outside
+from opt_kernels.quantized import QuantizedParam, quantized
 from opt_paramgroups import ParamId, ParamMeta
 
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
@@ -33,7 +35,7 @@ def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
     Raises:
         ReplicaError, on every rank: the first parameter that differs, or that a rank does not train, and the ranks.
     """
-    sums = checksums({id: _local(param, metas[id]) for id, param in params.items()})
+    sums = checksums({id: _stored(param, metas[id]) for id, param in params.items()})
     error = None
     for comm, ids in _by_comm(params, metas, roles).items():
         mine = {str(id): sums[id] for id in ids}
@@ -57,11 +59,24 @@ def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
         error = error or _missing([dict.fromkeys(names, 0) for names in per_rank], comm)
     agree(roles.everyone, error)
     for id, param in params.items():
+        found = quantized(param)
+        if found is not None:
+            _broadcast_fp8_(found, list(_comms(param, metas[id], roles)))
+            continue
         stored = _local(param, metas[id])
         value = stored.contiguous()
         for comm in _comms(param, metas[id], roles):
             comm.broadcast_(value)
         stored.copy_(value)
+
+
+def _broadcast_fp8_(param: QuantizedParam, comms: Iterable[Comm]) -> None:
+    """Writes codes, scales and what belongs to them."""
+    for comm in comms:
+        for part in (param.codes, param.scales, *param.extra().values()):
+            comm.broadcast_(part)
+    param.forget_initial()
+    param.finish_()
 
 
 def checksums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, int]:
@@ -140,6 +155,12 @@ def _copies(comms: Iterable[Comm]) -> Iterator[Comm]:
 def _local(param: nn.Parameter, meta: ParamMeta) -> Tensor:
     value: Tensor = param.detach()
     return value.to_local() if meta.is_dtensor else value  # type: ignore[attr-defined]
+
+
+def _stored(param: nn.Parameter, meta: ParamMeta) -> Tensor:
+    """What replicas must have equal: the values, or codes and scales."""
+    stored = stored_bytes(param)
+    return _local(param, meta) if stored is None else stored
 
 
 def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:

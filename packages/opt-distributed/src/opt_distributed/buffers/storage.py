@@ -1,22 +1,22 @@
 """The memory: one contiguous tensor of gradients, one of parameters where they are sharded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.fp8_memory import move_fp8_in
+from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
+from opt_distributed.buffers.stored import FP8, StorageError, address, is_quantized, stored_dtype
 from opt_distributed.buffers.wire import InFlight, sum_over
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.comm.allocate import Allocate, zeros
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
 from opt_paramgroups import ParamId
-
-
-class StorageError(ValueError):
-    """Parameters that cannot share one buffer, or a buffer used out of turn."""
 
 
 class _Range(NamedTuple):
@@ -33,7 +33,7 @@ class ParamAndGradBuffer:
     `grad_data` (layout.numel,) of `grad_dtype`, zeros; (0,) where gradients are kept elsewhere. `param_data`
     (layout.numel,) of `param_dtype`, or None: it holds the parameters' values, and the parameters themselves are
     re-pointed into it (`param.data` becomes a view), so that an in-place all-gather of a bucket is all it takes to
-    publish them. Padding is zero and stays so.
+    publish them. Padding is zero and stays so. Of parameters in fp8 it holds the codes, as uint8; see `Fp8Memory`.
 
     Raises:
         StorageError: parameters and layout differ in ids or sizes; a parameter of another dtype or device, frozen, or
@@ -51,6 +51,7 @@ class ParamAndGradBuffer:
         device: torch.device,
         sharded: bool,  # the parameters move into the buffer
         holds_grads: bool = True,
+        allocate: Allocate = zeros,
     ):
         self.layout = layout
         self.params = dict(params)
@@ -58,10 +59,13 @@ class ParamAndGradBuffer:
         self.queues = devices.device_of(device)
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
-        self.grad_data = torch.zeros(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
+        self.grad_data = allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
         self._is_released = False  # the memory of `grad_data`
-        self.param_data = self._move_params_in() if sharded else None
-        self._addresses = [param.data_ptr() for param in self.params.values()]
+        self.param_data: Tensor | None = None
+        self.wire: ParamWire | None = None  # of the parameters, where ranks own shards of them
+        if sharded:
+            self.param_data, self.wire = self._move_params_in(allocate)
+        self._addresses = [address(param) for param in self.params.values()]
 
     def grad_view(self, id: ParamId) -> Tensor:
         """The gradient of a parameter, in its shape: a view."""
@@ -137,11 +141,9 @@ class ParamAndGradBuffer:
             LayoutError: the layout was planned for another number of ranks.
         """
         self._check_shards(comm)
-
-        def stages() -> Iterator[Pending]:
-            yield comm.all_gather_(self.param_bucket(index), self.param_shard(index, comm.rank), async_op=True)
-
-        return InFlight(stages(), f"parameter bucket {index}")
+        assert self.wire is not None
+        stages = self.wire.stages(index, comm)
+        return InFlight(stages, f"parameter bucket {index}", device=self.queues, is_staged=self.wire.is_staged)
 
     @torch.no_grad()
     def zero_grads_(self) -> None:
@@ -170,14 +172,14 @@ class ParamAndGradBuffer:
         if self.param_data is None:
             return moved(self.params, dtype=self.param_dtype, device=self.device)
         addresses = zip(self.params.items(), self._addresses, strict=True)
-        return next((id for (id, param), address in addresses if param.data_ptr() != address), None)
+        return next((id for (id, param), before in addresses if address(param) != before), None)
 
     def check_in_place(self) -> None:
         """Raises StorageError where a parameter has left the buffer, so that updates would no longer reach it."""
         for id, param in self.params.items():
             data = self.param_data
-            moved = data is not None and param.data_ptr() != self._param_view(data, id).data_ptr()
-            if moved or param.device != self.device or param.dtype != self.param_dtype:
+            moved = data is not None and address(param) != self._param_view(data, id).data_ptr()
+            if moved or param.device != self.device or stored_dtype(param) != self.param_dtype:
                 raise StorageError(
                     f"{id} has left its buffer, {self.param_dtype} on {self.device}, for {param.dtype} on "
                     f"{param.device}; convert and move the model before wrapping it"
@@ -195,13 +197,16 @@ class ParamAndGradBuffer:
         return data[slot.start : slot.stop].view(self.params[id].shape)
 
     @torch.no_grad()
-    def _move_params_in(self) -> Tensor:
-        data = torch.zeros(self.layout.numel, dtype=self.param_dtype, device=self.device)
+    def _move_params_in(self, allocate: Allocate) -> tuple[Tensor, ParamWire]:
+        if self.param_dtype is FP8:
+            fp8 = move_fp8_in(self.layout, self.params, device=self.device, allocate=allocate)
+            return fp8.codes, fp8
+        data = allocate(self.layout.numel, dtype=self.param_dtype, device=self.device)
         for id, param in self.params.items():
             view = self._param_view(data, id)
             view.copy_(param)
             param.data = view
-        return data
+        return data, GatherInPlace(self.layout, data)
 
     def _param_data(self) -> Tensor:
         if self.param_data is None:
@@ -211,7 +216,7 @@ class ParamAndGradBuffer:
 
 def moved(params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> ParamId | None:
     """The first of `params` that is no longer of this dtype on this device; None if all are."""
-    return next((id for id, param in params.items() if param.dtype is not dtype or param.device != device), None)
+    return next((id for id, p in params.items() if stored_dtype(p) is not dtype or p.device != device), None)
 
 
 def _check(
@@ -223,8 +228,10 @@ def _check(
     for id, param in params.items():
         if param.numel() != slots[id].numel:
             raise LayoutError(f"{id} has {param.numel()} elements, but {slots[id].numel} in the layout; plan it again")
-        if param.dtype != dtype:
-            raise StorageError(f"{id} is {param.dtype} in a buffer of {dtype}; parameters of one dtype share a buffer")
+        if stored_dtype(param) != dtype:
+            raise StorageError(
+                f"{id} is {stored_dtype(param)} in a buffer of {dtype}; parameters of one dtype share a buffer"
+            )
         if param.device != device:
             raise StorageError(f"{id} is on {param.device}, the buffer on {device}; move the model before wrapping it")
         if not param.requires_grad:
@@ -234,7 +241,7 @@ def _check(
 
 def _check_apart(params: Mapping[ParamId, nn.Parameter]) -> None:
     """Parameters of one memory would be torn apart: each moves to a place of its own."""
-    ranges = sorted(_range(id, param) for id, param in params.items() if param.numel())
+    ranges = sorted(_range(id, param) for id, param in params.items() if param.numel() and not is_quantized(param))
     for one, other in pairwise(ranges):
         if other.start < one.stop:
             raise StorageError(

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opt_distributed.comm.allocate import Allocate, zeros
 from opt_distributed.comm.process_exit import Started
 
 Made = TypeVar("Made")
@@ -77,6 +79,10 @@ class Comm(Protocol):
         """Every rank's `value`, in rank order, on every rank. Values are small and picklable."""
         ...
 
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(numel,) zeros: memory for a buffer that its collectives read and write. See `comm.allocate`."""
+        ...
+
 
 class Alone:
     """A world of one rank."""
@@ -104,6 +110,9 @@ class Alone:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
+
 
 # torch 2.13 renamed the two flat collectives and deprecates the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -116,10 +125,11 @@ def _pending(work: Any) -> Pending:
 
 
 class TorchComm:
-    """A `torch.distributed` process group. This rank must belong to it."""
+    """A `torch.distributed` process group. This rank must belong to it. `allocate` makes the memory of its buffers."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
         self.group = group
+        self._allocate = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -143,6 +153,9 @@ class TorchComm:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._allocate(numel, dtype=dtype, device=device)
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:

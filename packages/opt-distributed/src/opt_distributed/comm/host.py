@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import DONE, Comm, Op, Pending, Sizes
 from opt_distributed.comm.device import Device
 
@@ -45,6 +47,9 @@ class HostComm:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
 
     def _back(self, x: Tensor, there: Tensor) -> Pending:
         arrived = self.device.to_host(there)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm, Op, Pending, Sizes
@@ -23,6 +24,7 @@ class RecordingComm:
     def __init__(self, inner: Comm):
         self.inner = inner
         self.calls: list[Call] = []
+        self.allocated: list[int] = []  # bytes of each buffer
 
     @property
     def rank(self) -> int:
@@ -62,3 +64,7 @@ class RecordingComm:
     def gather_objects(self, value: Any) -> list[Any]:
         self.calls.append(Call("gather_objects", 0, 0))
         return self.inner.gather_objects(value)
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.allocated.append(numel * dtype.itemsize)
+        return self.inner.allocate(numel, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes
 
 
@@ -56,6 +57,9 @@ class ThreadComm:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange(value)
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
 
     def _everyone(self, x: Tensor) -> list[Tensor]:
         return self._exchange(x.detach().clone())

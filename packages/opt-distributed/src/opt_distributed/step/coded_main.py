@@ -44,6 +44,11 @@ class CodedMain:
         made.reload_()
         return made
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the piece."""
+        return self.target.shape
+
     def kept(self) -> tuple[Tensor, ...]:
         """The memory that it takes beside the parameter."""
         return self.codes, self.scales

@@ -33,6 +33,11 @@ class HostMain:
             return cls(target, make(numbers, here.contiguous()), device)
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the piece."""
+        return self.target.shape
+
+    @property
     def numbers(self) -> Numbers:
         """In which numbers they are kept."""
         return self.moved.numbers

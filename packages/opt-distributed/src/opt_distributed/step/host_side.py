@@ -19,6 +19,7 @@ from opt_distributed.comm.device import Device, Event, HostCopy
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Main
+from opt_distributed.step.quantized import QuantizedMain
 from opt_paramgroups import ParamId
 
 Groups = Sequence[Mapping[str, Any]]
@@ -31,7 +32,7 @@ class Staged(Protocol):
     def id(self) -> ParamId: ...
 
     @property
-    def main(self) -> Main | CodedMain | HostMain: ...
+    def main(self) -> Main | CodedMain | HostMain | QuantizedMain: ...
 
 
 class OnHost(NamedTuple):

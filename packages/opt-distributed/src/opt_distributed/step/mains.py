@@ -37,6 +37,11 @@ class Main:
         """What receives the rounded value; None where the rule writes the parameter itself."""
         return None if self.numbers is Numbers.DIRECT else self.target
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the piece."""
+        return self.target.shape
+
     def kept(self) -> tuple[Tensor, ...]:
         """The memory that it takes beside the parameter."""
         return tuple(tensor for tensor in (self.copy, self.remainder) if tensor is not None)

@@ -65,7 +65,7 @@ class SavedPiece:
         parameter's; a state that was not saved is as before the first step, and so is the count of steps."""
         piece = self.piece
         if MAIN in loaded:
-            piece.main.set_(loaded[MAIN].view(piece.main.target.shape))
+            piece.main.set_(loaded[MAIN].view(piece.main.shape))
         else:
             piece.main.reload_()
         names = [spec.name for spec in kept_states(self.unit, piece)]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
+from opt_distributed.buffers.stored import stored_dtype
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
@@ -92,7 +93,7 @@ class OwnGrads:
         self.params, self.memory, self.comm = params, memory, comm
         self.grad_scale = 1.0 / num_replicas
         first = next(iter(params.values()))
-        self._dtype, self._device = first.dtype, first.device
+        self._dtype, self._device = stored_dtype(first), first.device
 
     def reduce_(self) -> None:
         return None

@@ -192,7 +192,7 @@ def _saved_value(unit: Unit, piece: OwnedPiece, entry: _Entry, saved: Mapping[st
     value = saved[key]
     if not isinstance(value, Tensor):
         raise StateError(f"{where} is a {type(value).__name__}; a tensor is needed")
-    shape = piece.main.target.shape if entry.spec is _OF_MAIN else piece.state[entry.spec.name].shape
+    shape = piece.main.shape if entry.spec is _OF_MAIN else piece.state[entry.spec.name].shape
     if _is_like_param(piece, entry.spec):
         try:
             value = local_part(value, piece.param)

@@ -24,6 +24,7 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
 from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.limits import Limits
+from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.result import StepResult
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
@@ -130,6 +131,17 @@ class Stepper:
             self._update(groups)
         self._ready = None
         return not is_refused
+
+    @torch.no_grad()
+    def publish_set_(self) -> None:
+        """Quantises fp8 parameters from main values that were set apart from a step, and publishes all. Collective.
+
+        Raises CollectiveError where a peer is lost.
+        """
+        if any(True for unit in self.units for _ in quantized_sources(unit.completes)):
+            for unit in self.units:
+                for source in unit.completes:
+                    source.publish_()
 
     def norm(self, norm_type: float) -> float:
         """The `norm_type`-norm of the gradients that `prepare_grads` made ready, unscaled; of slot "", as `grad_norm`.

@@ -18,6 +18,7 @@ from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
+from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.sources import ReadGrad, Source
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
@@ -37,7 +38,7 @@ class OwnedPiece:
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # where its gradient comes from
-    main: Main | CodedMain | HostMain
+    main: Main | CodedMain | HostMain | QuantizedMain
     state: dict[str, Tensor]
     norm_slot: int = 0  # which of the step's gradient norms it belongs to
     counted: bool = True  # False where another rank counts these elements in norms and zeros
@@ -53,7 +54,7 @@ class OwnedPiece:
         self.read_grad = self.source.reader(self.id, self.of_param)
 
     @property
-    def moved(self) -> Main | CodedMain:
+    def moved(self) -> Main | CodedMain | QuantizedMain:
         """The main values where the rule runs."""
         return self.main.moved if isinstance(self.main, HostMain) else self.main
 
@@ -191,7 +192,7 @@ class Unit:
     def _calls(self, runs: list["_Run"]) -> list[list["_Run"]]:
         """The runs that one call of the rule moves. Coded mains are decoded for a call: few at a time, unless ranks
         compute matrices together, which must not depend on what one of them decodes."""
-        if self.stages or not any(run.coded for run in runs):
+        if self.stages or not any(run.is_decoded for run in runs):
             return [runs]
         return [[run] for run in runs]
 
@@ -294,7 +295,7 @@ class _Run:
     indices: Sequence[int]  # among the pieces that were ready
     pieces: Sequence[OwnedPiece]
     count: StepCount = field(init=False)  # its pieces' own, from now on
-    coded: Sequence[CodedMain] = ()  # the mains of its pieces, where these are decoded for an update
+    opened: Sequence[CodedMain | QuantizedMain] = ()  # the mains of its pieces, where these are stored after an update
     columns: Works = field(init=False)  # all but the gradients
 
     def __post_init__(self) -> None:
@@ -302,7 +303,7 @@ class _Run:
         for piece in self.pieces:
             piece.count = self.count
         mains = [piece.moved for piece in self.pieces]
-        self.coded = [main for main in mains if isinstance(main, CodedMain)]
+        self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
@@ -313,11 +314,11 @@ class _Run:
         )
 
     def works(self, grads: Sequence[Tensor]) -> Works:
-        """What a rule has to do, with the gradients of all that is ready. Decodes mains until `close_`."""
+        """What a rule has to do, with the gradients of all that is ready. Opens mains until `close_`."""
         of = self.columns
         return Works(
             [grads[index] for index in self.indices],
-            mains=[main.open_() for main in self.coded] if self.coded else of.mains,
+            mains=[main.open_() for main in self.opened] if self.opened else of.mains,
             states=of.states,
             outs=of.outs,
             remainders=of.remainders,
@@ -325,9 +326,14 @@ class _Run:
         )
 
     def close_(self, *, skip: Tensor | None) -> None:
-        """Stores the mains that `works` decoded."""
-        for main in self.coded:
+        """Stores the mains that `works` opened."""
+        for main in self.opened:
             main.close_(skip=skip)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether its mains take more memory while they are open."""
+        return any(isinstance(main, CodedMain) for main in self.opened)
 
     @property
     def is_together(self) -> bool:
@@ -354,7 +360,7 @@ def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.main.target.numel() if isinstance(piece.moved, CodedMain) else 0
+        num_decoded += piece.main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.storage import StorageError
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.step.clip import clip_coefficient, clip_coefficients
 from opt_distributed.step.group_check import GroupCheck, Groups

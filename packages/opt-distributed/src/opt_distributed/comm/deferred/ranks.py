@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm import device as devices
+from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import Op, Pending, Sizes
 from opt_distributed.comm.deferred.graphs import CaptureError, DeferredGraph
 from opt_distributed.comm.deferred.memory import Memory, at_once, poison_
@@ -182,6 +183,9 @@ class DeferredComm:
         self._device.world.moved()
         self._device.world.block_until(lambda: len(values) == self.size, self._device.rank)
         return [values[rank] for rank in range(self.size)]
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
         """Queues the rank's part; all parts run at once, when each is at the head of its stream."""

@@ -1,0 +1,112 @@
+"""A small model with weights in fp8, and ranks as threads that train it on gradients known to the bit."""
+
+from typing import Any, NamedTuple
+
+import torch
+from parity import roles_over
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.recording import Call, RecordingComm
+from opt_distributed.comm.threads import run_threads
+from opt_kernels.quantized import QuantizedParam, quantize_linears_, quantized
+from opt_stack import Optimizer, get_optimizer
+
+STEPS = 4
+SHAPES = ((192, 160), (64, 192), (5, 64))  # squares of 128 that do not fill, more columns than rows, few rows
+
+
+def make_model(recipe: str | None, *, seed: int = 0) -> nn.Sequential:
+    """Linear layers in bf16; with a recipe their weights in fp8, and their biases in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(cols, rows, dtype=torch.bfloat16) for rows, cols in SHAPES])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 8)
+    if recipe is not None:
+        quantize_linears_(model, recipe)
+    return model
+
+
+def fp8_params(model: nn.Module) -> list[QuantizedParam]:
+    return [found for param in model.parameters() if (found := quantized(param)) is not None]
+
+
+def set_grads(model: nn.Module, step: int) -> None:
+    """Equal on all ranks: 64ths, whose sums and means are exact."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in model.parameters():
+        grad = (torch.randint(-32, 32, param.shape, generator=generator) / 64).to(param.dtype)
+        if getattr(param, "main_grad", None) is not None:
+            param.main_grad.copy_(grad)  # type: ignore[attr-defined]
+        else:
+            param.grad = grad
+
+
+class Stored(NamedTuple):
+    """All that a model stores, in copies."""
+
+    fp8: list[tuple[Tensor, Tensor]]  # codes and scales
+    wide: list[Tensor]
+
+    def equals(self, other: "Stored") -> bool:
+        pairs = [*zip(self.wide, other.wide, strict=True)]
+        for ours, theirs in zip(self.fp8, other.fp8, strict=True):
+            pairs += zip(ours, theirs, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+def stored(model: nn.Module) -> Stored:
+    wide = [param.detach().clone() for param in model.parameters() if quantized(param) is None]
+    return Stored([(one.codes.clone(), one.scales.clone()) for one in fp8_params(model)], wide)
+
+
+class Run(NamedTuple):
+    """One rank's run."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    calls: list[Call]  # of the last step
+    stored: Stored
+
+
+def build(
+    comm: Comm, recipe: str | None, *, wraps: bool = False, wrapping: dict[str, Any] | None = None, **fields: Any
+) -> tuple[nn.Module, nn.Module, Optimizer]:
+    """The model, what was given to the optimizer, and the optimizer."""
+    model, roles = make_model(recipe), roles_over(comm)
+    config = OptimizerConfig(**{"lr": 1e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, **fields})
+    chunk: nn.Module = model
+    if wraps:
+        sharded = config.use_distributed_optimizer or config.use_layer_wise_distributed_optimizer
+        whole = matrices_whole if config.use_layer_wise_distributed_optimizer else nothing_whole
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=sharded,
+            fp8_param_gather=sharded and recipe is not None,
+            overlap_param_gather=config.overlap_param_gather,
+            **(wrapping or {}),
+        )
+        chunk = DistributedDataParallel(ddp_config, model, groups=roles, is_whole=whole)
+    return model, chunk, get_optimizer(config, [chunk], pg_collection=roles)
+
+
+def train(ranks: int, recipe: str | None, *, steps: int = STEPS, **options: Any) -> list[Run]:
+    """Every rank's run."""
+
+    def rank_main(comm: Comm) -> Run:
+        recording = RecordingComm(comm)
+        model, chunk, optimizer = build(recording, recipe, **options)
+        for step in range(steps):
+            set_grads(model, step)
+            recording.calls.clear()
+            assert optimizer.step().success
+            optimizer.zero_grad()
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
+        return Run(model, optimizer, list(recording.calls), stored(model))
+
+    return run_threads(ranks, rank_main)

@@ -1,0 +1,311 @@
+"""Parameters in fp8: the codes of one process on any layout, one byte an element on the wire, and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fp8_training import SHAPES, build, fp8_params, make_model, set_grads, stored, train
+from parity import roles_over
+from torch import nn
+
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import FP8, StorageError
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.layout import ParamShape, flat_layout
+from opt_distributed.step.quantized import QuantizedMain
+from opt_kernels.quantized import RECIPES, QuantizedTensor
+from opt_paramgroups import ParamId
+from opt_stack import get_optimizer
+
+ZERO = {"use_distributed_optimizer": True}
+MUON = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "replicated": (2, {}),
+    "flat shards": (4, ZERO),
+    "wrapped": (2, {**ZERO, "wraps": True}),
+    "wrapped, replicated": (2, {"wraps": True}),
+    "overlapped": (2, {**ZERO, "wraps": True, "overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}),
+}
+NUMEL = sum(rows * cols for rows, cols in SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_each_rank() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fp8_recipe", RECIPES)
+def test_one_process_and_shards_have_the_same_codes(fp8_recipe: str, layout: str) -> None:
+    ranks, options = LAYOUTS[layout]
+    (alone,) = train(1, fp8_recipe)
+    for run in train(ranks, fp8_recipe, **options):
+        assert run.stored.equals(alone.stored)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_matrices_dealt_to_ranks_have_the_same_codes(recipe: str, wraps: bool) -> None:
+    (alone,) = train(1, recipe, optimizer="muon", muon_fp32_matmul_prec="highest")
+    for run in train(2, recipe, wraps=wraps, **MUON):
+        assert run.stored.equals(alone.stored)
+
+
+def test_the_codes_are_those_of_the_main_values() -> None:
+    (alone,) = train(1, "tensorwise")
+    mains = alone.optimizer.get_parameters()
+    weights = [main for main in mains if main.dim() == 2]
+    assert len(weights) == len(SHAPES)
+    for main, param in zip(weights, fp8_params(alone.model), strict=True):
+        scale = main.abs().amax() / 448
+        assert torch.equal(param.scales, scale.view(1))
+        codes = (main / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(param.codes, codes.view(torch.uint8).view(-1))
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_byte_an_element_and_scales_are_gathered(recipe: str, wraps: bool) -> None:
+    options = {**ZERO, "wraps": wraps}  # fp8_param_gather where it is wrapped
+    padded = -(-NUMEL // 128) * 128
+    biases = 2 * 384  # in bf16; 192, 64 and 5, which begin at multiples of 64 and end at one of 128
+    for run in train(2, recipe, **options):
+        gathered = sorted(call.num_bytes for call in run.calls if call.kind == "all_gather")
+        scales = [padded // 32] if recipe == "mxfp8" else []
+        assert gathered == sorted([padded, biases, *scales])
+        magnitudes = {"delayed": 3, "tensorwise": 3, "blockwise": 4 + 2 + 1}.get(recipe)
+        reduced = [call.numel for call in run.calls if call.kind == "all_reduce"]
+        assert (magnitudes in reduced) is (magnitudes is not None)
+
+
+def everything(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of codes, scales, histories and other parameters."""
+    found = stored(model)
+    fp8 = [tensor for pair in found.fp8 for tensor in pair]
+    return [*fp8, *(t.clone() for param in fp8_params(model) for t in param.extra().values()), *found.wide]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, ZERO, {**ZERO, "wraps": True}], ids=["replicated", "flat", "wrapped"])
+def test_an_overflow_changes_no_byte(recipe: str, options: dict[str, Any]) -> None:
+    def rank_main(comm: Comm) -> bool:
+        model, _, optimizer = build(comm, recipe, **options)
+        set_grads(model, 0)
+        assert optimizer.step().success
+        optimizer.zero_grad()
+        before = everything(model)
+        set_grads(model, 1)
+        first = next(model.parameters())
+        grad = first.main_grad if options.get("wraps") else first.grad
+        grad.view(-1)[0] = torch.inf
+        assert not optimizer.step().success
+        return all(map(torch.equal, everything(model), before))
+
+    assert run_threads(2, rank_main) == [True, True]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_parameter_without_a_gradient_keeps_codes_and_scales(recipe: str) -> None:
+    def rank_main(comm: Comm) -> bool:
+        model, _, optimizer = build(comm, recipe, **ZERO)
+        for step in range(3):
+            set_grads(model, step)
+            model[1].weight.grad = None
+            if step == 0:
+                before = everything(model[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        return all(map(torch.equal, everything(model[1])[:-1], before[:-1]))  # the last is the bias
+
+    assert run_threads(2, rank_main) == [True, True]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_skip_that_only_the_device_knows_changes_nothing_on_any_rank(recipe: str) -> None:
+    def rank_main(comm: Comm) -> list[bool]:
+        model, _, optimizer = build(comm, recipe, **ZERO)
+        pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+        mains = [piece.main for piece in pieces if isinstance(piece.main, QuantizedMain)]
+        found = []
+        for skips in (True, False):
+            before = everything(model)
+            for main in mains:
+                # The device would have left them; here they are moved, to see that nobody looks at them.
+                main.open_().mul_(3.0)
+                main.close_(skip=torch.tensor(skips))
+            optimizer.stepper.publish_set_()
+            found.append(all(map(torch.equal, everything(model), before)))
+        return found
+
+    assert run_threads(2, rank_main) == [[True, False]] * 2
+
+
+# --- main values ------------------------------------------------------------------------------------------------------
+
+
+def one_weight(values: torch.Tensor, *, keep_initial: bool) -> nn.Module:
+    model = nn.Linear(*reversed(values.shape), bias=False, dtype=torch.bfloat16)
+    quantized = QuantizedTensor.of(values, "blockwise", dtype=torch.bfloat16, keep_initial=keep_initial)
+    model.weight = nn.Parameter(quantized)
+    return model
+
+
+@pytest.mark.parametrize("keep_initial", [True, False], ids=["offered", "not offered"])
+def test_mains_begin_with_the_values_that_were_quantised(keep_initial: bool) -> None:
+    values = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    model = one_weight(values, keep_initial=keep_initial)
+    (main,) = get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="blockwise"), [model]).get_parameters()
+    assert torch.equal(main, values if keep_initial else model.weight.values())
+    assert model.weight.initial() is None  # its memory is free again
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "codes"])
+def test_mains_begin_with_weights_that_were_loaded_since(how: str) -> None:
+    values, loaded = torch.randn(2, 96, 64, generator=torch.Generator().manual_seed(1))
+    model = one_weight(values, keep_initial=True)
+    if how == "load_state_dict":
+        model.load_state_dict({"weight": loaded})
+    else:  # behind the tensor's back, as another library may
+        model.weight.scaled.quantize_(loaded)
+    (main,) = get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="blockwise"), [model]).get_parameters()
+    assert torch.equal(main, model.weight.values())
+    assert not torch.equal(main, values)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(recipe: str | None, **fields: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        get_optimizer(OptimizerConfig(bf16=True, **fields), [make_model(recipe)])
+    return str(caught.value)
+
+
+def test_fp8_parameters_without_a_recipe_are_refused() -> None:
+    message = refused("tensorwise")
+    assert "'0.weight' (and 2 more) is stored in fp8, but fp8_recipe=None; set it to the recipe" in message
+
+
+def test_another_recipe_than_the_parameters_is_refused() -> None:
+    message = refused("tensorwise", fp8_recipe="mxfp8")
+    assert "fp8_recipe='mxfp8', but parameter '0.weight' is kept by the recipe 'tensorwise'" in message
+
+
+def test_a_recipe_without_fp8_parameters_is_refused() -> None:
+    message = refused(None, fp8_recipe="mxfp8")
+    assert "fp8_recipe='mxfp8', but no parameter is stored in fp8 on any rank" in message
+
+
+def test_a_rule_that_swaps_weights_is_refused() -> None:
+    message = refused("delayed", fp8_recipe="delayed", optimizer="schedule_free")
+    assert "optimizer='schedule_free' evaluates other weights than it trains" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fp8_recipe": "nvfp4"}, "fp8_recipe='nvfp4': 4-bit parameters are not supported; use 'mxfp8'"),
+        (
+            {"fp8_recipe": "mxfp8", "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+            "fp8_recipe='mxfp8': excludes optimizer_cpu_offload",
+        ),
+        ({"fp8_recipe": "mxfp4"}, "fp8_recipe='mxfp4': must be one of delayed, tensorwise, blockwise, mxfp8"),
+        (
+            {
+                "bf16": True,
+                "fp8_recipe": "mxfp8",
+                "use_precision_aware_optimizer": True,
+                "main_params_dtype": torch.float16,
+            },
+            "main_params_dtype=torch.float16: excludes fp8_recipe, whose mains are fp32",
+        ),
+    ],
+    ids=["nvfp4", "offload", "mxfp4", "fp16 mains"],
+)
+def test_configurations_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig(**fields)
+    assert message in str(caught.value)
+
+
+def test_a_wrapper_that_shards_must_gather_in_fp8() -> None:
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    with pytest.raises(StorageError, match="is stored in fp8, but fp8_param_gather=False; set it to True"):
+        DistributedDataParallel(config, make_model("tensorwise"))
+
+
+def test_a_wrapper_that_gathers_in_fp8_needs_fp8_parameters() -> None:
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, fp8_param_gather=True)
+    chunk = DistributedDataParallel(config, make_model(None))
+    with pytest.raises(ConfigError, match="fp8_param_gather=True, but no parameter is stored in fp8 on any rank"):
+        get_optimizer(OptimizerConfig(bf16=True, use_distributed_optimizer=True), [chunk])
+
+
+def test_a_cut_through_elements_of_one_scale_is_refused() -> None:
+    id = ParamId(0, "weight")
+    layout = flat_layout([ParamShape(id=id, shape=(9, 32))], num_shards=8, shard_multiple=1)
+    weight = nn.Parameter(QuantizedTensor.of(torch.ones(9, 32), "mxfp8"))
+    with pytest.raises(StorageError, match="cuts through runs of 32 elements that share a scale"):
+        ParamAndGradBuffer(
+            layout,
+            {id: weight},
+            param_dtype=FP8,
+            grad_dtype=torch.float32,
+            device=torch.device("cpu"),
+            sharded=True,
+        )
+
+
+def test_what_one_rank_refuses_all_ranks_refuse() -> None:
+    def rank_main(comm: Comm) -> str:
+        model = make_model("tensorwise" if comm.rank else "blockwise")
+        config = OptimizerConfig(bf16=True, fp8_recipe="blockwise", use_distributed_optimizer=True)
+        with pytest.raises(ValueError) as caught:
+            get_optimizer(config, [model], pg_collection=roles_over(comm))
+        return str(caught.value)
+
+    texts = run_threads(2, rank_main)
+    assert all("kept by the recipe 'tensorwise'" in text for text in texts), texts
+
+
+def test_replicas_that_differ_in_codes_are_refused_or_take_the_first_ones() -> None:
+    def rank_main(comm: Comm, broadcast: bool) -> Any:
+        model = make_model("delayed", seed=comm.rank)
+        config = OptimizerConfig(bf16=True, fp8_recipe="delayed", use_distributed_optimizer=True)
+        try:
+            get_optimizer(config, [model], pg_collection=roles_over(comm), broadcast_params=broadcast)
+        except ConfigError as error:
+            return str(error)
+        return stored(model)
+
+    assert all(
+        "ranks hold different values of '0.weight'" in text for text in run_threads(2, lambda c: rank_main(c, False))
+    )
+    first, second = run_threads(2, lambda comm: rank_main(comm, True))
+    assert first.equals(second)
+    assert first.equals(stored(make_model("delayed")))
+
+
+def test_buffers_take_their_memory_where_the_group_says() -> None:
+    class Pool(Alone):
+        def __init__(self) -> None:
+            self.made: list[torch.Tensor] = []
+
+        def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            self.made.append(torch.zeros(numel, dtype=dtype, device=device))
+            return self.made[-1]
+
+    pool = Pool()
+    model, _, _ = build(pool, "mxfp8", wraps=True, **ZERO)
+    assert sorted(tensor.dtype.itemsize for tensor in pool.made) == [1, 1, 2, 4, 4]  # codes, scales, biases, gradients
+    memory = [range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in pool.made]
+    for param in fp8_params(model):
+        assert any(param.codes.data_ptr() in one for one in memory)
+        assert any(param.scales.data_ptr() in one for one in memory)

@@ -1,0 +1,86 @@
+"""Parameters in fp8 in a buffer: one byte an element is all that is gathered, and scales where these belong to runs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.param_wire import gather_part
+from opt_distributed.buffers.stored import StorageError
+from opt_distributed.comm.allocate import Allocate
+from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.layout import Layout
+from opt_kernels.quantized import QuantizedParam, quantized
+from opt_paramgroups import ParamId, ParamMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Memory:
+    """The codes of a buffer's parameters, which these have moved into; a `ParamWire`.
+
+    Scales of whole tensors and of squares follow on each rank from the largest magnitudes, over all ranks, which the
+    step has found before; only those of runs are gathered here.
+    """
+
+    layout: Layout
+    params: Mapping[ParamId, QuantizedParam]
+    codes: Tensor  # (layout.numel,) uint8
+    scales: Tensor | None  # (layout.numel / run,) uint8
+    run: int
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, index: int, comm: Comm) -> Iterator[Pending]:
+        """Writes `codes` and `scales`."""
+        yield gather_part(self.layout, self.codes, index, comm)
+        if self.scales is not None:
+            yield gather_part(self.layout, self.scales, index, comm, per=self.run)
+        for slot in self.layout.buckets[index].slots:
+            self.params[slot.id].finish_()
+
+
+def move_fp8_in(
+    layout: Layout, params: Mapping[ParamId, nn.Parameter], *, device: torch.device, allocate: Allocate
+) -> Fp8Memory:
+    """Moves the codes of `params` into a buffer.
+
+    Raises:
+        StorageError: parameters of several recipes, or a layout that cuts through runs that share a scale.
+    """
+    found = {id: q for id, param in params.items() if (q := quantized(param)) is not None}
+    recipes = {q.recipe.name: q.recipe for q in found.values()}
+    if len(recipes) > 1:
+        raise StorageError(f"parameters are kept in fp8 by the recipes {', '.join(recipes)}; use one for all of them")
+    run = next((recipe.run for recipe in recipes.values()), 0)
+    _check_runs(layout, run)
+    codes = allocate(layout.numel, dtype=torch.uint8, device=device)
+    scales = allocate(layout.numel // run, dtype=torch.uint8, device=device) if run else None
+    for slot in layout.slots():
+        at = None if scales is None else scales[slot.start // run : slot.stop // run]
+        found[slot.id].move_(codes[slot.start : slot.stop], at)
+    return Fp8Memory(layout=layout, params=found, codes=codes, scales=scales, run=run)
+
+
+def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[ParamId, ParamMeta]) -> None:
+    """Raises StorageError for parameters in fp8 in a wrapper that shards and was not told to gather them so."""
+    stored = [id for id, meta in metas.items() if meta.codes is not None]
+    if stored and config.use_distributed_optimizer and not config.fp8_param_gather:
+        raise StorageError(
+            f"{stored[0]} (and {len(stored) - 1} more) is stored in fp8, but fp8_param_gather=False; set it to True: "
+            "parameters that are sharded in fp8 are gathered in fp8"
+        )
+
+
+def _check_runs(layout: Layout, run: int) -> None:
+    """Cuts fall on multiples of `run` from the buffer's start and from each parameter's."""
+    if run and any(bucket.start % run or bucket.shard_numel(layout.num_shards) % run for bucket in layout.buckets):
+        cuts = True
+    else:
+        cuts = bool(run) and any(slot.start % run for slot in layout.slots())
+    if cuts:
+        raise StorageError(
+            f"the layout cuts through runs of {run} elements that share a scale; give DistributedDataParallel a "
+            f"shard_multiple that is a multiple of {run}"
+        )

@@ -1,0 +1,57 @@
+"""What of a parameter lies in memory: its values, or the codes of one in fp8."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError
+from opt_kernels.quantized import is_quantized, quantized
+from opt_kernels.quantized.recipes import FP8
+from opt_paramgroups import ParamId, ParamMeta, describe
+from opt_paramgroups.names import parameters_by_id
+
+__all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", "stored_bytes", "stored_dtype"]
+
+
+class StorageError(ValueError):
+    """Parameters that cannot share one buffer, or a buffer used out of turn."""
+
+
+def stored_dtype(param: Tensor) -> torch.dtype:
+    """Of what is stored: float8_e4m3fn for a parameter in fp8, which appears in another dtype."""
+    return FP8 if is_quantized(param) else param.dtype
+
+
+def address(param: Tensor) -> int:
+    """Where its values or codes lie."""
+    found = quantized(param)
+    return param.data_ptr() if found is None else found.codes.data_ptr()
+
+
+def stored_bytes(param: Tensor) -> Tensor | None:
+    """(n,) uint8: all that is stored of a parameter in fp8, copied; None for any other."""
+    found = quantized(param)
+    if found is None:
+        return None
+    return torch.cat(
+        [part.reshape(-1).view(torch.uint8) for part in (found.codes, found.scales, *found.extra().values())]
+    )
+
+
+def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, ParamMeta]:
+    """`opt_paramgroups.describe`, with the dtype of the codes where a parameter is stored in fp8.
+
+    Raises:
+        ConfigError: a DTensor of fp8 parts.
+    """
+    params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
+    metas = describe(model_chunks, model_chunk_offset=model_chunk_offset)
+    for id, meta in metas.items():
+        if meta.is_dtensor and is_quantized(params[id].to_local()):  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"parameter {str(id)!r} is a DTensor whose parts are in fp8; fully_shard and tensor-parallel plans "
+                "work with bf16, fp16 and fp32 parameters: use use_distributed_optimizer=True for fp8 ones"
+            )
+    return {id: replace(meta, codes=FP8) if is_quantized(params[id]) else meta for id, meta in metas.items()}

@@ -1,0 +1,18 @@
+"""Parameters in fp8: codes of one byte and scales. Recipes, a tensor of plain torch, and other libraries' tensors."""
+
+from opt_kernels.quantized.find import is_quantized, quantized, register_adapter
+from opt_kernels.quantized.protocol import QuantizationError, QuantizedParam
+from opt_kernels.quantized.recipes import RECIPES, Recipe
+from opt_kernels.quantized.tensor import QuantizedTensor, quantize_linears_
+
+__all__ = [
+    "RECIPES",
+    "QuantizationError",
+    "QuantizedParam",
+    "QuantizedTensor",
+    "Recipe",
+    "is_quantized",
+    "quantize_linears_",
+    "quantized",
+    "register_adapter",
+]

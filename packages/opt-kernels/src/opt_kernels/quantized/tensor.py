@@ -1,0 +1,268 @@
+"""`QuantizedTensor`: an fp8 parameter of plain torch, on any device; what computes with it sees dequantised values."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from opt_kernels.quantized.protocol import QuantizationError
+from opt_kernels.quantized.recipes import RECIPES, Recipe
+from opt_kernels.quantized.scaled import ScaledCodes
+
+aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
+
+
+class QuantizedTensor(Tensor):
+    """A tensor in fp8 codes and scales, which appears as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
+
+    Operations dequantise it first, and so does a conversion to another dtype. Those that write it (`copy_`, `zero_`,
+    `mul_`) quantise what they wrote; a view (`t`, `view`, indexing) is a copy, through which nothing can be written.
+    Its gradient is an ordinary tensor. A copy of it is quantised, too; pickled, and so in files of `torch.save`, it is
+    its dequantised values.
+
+    Implements `QuantizedParam`.
+    """
+
+    scaled: ScaledCodes
+    _initial: list[Tensor]  # one tensor or none; shared with what is detached from this
+
+    @staticmethod
+    def __new__(cls, scaled: ScaledCodes, *, dtype: torch.dtype, initial: list[Tensor]) -> "QuantizedTensor":
+        made: QuantizedTensor = Tensor._make_wrapper_subclass(
+            cls, scaled.shape, dtype=dtype, device=scaled.codes.device
+        )
+        made.scaled = scaled
+        made._initial = initial
+        return made
+
+    @classmethod
+    def of(
+        cls, values: Tensor, recipe: str = "tensorwise", *, dtype: torch.dtype | None = None, keep_initial: bool = True
+    ) -> "QuantizedTensor":
+        """Quantises `values`.
+
+        Args:
+            values: of any float dtype; read.
+            recipe: delayed, tensorwise, blockwise or mxfp8: see `opt_kernels.quantized.recipes`.
+            dtype: that operations see; None: that of `values`.
+            keep_initial: keep a copy of `values` until an optimizer has taken its main values from there.
+
+        Raises:
+            QuantizationError: an unknown recipe, or one that cannot scale this shape.
+        """
+        if recipe not in RECIPES:
+            raise QuantizationError(f"recipe={recipe!r}: {', '.join(RECIPES)} are allowed")
+        problem = RECIPES[recipe].problem(tuple(values.shape))
+        if problem or not values.is_floating_point():
+            raise QuantizationError(
+                f"a tensor of {values.dtype} and shape {tuple(values.shape)} cannot be quantised: "
+                f"{problem or 'it is no floating-point tensor'}"
+            )
+        scaled = ScaledCodes.empty(RECIPES[recipe], values.shape, values.device)
+        scaled.quantize_(values)
+        initial = [values.detach().clone()] if keep_initial else []
+        return cls(scaled, dtype=dtype or values.dtype, initial=initial)
+
+    # --- QuantizedParam ---------------------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is scaled."""
+        return self.scaled.recipe
+
+    @property
+    def codes(self) -> Tensor:
+        """(numel,) uint8."""
+        return self.scaled.codes
+
+    @property
+    def scales(self) -> Tensor:
+        """(num_scales,) fp32, or uint8 exponents."""
+        return self.scaled.scales
+
+    @property
+    def num_scales(self) -> int:
+        """Groups of elements that share a scale."""
+        return self.scaled.num_scales
+
+    def values(self) -> Tensor:
+        """The values, fp32."""
+        return self.scaled.values()
+
+    def dequantize(self) -> Tensor:
+        """The values in the dtype that operations see."""
+        return self.scaled.values().to(self.dtype)
+
+    def initial(self) -> Tensor | None:
+        """What it was quantised from, if that was kept."""
+        return self._initial[0] if self._initial else None
+
+    def forget_initial(self) -> None:
+        """Frees what `initial` returns."""
+        self._initial.clear()
+
+    def move_(self, codes: Tensor, scales: Tensor | None) -> None:
+        """Moves codes, and scales where these are given."""
+        self.scaled.move_(codes, scales)
+
+    def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
+        """See `QuantizedParam`."""
+        self.scaled.largest_(largest, values, start)
+
+    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
+        """See `QuantizedParam`."""
+        self.scaled.rescale_(largest, skip=skip)
+
+    def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
+        """See `QuantizedParam`."""
+        self.scaled.encode_(values, start, skip=skip)
+
+    def finish_(self) -> None:
+        """Nothing: it keeps no copies of its codes."""
+
+    def extra(self) -> Mapping[str, Tensor]:
+        """The history of delayed scaling."""
+        return self.scaled.extra()
+
+    # --- a tensor ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = _OPERATIONS.get(func)
+        if own is not None and isinstance(args[0], QuantizedTensor):
+            return own(*args, **kwargs)
+        plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for given, plain, declared in zip(args, plain_args, func._schema.arguments):
+            if isinstance(given, QuantizedTensor) and declared.alias_info is not None and declared.alias_info.is_write:
+                _copy(given, plain)
+                result = given if result is plain else result
+        return result
+
+    @property
+    def history(self) -> Tensor | None:
+        """Of delayed scaling."""
+        return self.scaled.history
+
+    @property
+    def data(self) -> "QuantizedTensor":
+        """The same memory, apart from autograd. What is assigned is quantised: the memory stays."""
+        return _detach(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise QuantizationError(
+                f"an fp8 tensor that appears as {self.dtype} of shape {tuple(self.shape)} cannot become {value.dtype} "
+                f"of shape {tuple(value.shape)}; convert the model first, then quantise it"
+            )
+        _copy(self, value)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = ["codes", "scales", *(["history"] if self.history is not None else [])]
+        return names, (self.recipe, self.shape, self.dtype, tuple(self._initial))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedTensor":
+        recipe, shape, dtype, initial = context
+        codes, scales = inner["codes"], inner["scales"]
+        scaled = ScaledCodes(recipe=recipe, shape=shape, codes=codes, scales=scales, history=inner.get("history"))
+        return QuantizedTensor(scaled, dtype=dtype, initial=list(initial))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape = tuple(self.shape)
+        return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={self.recipe.name!r}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
+        if id(self) not in memo:
+            made = _clone(self)
+            made.requires_grad_(self.requires_grad)
+            made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("scaled", "_initial")})
+            made._initial = list(self._initial)
+            memo[id(self)] = made
+        found: QuantizedTensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _dequantized(x: Any) -> Any:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _detach(x: QuantizedTensor) -> QuantizedTensor:
+    """The same memory."""
+    return QuantizedTensor(x.scaled, dtype=x.dtype, initial=x._initial)
+
+
+def _clone(x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
+    return QuantizedTensor(x.scaled.cloned(x.device), dtype=x.dtype, initial=[])
+
+
+def _to_copy(x: QuantizedTensor, **kwargs: Any) -> Tensor:
+    """Quantised on another device; dequantised in another dtype."""
+    device, dtype = kwargs.get("device") or x.device, kwargs.get("dtype") or x.dtype
+    if dtype != x.dtype:
+        converted: Tensor = aten._to_copy.default(x.dequantize(), **kwargs)
+        return converted
+    initial = [tensor.to(device) for tensor in x._initial]
+    return QuantizedTensor(x.scaled.cloned(torch.device(device)), dtype=dtype, initial=initial)
+
+
+def _copy(x: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
+    x.scaled.quantize_(_dequantized(source).expand(x.shape))
+    x.forget_initial()
+    return x
+
+
+_OPERATIONS: Mapping[Any, Callable[..., Tensor]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+}
+
+
+def quantize_linears_(
+    module: nn.Module,
+    recipe: str = "tensorwise",
+    *,
+    keep_initial: bool = True,
+    only: Callable[[str, nn.Linear], bool] = lambda name, linear: True,
+) -> list[str]:
+    """Keeps the weights of `module`'s linear layers in fp8; returns their names. Attributes of the parameters stay.
+
+    Args:
+        module: its parameters are replaced: call this before it is wrapped, and before the optimizer is built.
+        recipe: see `QuantizedTensor.of`.
+        keep_initial: likewise; costs the weights' memory once more until the optimizer is built.
+        only: which of the layers, by their names.
+
+    Raises:
+        QuantizationError: see `QuantizedTensor.of`; it names the layer, and nothing is replaced.
+    """
+    chosen = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) and only(name, one)}
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for name, linear in chosen.items():
+        weight: nn.Parameter = linear.weight  # type: ignore[assignment]
+        if weight not in made and not isinstance(weight, QuantizedTensor):
+            try:
+                quantized = QuantizedTensor.of(weight.detach(), recipe, keep_initial=keep_initial)
+            except QuantizationError as error:
+                raise QuantizationError(f"{name}.weight: {error}") from None
+            made[weight] = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+            vars(made[weight]).update({key: value for key, value in vars(weight).items() if key != "_is_param"})
+    for holder in module.modules():
+        for key, param in holder._parameters.items():
+            if param is not None and param in made:
+                holder._parameters[key] = made[param]
+    return [f"{name}.weight" for name in chosen]

@@ -1,0 +1,208 @@
+"""Parameters in fp8: codes and scales against their definition, runs of elements, and a tensor that modules can use."""
+
+import copy
+import io
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.quantized import RECIPES, QuantizationError, QuantizedTensor, is_quantized, quantize_linears_
+
+SHAPES = [(192, 160), (5, 64), (128, 128), (1, 32), (3, 130, 32), (7 * 32,)]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def groups_of(recipe: str, shape: tuple[int, ...]) -> Tensor:
+    """For each element the number of those that share its scale."""
+    cols = shape[-1]
+    at = torch.arange(torch.Size(shape).numel())
+    if recipe == "mxfp8":
+        return at // 32
+    if recipe == "blockwise":
+        return (at // cols // 128) * -(-cols // 128) + at % cols // 128
+    return torch.zeros_like(at)
+
+
+def expected(values: Tensor, recipe: str) -> Tensor:
+    """fp32 values of the codes, from the definition, in float64."""
+    flat, groups = values.reshape(-1).double(), groups_of(recipe, tuple(values.shape))
+    found = torch.empty_like(flat)
+    for group in groups.unique():
+        of_group = flat[groups == group]
+        largest = of_group.abs().amax()
+        if recipe in ("blockwise", "mxfp8"):
+            scale = 2.0 ** torch.ceil(torch.log2(largest / 448))
+        else:
+            scale = (largest.float() / 448).double()
+        codes = (of_group / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        found[groups == group] = codes.double() * scale
+    return found.float().view(values.shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_are_those_of_the_definition(recipe: str, shape: tuple[int, ...]) -> None:
+    values = normal(*shape) * torch.exp2(normal(*shape, seed=1) * 4)
+    made = QuantizedTensor.of(values, recipe)
+    # Dividing by a scale that is not a power of two in fp32 may round to the other side of a tie.
+    rtol = 0.0 if recipe in ("blockwise", "mxfp8") else 2.0**-23
+    torch.testing.assert_close(made.values(), expected(values, recipe), rtol=rtol, atol=0.0)
+    assert made.codes.numel() == values.numel()
+    assert made.scales.numel() == made.num_scales == int(groups_of(recipe, shape).max()) + 1
+    assert RECIPES[recipe].num_bytes(shape) == made.codes.nbytes + made.scales.nbytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("cuts", [(64,), (32, 1024), (64, 128, 192, 320, 12_800), (19_008,)], ids=str)
+def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]) -> None:
+    values = normal(192, 160)
+    whole = QuantizedTensor.of(values, recipe)
+    parted = QuantizedTensor.of(torch.zeros(192, 160), recipe)
+    flat, bounds = values.view(-1), [0, *cuts, values.numel()]
+    largest = torch.full((parted.num_scales,), -1.0)
+    for start, stop in pairwise(bounds):
+        of_rank = torch.full_like(largest, -1.0)
+        parted.largest_(of_rank, flat[start:stop], start)
+        largest = torch.maximum(largest, of_rank)
+    if recipe != "mxfp8":
+        parted.rescale_(largest)
+    for start, stop in pairwise(bounds):
+        parted.encode_(flat[start:stop], start)
+    assert torch.equal(parted.codes, whole.codes)
+    assert torch.equal(parted.scales, whole.scales)
+
+
+def test_a_delayed_scale_follows_former_updates() -> None:
+    made = QuantizedTensor.of(torch.ones(4, 4), "delayed")
+    for size in (4.0, 2.0, 1.0):
+        made.rescale_(torch.tensor([size]))
+    assert made.scales.item() == pytest.approx(4.0 / 448)  # of the largest before the last update
+    for _ in range(16):
+        made.rescale_(torch.tensor([1.0]))
+    assert made.scales.item() == pytest.approx(1.0 / 448)
+    made.encode_(torch.full((16,), 2.0), 0)
+    assert torch.equal(made.values(), torch.ones(4, 4))  # above what the scale expects: clamped
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_elements_that_share_a_scale_with_one_that_is_not_finite_become_nan(recipe: str, bad: float) -> None:
+    values = normal(256, 256)
+    values[200, 7] = bad
+    found = QuantizedTensor.of(values, recipe).values().isnan().view(-1)
+    groups = groups_of(recipe, (256, 256))
+    assert torch.equal(found, groups == groups[200 * 256 + 7])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zeros_and_tiny_values_are_kept(recipe: str) -> None:
+    assert not QuantizedTensor.of(torch.zeros(64, 64), recipe).values().any()
+    tiny = torch.full((64, 64), torch.finfo(torch.float32).tiny)
+    assert QuantizedTensor.of(tiny, recipe).values().isfinite().all()
+
+
+def model_of(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32, bias=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(normal(*param.shape) / 8)
+    wide = copy.deepcopy(model)
+    assert quantize_linears_(model, recipe) == ["0.weight", "2.weight"]
+    return model, wide
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recipe: str) -> None:
+    model, wide = model_of(recipe)
+    with torch.no_grad():
+        for i in (0, 2):
+            wide[i].weight.copy_(model[i].weight.values())
+    for one in (model, wide):
+        (one(normal(5, 64)) ** 2).sum().backward()
+        (one(normal(5, 64, seed=1)) ** 2).sum().backward()  # adds to the gradients
+    for ours, theirs in zip(model.parameters(), wide.parameters(), strict=True):
+        assert type(ours.grad) is Tensor
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_module_is_copied_saved_and_loaded(recipe: str) -> None:
+    model, _ = model_of(recipe)
+    model[0].weight.mark = 7
+    other = copy.deepcopy(model)
+    assert is_quantized(other[0].weight)
+    assert isinstance(other[0].weight, nn.Parameter)
+    assert other[0].weight.mark == 7
+    assert other[0].weight.codes.data_ptr() != model[0].weight.codes.data_ptr()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    assert not other[0].weight.values().any()
+    other.load_state_dict(saved)
+    # Values are codes times a scale, and the scale of these is found again from the largest of them.
+    torch.testing.assert_close(other[0].weight.values(), model[0].weight.values(), rtol=2.0**-22, atol=0.0)
+
+
+def test_what_writes_it_quantises_and_what_is_read_is_no_view() -> None:
+    values = normal(64, 64)
+    made = nn.Parameter(QuantizedTensor.of(values, "blockwise"))
+    with torch.no_grad():
+        made.mul_(2.0).add_(1.0)
+    want = QuantizedTensor.of(2 * QuantizedTensor.of(values, "blockwise").values(), "blockwise").values() + 1.0
+    assert torch.equal(made.values(), QuantizedTensor.of(want, "blockwise").values())
+    made.data = torch.ones(64, 64)
+    assert torch.equal(made.values(), torch.ones(64, 64))
+    assert type(made.t()) is Tensor
+    assert made.initial() is None
+
+
+def test_a_conversion_that_would_lose_the_codes_is_refused() -> None:
+    model, _ = model_of("tensorwise")
+    with pytest.raises(QuantizationError, match="convert the model first, then quantise it"):
+        model.to(torch.bfloat16)
+
+
+def test_a_module_moves_to_another_device_with_codes_and_scales() -> None:
+    model, _ = model_of("delayed")
+    weight = model.to("meta")[0].weight
+    assert is_quantized(weight)
+    assert isinstance(weight, nn.Parameter)
+    assert {t.device.type for t in (weight, weight.codes, weight.scales, weight.history)} == {"meta"}
+
+
+def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
+    model[1].weight = model[0].weight
+    model[2].weight.requires_grad_(False)
+    quantize_linears_(model, "mxfp8")
+    assert model[1].weight is model[0].weight
+    assert [linear.weight.requires_grad for linear in model] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "recipe", "message"),
+    [
+        (torch.ones(2, 2), "nvfp4", "recipe='nvfp4': delayed, tensorwise, blockwise, mxfp8 are allowed"),
+        (torch.ones(2, 33), "mxfp8", "the recipe 'mxfp8' needs a last dim that is a multiple of 32"),
+        (torch.ones(2, 2, dtype=torch.int32), "delayed", "it is no floating-point tensor"),
+    ],
+    ids=["recipe", "shape", "dtype"],
+)
+def test_what_cannot_be_quantised_is_refused(values: Tensor, recipe: str, message: str) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        QuantizedTensor.of(values, recipe)
+
+
+def test_a_layer_that_cannot_be_quantised_leaves_the_others_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
+    with pytest.raises(QuantizationError, match=r"1\.weight: .*multiple of 32"):
+        quantize_linears_(model, "mxfp8")
+    assert not any(map(is_quantized, model.parameters()))

@@ -1,0 +1,73 @@
+"""Parameters in fp8: what configuration, rules and tensors must agree on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import Comm, agree
+from opt_kernels.quantized import quantized
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
+
+
+def check_fp8(
+    config: OptimizerConfig,
+    metas: Mapping[ParamId, ParamMeta],
+    rule_of: Mapping[ParamId, str],
+    rules: Mapping[str, Rule],
+) -> None:
+    """Raises ConfigError for parameters in fp8 without `fp8_recipe`, or under a rule that swaps weights."""
+    stored = [id for id in rule_of if metas[id].codes is not None]
+    if stored and config.fp8_recipe is None:
+        raise ConfigError(
+            f"parameter {str(stored[0])!r} (and {len(stored) - 1} more) is stored in fp8, but fp8_recipe=None; set it "
+            "to the recipe of the parameters: delayed, tensorwise, blockwise or mxfp8"
+        )
+    for id in stored:
+        rule = rules[rule_of[id]]
+        if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
+            raise ConfigError(
+                f"optimizer={rule.name!r} evaluates other weights than it trains, which parameters in fp8 cannot hold "
+                f"to the bit; {str(id)!r} is one: use another rule for it"
+            )
+
+
+def check_recipes(config: OptimizerConfig, chunks: Sequence[nn.Module], everyone: Comm) -> None:
+    """Whether parameters are stored in fp8 as the configurations say. Collective: all ranks call it.
+
+    Raises:
+        ConfigError, on every rank: another recipe than `fp8_recipe`; no parameter in fp8 on any rank although one of
+            the configurations asks for it.
+    """
+    found = dict(_recipes(chunks))
+    other = next((id for id, recipe in found.items() if recipe != config.fp8_recipe), None)
+    error = None
+    if other is not None:
+        error = ConfigError(
+            f"fp8_recipe={config.fp8_recipe!r}, but parameter {str(other)!r} is kept by the recipe {found[other]!r}; "
+            "set fp8_recipe to that of the parameters"
+        )
+    agree(everyone, error)
+    asks = _asking(config, chunks)
+    if asks and not any(everyone.gather_objects(bool(found))):
+        raise ConfigError(
+            f"{asks}, but no parameter is stored in fp8 on any rank; make them so before the model is wrapped "
+            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave it out"
+        )
+
+
+def _recipes(chunks: Sequence[nn.Module]) -> Iterator[tuple[ParamId, str]]:
+    for id, param in parameters_by_id(chunks).items():
+        if (stored := quantized(param)) is not None:
+            yield id, stored.recipe.name
+
+
+def _asking(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> str:
+    """The option that asks for parameters in fp8; the same on all ranks, which are configured alike."""
+    if config.fp8_recipe is not None:
+        return f"fp8_recipe={config.fp8_recipe!r}"
+    gathers = any(isinstance(chunk, DistributedDataParallel) and chunk.config.fp8_param_gather for chunk in chunks)
+    return "fp8_param_gather=True" if gathers else ""
