@@ -9,6 +9,7 @@ import torch
 from modes import AXES, DISTANCE, DISTANCE_OF, REFUSALS, Trained, Values, every_mode, name_of, pairwise, train
 
 from opt_config import ConfigError
+from opt_stack import Optimizer
 
 IS_FULL = os.environ.get("OPT_MODES") == "full"
 
@@ -39,6 +40,15 @@ def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
     gained = plain.before - plain.after
     assert gained > 0.3
     assert abs(found.after - plain.after) < DISTANCE_OF.get(mode["rule"], DISTANCE) * gained
+    assert allocated(found.optimizer) == pytest.approx(found.optimizer.plan.state_bytes(), rel=0.01)
+
+
+def allocated(optimizer: Optimizer) -> int:
+    """Bytes of the memory behind everything that the optimizer keeps beside parameters and gradients."""
+    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    kept = [tensor for piece in pieces for tensor in (*piece.main.kept(), *piece.state.values())]
+    storages = {storage.data_ptr(): storage.nbytes() for tensor in kept if (storage := tensor.untyped_storage())}
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("mode", cases(refused=True), ids=name_of)
