@@ -1,24 +1,52 @@
-"""The README tells the truth: its code runs from top to bottom, and its picture is what the code prints."""
+"""The README's code runs from top to bottom, and its picture is what the code prints."""
 
+import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opt_scheduler import get_schedule
+
 README = Path(__file__).parents[1] / "README.md"
+pytestmark = pytest.mark.skipif(not README.exists(), reason="the tests were copied without the README")
 
 
-@pytest.mark.skipif(not README.exists(), reason="the tests were copied without the README")
-def test_its_code_runs_and_prints_its_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    text = README.read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == 4
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def runs(block: str) -> bool:
+    """Whether everything that the block imports is installed: torch and optax are optional."""
+    imported = re.findall(r"^(?:import|from) (\w+)", block, flags=re.MULTILINE)
+    return all(importlib.util.find_spec(name) is not None for name in imported)
+
+
+def test_its_code_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    python = blocks("python")
+    assert len(python) == 9
+    assert sum(not runs(block) for block in python) <= 2
     namespace: dict[str, Any] = {}
-    for block in blocks:
+    for block in filter(runs, python):
         exec(compile(block, str(README), "exec"), namespace)
-    (picture,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    assert capsys.readouterr().out == picture
+    (picture,) = blocks("text")
+    assert capsys.readouterr().out == "[0.0005, 5e-05]\n" + picture
     assert namespace["lr"](250) == pytest.approx(1.5e-4)
     assert namespace["branch"](4_400) == 0.0
+    assert namespace["ninety_epochs"].length == 90 * 196
+    assert namespace["by_tokens"].length == pytest.approx(1e12 / 256 / 4_096)
+    assert namespace["plateau"].scale == 0.5
     assert namespace["optimizer"].param_groups[0]["lr"] == namespace["scheduler"].lr_at(256)
+
+
+def test_its_file_is_read() -> None:
+    (toml,) = blocks("toml")
+    assert get_schedule(**tomllib.loads(toml)["lr"])(500) == pytest.approx(5e-4)
+
+
+def test_its_links_and_pictures_exist() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README.read_text(encoding="utf-8"))
+    assert links
+    assert [link for link in links if not link.startswith("http") and not (README.parent / link).exists()] == []

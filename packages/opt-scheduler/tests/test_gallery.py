@@ -1,0 +1,64 @@
+"""The gallery shows every curve, and the picture in the repository is the one that its script draws."""
+
+import importlib
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import opt_scheduler
+
+DOCS = Path(__file__).parents[1] / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="the tests were copied without docs")
+
+
+@pytest.fixture(scope="module")
+def gallery() -> ModuleType:
+    pytest.importorskip("matplotlib", reason="the gallery needs the [plot] extra")
+    spec = importlib.util.spec_from_file_location("gallery", DOCS / "gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_function_that_builds_a_schedule_is_shown(gallery: ModuleType) -> None:
+    functions = [getattr(opt_scheduler, name) for name in opt_scheduler.__all__]
+    building = {
+        function.__name__
+        for function in functions
+        if inspect.isfunction(function) and inspect.signature(function).return_annotation is opt_scheduler.Schedule
+    }
+    assert len(building) > 25
+    assert building <= set(gallery.EXPRESSIONS)
+
+
+def test_every_panel_stays_within_its_axes(gallery: ModuleType) -> None:
+    for name, expression in gallery.EXPRESSIONS.items():
+        schedule = opt_scheduler.as_schedule(eval(expression, vars(opt_scheduler).copy()))
+        values = schedule.values(range(gallery.STEPS + 1))
+        assert min(values) >= 0, name
+        assert 0.3 < max(values) <= 1.0 + 1e-12, name
+
+
+def test_the_picture_is_what_the_script_draws(gallery: ModuleType, tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.svg"
+    gallery.draw(drawn)
+    committed = gallery.PICTURE.read_text(encoding="utf-8")
+    version = importlib.import_module("matplotlib").__version__
+    if f"matplotlib {version}<" not in committed:
+        pytest.skip(f"the picture was drawn by another version of matplotlib than {version}")
+    assert drawn.read_text(encoding="utf-8") == committed
+
+
+def test_the_picture_is_readable_on_light_and_dark_pages(gallery: ModuleType) -> None:
+    # The captions were black, and so invisible on a dark page.
+    picture = gallery.PICTURE.read_text(encoding="utf-8")
+    texts = re.findall(r"<text [^>]*style=\"([^\"]*)\"", picture)
+    assert len(texts) > 2 * len(gallery.EXPRESSIONS)
+    assert [style for style in texts if f"fill: {gallery.TEXT}" not in style] == []
+    assert "#ffffff" not in picture
