@@ -239,39 +239,3 @@ def test_main_values_are_exactly_the_parameters_that_were_reloaded(config: Optim
     optimizer.reload_model_params()
     for param, main in zip(params, optimizer.get_parameters(), strict=True):
         assert torch.equal(main, param.float())
-
-
-class Moving(torch.overrides.TorchFunctionMode):
-    """Gives a moved tensor memory of its own, as another device would, and notes where tensors were sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[int, torch.device]] = []
-        self.old: list[torch.Tensor] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.to and isinstance(args[1], torch.device):
-            self.sent.append((args[0].data_ptr(), args[1]))
-            self.old.append(args[0].detach())  # its memory is not given to another tensor meanwhile
-            return args[0].clone()
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("config", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize("method", ["offload_to_cpu", "restore_from_cpu"])
-def test_moving_the_state_moves_every_tensor_of_it_and_no_parameter(config: OptimizerConfig, method: str) -> None:
-    model, optimizer = trained(config, torch.bfloat16, 2)
-    unmoved, _ = trained(config, torch.bfloat16, 4)
-    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
-    kept = [t for p in pieces for t in (*p.state.values(), *p.main.kept())]
-    before = {tensor.data_ptr() for tensor in kept}
-    assert len(before) == (4 if config is FP16_MAINS else 3) * len(pieces)  # codes and scales, or one
-    params = [param.data_ptr() for param in model.parameters()]
-    with Moving() as moving:
-        getattr(optimizer, method)()
-    assert {pointer for pointer, _ in moving.sent} == before
-    assert {device.type for _, device in moving.sent} == {"cpu"}
-    assert not before & {tensor.data_ptr() for tensor in kept}
-    assert [param.data_ptr() for param in model.parameters()] == params
-    train(model, optimizer, range(2, 4))
-    assert_equal(weights(model), weights(unmoved))

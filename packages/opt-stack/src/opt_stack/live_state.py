@@ -1,7 +1,7 @@
 """`Optimizer.state`: what `state_dict` holds of each parameter, as a mapping that reads and writes the live state."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -18,16 +18,19 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     the mapping is true even on a rank that holds no parameter, and nothing can be deleted.
     """
 
-    def __init__(self, held: Mapping[Tensor, Held]):
+    def __init__(self, held: Mapping[Tensor, Held], *, check: Callable[[], None] = lambda: None):
         self._held = held
+        self._check = check  # raises while nothing may be read or written
 
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
+        self._check()
         if param not in self._held:
             return {}  # as torch's, which is a defaultdict; another rank holds it
         held = self._held[param]
         return ParamState(read_state(held.unit, held.piece), held)
 
     def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        self._check()
         unit, piece = self._held[param]
         check_state(unit, piece, saved)
         load_state_(unit, piece, saved)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
-from opt_config import OptimizerConfig
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import check_state, load_state_, read_state
@@ -28,6 +28,7 @@ from opt_stack.local_state import (
     set_group_,
 )
 from opt_stack.model_state import find_values
+from opt_stack.offload import StateOffload
 from opt_stack.plan import Plan
 from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
@@ -78,7 +79,9 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self.evaluation = Evaluation(stepper)
-        self._live = LiveState({held.piece.param: held for held in self._held.values()})
+        self.offload = StateOffload(stepper)
+        by_param = {held.piece.param: held for held in self._held.values()}
+        self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
@@ -127,6 +130,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
 
     def step_with_ready_grads(self) -> bool:
         """The second half: clip, update, publish. False where the norm was refused."""
+        self._check_ready("step_with_ready_grads()")
         return self.stepper.step_with_ready_grads(self.param_groups)
 
     def train(self, mode: bool = True) -> None:
@@ -142,11 +146,17 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped, saved or
         loaded: a checkpoint always holds the weights that are trained.
         """
+        self.offload.check_restored("eval()")
         self.evaluation.begin_(self.param_groups)
+
+    def _check_ready(self, what: str) -> None:
+        """Raises RuntimeError where parameters hold averaged weights, or the state is on the host."""
+        self.evaluation.check_training(what)
+        self.offload.check_restored(what)
 
     def _check_params(self) -> None:
         """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
-        self.evaluation.check_training("a step")
+        self._check_ready("a step")
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
@@ -179,6 +189,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
 
     def get_parameters(self) -> list[Tensor]:
         """What this rank's rules write, in the groups' order: parameters themselves, or the main values beside them."""
+        self.offload.check_restored("get_parameters()")
         return [self._held[id].piece.main.value() for id in self._ids if id in self._held]
 
     def init_state(self) -> None:
@@ -194,7 +205,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
                 its shape and layout; nothing has changed.
         """
-        self.evaluation.check_training("reload_model_params()")
+        self._check_ready("reload_model_params()")
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:
@@ -207,12 +218,26 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self.stepper.publish_set_()
 
     def offload_to_cpu(self) -> None:
-        """Moves main values and state to host memory; parameters stay. `restore_from_cpu` before the next step."""
-        self._move(torch.device("cpu"))
+        """Moves main values and state to pinned host memory, and gives their device memory back; parameters stay.
+
+        The host does not wait. Until `restore_from_cpu` nothing is stepped, saved or loaded. Tensors of an earlier
+        `state_dict` that are DTensors keep their memory alive. `torch.accelerator.empty_cache()` hands the memory to
+        other processes. On a CPU nothing moves. A second call does nothing.
+
+        Raises:
+            ConfigError: `optimizer_cuda_graph`, whose graph holds the addresses of the state.
+        """
+        if self.config.optimizer_cuda_graph:
+            raise ConfigError(
+                "optimizer_cuda_graph=True: a captured step holds the addresses of the state, which would change; set "
+                "it to False to call offload_to_cpu()"
+            )
+        self.offload.offload_()
 
     def restore_from_cpu(self) -> None:
-        """Moves main values and state back beside the parameters."""
-        self._move(self._device())
+        """Moves main values and state back beside the parameters; nothing happens where they are there. The host does
+        not wait."""
+        self.offload.restore_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once built: parameters are laid out over ranks by then."""
@@ -230,7 +255,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
         would keep one rank's. Live tensors, as torch's own.
         """
-        self.evaluation.check_training("state_dict()")
+        self._check_ready("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -272,7 +297,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
                 another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
         """
-        self.evaluation.check_training("load_state_dict()")
+        self._check_ready("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(before(self, dict(state_dict)), state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
@@ -349,14 +374,9 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`.
         """
-        self.evaluation.check_training("sharded_state_dict()")
+        self._check_ready("sharded_state_dict()")
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
-
-    def _move(self, device: torch.device) -> None:
-        for _, piece in self._held.values():
-            for tensor in (*piece.state.values(), *piece.main.kept()):
-                tensor.data = tensor.data.to(device)
 
 
 MegatronOptimizer = Optimizer  # the reference's name

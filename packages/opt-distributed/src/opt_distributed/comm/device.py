@@ -72,6 +72,10 @@ class Device(Protocol):
         """A copy in host memory, for which the host waits; on a CPU the tensor itself."""
         ...
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the device's memory and not in the host's; on a CPU the two are one."""
+        ...
+
     def on_host(self) -> AbstractContextManager[None]:
         """Operations inside compute on host memory alone: nothing is queued."""
         ...
@@ -160,6 +164,9 @@ class Host(_OwnsMemory):
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def holds(self, tensor: Tensor) -> bool:
+        return True
+
     def on_host(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -211,6 +218,9 @@ class Accelerator(_OwnsMemory):
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type
 
     def on_host(self) -> AbstractContextManager[None]:
         return nullcontext()

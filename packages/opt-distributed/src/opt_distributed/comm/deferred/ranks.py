@@ -84,6 +84,9 @@ class DeferredDevice:
         copy.copy_(tensor)
         return copy
 
+    def holds(self, tensor: Tensor) -> bool:
+        return not self.memory.is_on_host(tensor)
+
     @contextmanager
     def on_host(self) -> Iterator[None]:
         before, self.mode.is_on_host = self.mode.is_on_host, True

@@ -1,0 +1,295 @@
+"""`offload_to_cpu` and `restore_from_cpu`: where the state is, that it is whole afterwards, and what must wait."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from test_offload_on_device import built as built_with_offload
+from test_offload_on_device import iterate
+from test_step_on_device import (
+    SHAPES,
+    SIZE,
+    STEPS,
+    LaunchedRule,
+    Trained,
+    built,
+    equal,
+    launched,
+    outcome,
+    train_on_host,
+)
+from torch import Tensor, nn
+
+from opt_config import ConfigError
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, run_deferred
+from opt_distributed.comm.deferred.queues import Queue
+from opt_distributed.comm.threads import run_threads
+from opt_kernels.works import Batch, Works
+from opt_stack import Optimizer, get_optimizer
+from opt_stack.offload import StateOffload
+
+pytestmark = pytest.mark.usefixtures(launched.__name__)
+
+CASES = [
+    Case(size=SIZE, spread=Spread.FLAT, numbers=numbers, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
+    for numbers in Numbers
+]
+BF16 = CASES[1]
+
+
+class LaunchedOnMemory(LaunchedRule):
+    """A kernel is launched on memory: where its tensors lie later does not concern it."""
+
+    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
+        columns = [
+            {name: getattr(works, name) for name in ("grads", "mains", "states", "outs", "remainders")}
+            for _, works in batches
+        ]
+
+        def kernel(*held: Any) -> None:
+            launched = [Batch(hyper, Works(matrices=None, **of)) for (hyper, _), of in zip(batches, held, strict=True)]
+            self._rule.update_(launched, grad_scale=grad_scale, skip=skip)
+
+        device = devices.device_of(skip.device)
+        assert isinstance(device, DeferredDevice)
+        device.mode.queue("update", kernel, columns)
+
+
+def launched_rules(optimizer: Optimizer) -> None:
+    for unit in optimizer.stepper.units:
+        if unit.host is None:
+            unit.rule = LaunchedOnMemory(unit.rule)
+
+
+def state_of(optimizer: Optimizer) -> list[Tensor]:
+    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept())]
+
+
+def train_moving(case: Case, one: DeferredRank) -> Trained:
+    """The state goes to the host and comes back between every two steps, and nothing waits for that."""
+    model, optimizer = built(case, one.comm)
+    launched_rules(optimizer)
+    results = []
+    for step in range(STEPS):
+        results.append(iterate(model, optimizer, step, one.comm))
+        with one.device.host_reads_forbidden():
+            optimizer.offload_to_cpu()
+            assert all(map(one.device.memory.is_on_host, state_of(optimizer)))
+            torch.zeros(64).add_(1.0)  # others use the memory meanwhile
+            optimizer.restore_from_cpu()
+        assert not any(map(one.device.memory.is_on_host, state_of(optimizer)))
+    return outcome(model, optimizer, results)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_goes_on_with_the_same_bits(case: Case) -> None:
+    expected = run_threads(SIZE, partial(train_on_host, case))
+    for seed in range(4):
+        assert all(map(equal, run_deferred(SIZE, partial(train_moving, case), seed=seed), expected)), f"seed {seed}"
+
+
+def nothing_is_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateOffload, "offload_", lambda offload: None)
+
+
+def nothing_is_copied(patch: pytest.MonkeyPatch) -> None:
+    def move(offload: StateOffload, memories: Any, sources: Any, targets: Any) -> None:
+        for memory, target in zip(memories, targets, strict=True):
+            memory.move_to(target)
+
+    patch.setattr(StateOffload, "_move", move)
+
+
+def memory_is_given_back_before_it_is_copied(patch: pytest.MonkeyPatch) -> None:
+    wait = Queue.wait_event
+
+    def wait_on_side(queue: Queue, event: Any) -> None:
+        if queue.name != "compute" or event._queue.name != "side":
+            wait(queue, event)
+
+    patch.setattr(Queue, "wait_event", wait_on_side)
+
+
+def copies_do_not_wait_for_the_step(patch: pytest.MonkeyPatch) -> None:
+    wait = Queue.wait_event
+
+    def wait_elsewhere(queue: Queue, event: Any) -> None:
+        if queue.name != "side":
+            wait(queue, event)
+
+    patch.setattr(Queue, "wait_event", wait_elsewhere)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        nothing_is_moved,
+        nothing_is_copied,
+        memory_is_given_back_before_it_is_copied,
+        copies_do_not_wait_for_the_step,
+    ],
+)
+def test_a_fault_in_moving_is_noticed(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    expected = run_threads(SIZE, partial(train_on_host, BF16))
+
+    def is_noticed(seed: int) -> bool:
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch)
+                found = run_deferred(SIZE, partial(train_moving, BF16), seed=seed)
+        except AssertionError:  # the state is not where it should be
+            return True
+        return not all(map(equal, found, expected))
+
+    assert any(map(is_noticed, range(10)))
+
+
+def on_device(case: Case, run: Callable[[DeferredRank, nn.Module, Optimizer], Any]) -> Any:
+    """What `run` returns of a model that has made one step on a device."""
+
+    def rank_main(one: DeferredRank) -> Any:
+        model, optimizer = built(replace(case, size=1), one.comm)
+        launched_rules(optimizer)
+        iterate(model, optimizer, 0, one.comm)
+        return run(one, model, optimizer)
+
+    return run_deferred(1, rank_main, seed=0)[0]
+
+
+def test_device_memory_is_given_back_and_no_parameter_moves() -> None:
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> tuple[set[int], bool]:
+        storages = [tensor.untyped_storage() for tensor in state_of(optimizer)]
+        params = [param.data_ptr() for param in model.parameters()]
+        optimizer.offload_to_cpu()
+        one.device.synchronize()
+        left = {torch._C._storage_Use_Count(storage._cdata) for storage in storages}
+        return left, [param.data_ptr() for param in model.parameters()] == params
+
+    assert on_device(BF16, run) == ({1}, True)  # the question's own
+
+
+def test_views_of_one_memory_stay_views_of_one_memory() -> None:
+    """Of two dtypes, at odd places, and transposed."""
+
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[Any]:
+        piece = next(p for unit in optimizer.stepper.units for p in unit.pieces if p.id.name.startswith("qkv"))
+        flat = torch.arange(64, dtype=torch.float32)
+        bytes_of = flat.view(torch.uint8)
+        first = piece.state["exp_avg"].data = flat[3:51].view(4, 12).T
+        piece.state["exp_avg_sq"].data = flat[1:49].view(12, 4)
+        piece.main.copy.data = bytes_of[5:53].view(12, 4)
+        tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.copy]
+        del flat, bytes_of, first
+        before = [tensor.clone() for tensor in tensors]
+        found = []
+        for move in (optimizer.offload_to_cpu, optimizer.restore_from_cpu):
+            move()
+            one.device.synchronize()
+            found.append(len({tensor.untyped_storage().data_ptr() for tensor in tensors}))
+            found.append([tensor.stride() for tensor in tensors])
+        return [*found, all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))]
+
+    strides = [(1, 12), (4, 1), (4, 1)]
+    assert on_device(BF16, run) == [1, strides, 1, strides, True]
+
+
+def test_calls_may_come_twice_and_in_any_order() -> None:
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[bool]:
+        found = []
+        before = [tensor.clone() for tensor in state_of(optimizer)]
+        offload, restore = optimizer.offload_to_cpu, optimizer.restore_from_cpu
+        for move in (restore, offload, offload, restore, restore, offload, restore):
+            move()
+            found.append(all(map(one.device.memory.is_on_host, state_of(optimizer))))
+        found.append(all(torch.equal(a, b) for a, b in zip(state_of(optimizer), before, strict=True)))
+        return found
+
+    assert on_device(BF16, run) == [False, True, True, False, False, True, False, True]
+
+
+def test_memory_that_runs_out_leaves_the_state_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may be made again."""
+
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[bool]:
+        def full(*args: Any, **kwargs: Any) -> Tensor:
+            raise MemoryError
+
+        found = []
+        before = [tensor.clone() for tensor in state_of(optimizer)]
+        for where, name, move in (
+            (one.device, "host_empty", optimizer.offload_to_cpu),
+            (torch, "empty", optimizer.restore_from_cpu),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(where, name, full)
+                with pytest.raises(MemoryError):
+                    move()
+            found.append(any(map(one.device.memory.is_on_host, state_of(optimizer))))
+            move()
+            found.append(any(map(one.device.memory.is_on_host, state_of(optimizer))))
+        return [*found, all(torch.equal(a, b) for a, b in zip(state_of(optimizer), before, strict=True))]
+
+    assert on_device(BF16, run) == [False, True, True, False, True]
+
+
+def test_what_is_on_the_host_already_stays_as_it_is() -> None:
+    """Half of the state belongs to units of the host."""
+
+    def rank_main(one: DeferredRank) -> list[Any]:
+        model, optimizer = built_with_offload(BF16, one.comm)
+        iterate(model, optimizer, 0, one.comm)
+        hosts = [tensor for tensor in state_of(optimizer) if one.device.memory.is_on_host(tensor)]
+        addresses = [tensor.data_ptr() for tensor in hosts]
+        optimizer.offload_to_cpu()
+        found = [all(map(one.device.memory.is_on_host, state_of(optimizer)))]
+        optimizer.restore_from_cpu()
+        one.device.synchronize()
+        found.append([tensor.data_ptr() for tensor in hosts] == addresses)
+        found.append(0 < len(hosts) == sum(map(one.device.memory.is_on_host, state_of(optimizer))))
+        return found
+
+    assert run_deferred(SIZE, rank_main, seed=0) == [[True, True, True]] * SIZE
+
+
+REFUSED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "prepare_grads": lambda model, optimizer: optimizer.prepare_grads(),
+    "step_with_ready_grads": lambda model, optimizer: optimizer.step_with_ready_grads(),
+    "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "load_state_dict": lambda model, optimizer: optimizer.load_state_dict({}),
+    "sharded_state_dict": lambda model, optimizer: optimizer.sharded_state_dict({}),
+    "reload_model_params": lambda model, optimizer: optimizer.reload_model_params(),
+    "get_parameters": lambda model, optimizer: optimizer.get_parameters(),
+    "eval": lambda model, optimizer: optimizer.eval(),
+    "reading state": lambda model, optimizer: optimizer.state[next(model.parameters())],
+    "writing state": lambda model, optimizer: optimizer.state.update({next(model.parameters()): {}}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_state_is_refused_until_it_is_back(name: str) -> None:
+    """On a CPU, too, where nothing moves."""
+    net = Net(torch.float32, SHAPES)
+    optimizer = get_optimizer(BF16.config, [net], {}, pg_collection=roles_over(Alone()))
+    net(grads_of(0, 0, 1, SHAPES)).backward()
+    before = [param.detach().clone() for param in net.parameters()]
+    optimizer.offload_to_cpu()
+    with pytest.raises(RuntimeError, match=r"call optimizer.restore_from_cpu\(\) first"):
+        REFUSED[name](net, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.restore_from_cpu()
+    assert optimizer.step().success
+
+
+def test_a_captured_steps_state_stays_where_it_is() -> None:
+    optimizer = get_optimizer(BF16.config, [Net(torch.float32, SHAPES)], {}, pg_collection=roles_over(Alone()))
+    optimizer.config.optimizer_cuda_graph = True
+    with pytest.raises(ConfigError, match="optimizer_cuda_graph=True: a captured step holds the addresses"):
+        optimizer.offload_to_cpu()
