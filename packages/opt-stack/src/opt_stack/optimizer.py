@@ -130,7 +130,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
 
     def step_with_ready_grads(self) -> bool:
         """The second half: clip, update, publish. False where the norm was refused."""
-        self._check_ready("step_with_ready_grads()")
+        self.check_ready("step_with_ready_grads()")
         return self.stepper.step_with_ready_grads(self.param_groups)
 
     def train(self, mode: bool = True) -> None:
@@ -149,14 +149,14 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self.offload.check_restored("eval()")
         self.evaluation.begin_(self.param_groups)
 
-    def _check_ready(self, what: str) -> None:
+    def check_ready(self, what: str) -> None:
         """Raises RuntimeError where parameters hold averaged weights, or the state is on the host."""
         self.evaluation.check_training(what)
         self.offload.check_restored(what)
 
     def _check_params(self) -> None:
         """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
-        self._check_ready("a step")
+        self.check_ready("a step")
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
@@ -205,7 +205,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
                 its shape and layout; nothing has changed.
         """
-        self._check_ready("reload_model_params()")
+        self.check_ready("reload_model_params()")
         pieces = [held.piece for held in self._held.values()]
         if state_dict is None:
             for piece in pieces:
@@ -255,7 +255,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
         would keep one rank's. Live tensors, as torch's own.
         """
-        self._check_ready("state_dict()")
+        self.check_ready("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -297,7 +297,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
                 another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
         """
-        self._check_ready("load_state_dict()")
+        self.check_ready("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(before(self, dict(state_dict)), state_dict)
         if isinstance(state_dict, Mapping) and "groups" in state_dict:
@@ -374,7 +374,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`.
         """
-        self._check_ready("sharded_state_dict()")
+        self.check_ready("sharded_state_dict()")
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 

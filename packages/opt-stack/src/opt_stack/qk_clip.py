@@ -76,7 +76,7 @@ class QKClip:
             ValueError: another number of layers or heads than there are. It is this rank's alone: other ranks wait.
             RuntimeError: the optimizer is in evaluation mode.
         """
-        self.optimizer.evaluation.check_training("QKClip()")
+        self.optimizer.check_ready("QKClip()")
         logits = self._over_ranks(max_logits)
         largest = torch.stack([logits.max() if len(logits) else logits.new_tensor(-torch.inf), self._excess(logits)])
         clips = bool(largest[1])  # the host waits for the device here
