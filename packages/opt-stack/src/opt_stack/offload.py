@@ -113,6 +113,6 @@ class StateOffload:
 def _memories(tensors: Iterable[Tensor]) -> Iterator[_Memory]:
     by_address: dict[int, list[_View]] = {}
     for tensor in tensors:
-        view = _View(tensor, tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = _View(tensor, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         by_address.setdefault(tensor.untyped_storage().data_ptr(), []).append(view)
     return map(_Memory, by_address.values())

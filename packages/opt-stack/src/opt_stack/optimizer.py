@@ -80,7 +80,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
-        by_param = {held.piece.param: held for held in self._held.values()}
+        by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
         self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
