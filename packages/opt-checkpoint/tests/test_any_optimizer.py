@@ -251,9 +251,9 @@ def refuse_runs(rank: int, size: int) -> str:
 
 
 def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
-    for told in ranks.run(4, refuse_runs):
-        assert "w of shape (8, 5) is placed as" in told
-        assert "its local values (4, 5) are not surely one block of it. Make every cut" in told
+    for message in ranks.run(4, refuse_runs):
+        assert "w of shape (8, 5) is placed as" in message
+        assert "its local values (4, 5) may not be one block of it. Make every cut" in message
 
 
 # ----- one process
@@ -397,8 +397,8 @@ def test_a_parameter_of_another_shape_is_refused(ranks: RankPool, tmp_path: Path
     model, optimizer = trained
     path = save_optimizer(model, optimizer, tmp_path / "x")
     found = ranks.run(2, load_into_another_shape, str(path)) if sharded else [load_into_another_shape(0, 1, str(path))]
-    for told, states in found:
-        assert "0.weight has shape [4, 5]; its state was saved for one of shape [7, 5]" in told
+    for message, states in found:
+        assert "0.weight has shape [4, 5]; its state was saved for one of shape [7, 5]" in message
         assert states == 0
 
 
@@ -424,9 +424,9 @@ def test_state_of_another_class_of_optimizer_is_told_of(
 
 def test_what_one_rank_cannot_load_no_rank_loads(ranks: RankPool, tmp_path: Path, trained: Any) -> None:
     path = save_optimizer(*trained, tmp_path / "x")
-    told, again = ranks.run(2, load_with_a_strange_model_on_rank_1, str(path))
-    assert told == again
-    assert "rank 1: CheckpointingException: a parameter of shape (7, 5) of the optimizer is not in the model" in told
+    message, again = ranks.run(2, load_with_a_strange_model_on_rank_1, str(path))
+    assert message == again
+    assert "rank 1: CheckpointingException: a parameter of shape (7, 5) of the optimizer is not in the model" in message
 
 
 def load_with_a_strange_model_on_rank_1(rank: int, size: int, path: str) -> str:

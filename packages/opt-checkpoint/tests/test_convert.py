@@ -275,7 +275,7 @@ class Hostile:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a"], "1 names are given, and there is a parameter 1"),
+        (["a"], "1 names are given, but there is a parameter 1"),
         (["a", "a", "b", "c", "d", "e"], "a names several parameters"),
         (["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
         ({"a": 1}, "holds a dict, not a JSON list of names"),
@@ -307,9 +307,9 @@ def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
     (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
     command = ("convert", file, tmp_path / "y", "--from", form, "--slots", tmp_path / "slots.json")
     assert main([str(word) for word in command]) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("error: ")
-    assert "it ran" not in told.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert "it ran" not in printed.out
     assert not (tmp_path / "y").exists()
 
 
@@ -347,7 +347,7 @@ def test_a_file_stays_until_its_successor_is_whole(
     assert (tmp_path / "x.pt").read_text() == "before"
 
 
-def test_gc_removes_only_what_nobody_writes_to_and_only_when_told_to(
+def test_gc_removes_only_what_nobody_writes_to_and_only_when_asked_to(
     steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = steps / f"step-3.tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"

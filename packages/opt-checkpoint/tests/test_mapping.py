@@ -152,7 +152,7 @@ def test_an_early_object_name_has_an_unknown_last_size() -> None:
 
 @pytest.mark.parametrize("text", ["rng", "rng/shard_3.0", "rng/part_3_4", "rng/shard_a_b", "/shard_0_1"])
 def test_other_texts_are_no_object_names(text: str) -> None:
-    with pytest.raises(CheckpointingException, match="is no key/shard_OFFSET_SHAPE"):
+    with pytest.raises(CheckpointingException, match="does not have the form key/shard_OFFSET_SHAPE"):
         ShardedObject.empty_from_unique_key(text)
 
 

@@ -251,7 +251,7 @@ def test_a_reader_writes_nothing(bucket: ObjectPath) -> None:
 def test_where_nothing_was_committed_there_is_nothing(bucket: ObjectPath) -> None:
     assert committed_steps(bucket) == []
     assert CheckpointManager(bucket).latest() is None
-    with pytest.raises(CheckpointNotFoundError, match="none was committed"):
+    with pytest.raises(CheckpointNotFoundError, match="it has no commit"):
         load(state_at(0, 0, 1), bucket)
 
 

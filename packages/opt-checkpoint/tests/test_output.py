@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 class WatchedFiles(LocalFiles):
-    """Notes each run of bytes the disk was told to begin with, and how long its file was then."""
+    """Notes each run of bytes whose writeback was started, and how long its file was then."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[int, int]] = []
@@ -28,7 +28,7 @@ class WatchedFiles(LocalFiles):
 
 
 @pytest.mark.parametrize("numels", [[40 * MB // 4], [MB // 4] * 21, [16] * 10], ids=["large", "many", "small"])
-def test_the_disk_is_told_of_all_but_the_last_megabytes_once_while_more_is_written(
+def test_writeback_starts_for_all_but_the_last_megabytes_once_while_more_is_written(
     tmp_path: Path, numels: list[int]
 ) -> None:
     files = WatchedFiles()

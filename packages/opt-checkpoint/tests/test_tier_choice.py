@@ -64,7 +64,7 @@ UNUSABLE = ("another world", "two whole saves of one step")
 
 
 @pytest.mark.parametrize("case", NONE)
-def test_where_no_step_is_whole_none_is_chosen_and_the_reason_is_told(case: str) -> None:
+def test_where_no_step_is_whole_none_is_chosen_and_the_reason_is_given(case: str) -> None:
     inventories, reasons = NONE[case]
     verdict = newest_whole(inventories, run="run", not_before=0)
     assert (verdict.local, verdict.passed_over) == (None, reasons)

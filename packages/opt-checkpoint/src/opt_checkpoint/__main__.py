@@ -1,4 +1,4 @@
-"""`optckpt`: look into checkpoints, verify, compare and convert them; one process, streaming."""
+"""`optckpt`: inspect, verify, compare and convert checkpoints; one process, streaming."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _summary(path: Location) -> str:
     if is_leftover(path.name):
-        return "temporary directory of a save or deletion; `gc` removes it once nobody writes to it"
+        return "temporary directory of a save or deletion; `gc` removes it once it has no writer"
     try:
         index = read_index(path)
     except CheckpointingException as error:
@@ -203,7 +203,7 @@ def _gc_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    """List what interrupted saves left, ask, delete; what a running save may still write to is kept."""
+    """List what interrupted saves left, ask, and delete it; keep what a running save may still write to."""
     dead = []
     for left in _leftovers(options.path):
         print(f"{left.place}" if left.writer is None else f"{left.place}: kept, {left.writer} may still write to it")
@@ -239,7 +239,7 @@ def _leftovers(directory: Location) -> Iterator[_LeftDirectory | Leftover]:
 
 
 def _agreed_to(question: str) -> bool:
-    """Whether somebody at a terminal says yes."""
+    """Whether the user at a terminal agrees."""
     return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

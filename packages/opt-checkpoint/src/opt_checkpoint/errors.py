@@ -15,7 +15,7 @@ class CheckpointCorruptError(CheckpointingException):
 
 
 class CheckpointKeyError(CheckpointingException):
-    """The keys asked for and the keys stored do not fit together under the strictness in force."""
+    """The requested and the stored keys differ, and `strict` does not allow that."""
 
 
 class CheckpointMismatchError(CheckpointingException):
@@ -23,11 +23,11 @@ class CheckpointMismatchError(CheckpointingException):
 
 
 class CheckpointExistsError(CheckpointingException):
-    """The target of a save is already there, and overwriting was not asked for."""
+    """The target of a save exists. Checkpoints are never overwritten."""
 
 
 class CheckpointNotFoundError(CheckpointingException):
-    """There is no checkpoint, or nothing that is one, at the path given."""
+    """The given path does not exist, or is not a checkpoint."""
 
 
 class CheckpointFailedError(CheckpointingException):

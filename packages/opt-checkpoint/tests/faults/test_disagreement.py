@@ -151,8 +151,8 @@ def go_apart(rank: int, size: int, folder: str, name: str) -> str:
 @pytest.mark.parametrize("name", ON_A_PATH)
 def test_ranks_with_different_paths_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """What rank 0 is given would decide, and the others' would be passed over in silence."""
-    (told,) = set(ranks.run(3, go_apart, str(tmp_path), name))
-    assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in told
+    (message,) = set(ranks.run(3, go_apart, str(tmp_path), name))
+    assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -178,8 +178,8 @@ def ask_for_another(rank: int, size: int, folder: str, name: str) -> str:
 def test_ranks_with_different_options_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Valid or not: a rank that did other things, or refused alone, would leave the others waiting for it."""
     _, value, default = WITH_OPTIONS[name]
-    (told,) = set(ranks.run(2, ask_for_another, str(tmp_path), name))
-    assert f"{name}: {default} (ranks [0]), {value} (ranks [1])" in told
+    (message,) = set(ranks.run(2, ask_for_another, str(tmp_path), name))
+    assert f"{name}: {default} (ranks [0]), {value} (ranks [1])" in message
     assert list(tmp_path.iterdir()) == []
 
 

@@ -344,7 +344,7 @@ def test_ranks_with_different_urls_are_an_error_everywhere(tmp_path: Path, ranks
 
 
 def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
-    url, told = f"file://{folder}/run", []
+    url, messages = f"file://{folder}/run", []
     model = torch.nn.Linear(2, 2)
     calls: list[Callable[[], object]] = [
         lambda: save(state_at(1, rank, size), url),
@@ -358,10 +358,10 @@ def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
         for call in calls:
             with pytest.raises(CheckpointingException, match=r"rank 1: .*opt-checkpoint\[cloud\]") as caught:
                 call()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
     finally:
         obstore_client._INSTALLED = installed
-    return told
+    return messages
 
 
 def test_a_rank_that_cannot_open_a_url_is_an_error_on_every_rank(tmp_path: Path, ranks: RankPool) -> None:

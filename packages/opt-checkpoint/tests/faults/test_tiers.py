@@ -106,7 +106,7 @@ def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_p
         assert resumed(ranks, 3, folder) == Resume(2, "local", (0, 1, 2), ())  # the fetched part stays
 
 
-def test_where_two_nodes_are_lost_the_durable_tier_is_taken_and_the_reason_is_told(
+def test_where_two_nodes_are_lost_the_durable_tier_is_taken_and_the_reason_is_given(
     tmp_path: Path, ranks: RankPool
 ) -> None:
     ranks.run(3, save_steps, str(tmp_path), [1, 2, 3], {"durable_every": 2})
@@ -180,7 +180,7 @@ def test_parts_of_another_run_are_never_taken(tmp_path: Path, ranks: RankPool) -
     assert resumed(ranks, 2, tmp_path) is None  # a new run has no name yet
     ranks.run(2, save_steps, str(tmp_path), [1], {})
     assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (0, 1), ())
-    # Parts of the old run under the new run's name are told by what is written in them.
+    # Parts of the old run under the new run's name are recognised by what is written in them.
     (new,) = {part.parent.parent for part in parts_of(tmp_path, 0, 1)}
     for node in (0, 1):
         (old,) = {part.parent for part in parts_of(tmp_path, node, 5)}
@@ -254,8 +254,8 @@ def on_one_node(rank: int, size: int, folder: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         manager = tiers(folder, rank, per_node=size)
-    told = [str(warning.message) for warning in caught if "one node" in str(warning.message)]
-    assert len(told) == (rank == 0)
+    warned = [str(warning.message) for warning in caught if "one node" in str(warning.message)]
+    assert len(warned) == (rank == 0)
     assert manager.keepers == ()
     manager.save(1, state_at(1, rank, size))
     manager.close()

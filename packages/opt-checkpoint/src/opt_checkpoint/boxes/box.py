@@ -82,7 +82,7 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
-    """The boxes of the global tensor that a shard holds, with the run of its flattened data behind each.
+    """The boxes of the global tensor that a shard holds, each with the run of its flattened data.
 
     Empty shards give no box: two chunks of one tensor may not begin at the same place on disk, and an empty one would.
     """

@@ -51,7 +51,7 @@ def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[P
 
 
 def _least_crowded_axis(tensor: Array, offsets: Array, sizes: Array) -> Array:
-    """For each tensor the axis on which the fewest boxes lie beside each other on average: length over extent."""
+    """For each tensor the axis on which the fewest boxes are side by side on average: length over extent."""
     extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))
     np.maximum.at(extent, tensor, offsets + sizes)
     crowd = np.stack([np.bincount(tensor, weights=sizes[:, d]) for d in range(offsets.shape[1])], axis=1)

@@ -67,7 +67,7 @@ def _minus(inner: Box, outer: Box) -> Shape:
 
 
 def busiest_axis(boxes: Sequence[Box]) -> int | None:
-    """The axis along which boxes begin at the most places: sorting by it tells the most apart; None without axes."""
+    """The axis along which boxes begin at the most places, by which sorting separates most; None without axes."""
     if not boxes or not boxes[0].sizes:
         return None
     places = [len({b.offsets[d] for b in boxes}) for d in range(len(boxes[0].sizes))]

@@ -1,4 +1,4 @@
-"""Files that others wrote and that are converted: what is wrong with one is said in a sentence, and nothing is run."""
+"""Reading files of other programs for conversion: errors are one sentence, and no code of a file is run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_torch_file(file: PathLike) -> Any:
     """What `torch.save` wrote, by `torch.load(weights_only=True)`; tensors are mapped, not read into memory.
 
     Raises:
-        CheckpointCorruptError: it is no such file, or would need code to be run.
+        CheckpointCorruptError: it was not written by `torch.save`, or loading it would run code.
         CheckpointingException: it is a URL.
         OSError: it cannot be read.
     """
@@ -42,7 +42,7 @@ def read_names(file: PathLike) -> list[str]:
     """A JSON list of names.
 
     Raises:
-        CheckpointingException: it is none.
+        CheckpointingException: it is not a JSON list of names.
     """
     names = _read_list(file, "names")
     if not all(isinstance(name, str) for name in names):
@@ -54,7 +54,7 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
     """A JSON list of objects, each made into `row(**fields)`; lists among the fields become tuples.
 
     Raises:
-        CheckpointingException: it is none, or an object has other fields.
+        CheckpointingException: it is not a JSON list of objects, or an object has other fields.
     """
     made = []
     for number, fields in enumerate(_read_list(file, "objects")):

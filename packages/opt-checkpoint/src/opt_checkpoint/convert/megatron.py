@@ -53,7 +53,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     """How many updates were made: the one step count of the whole optimizer; None where none is stored.
 
     Megatron-Core stores it in the parameter groups (in the common state, or in an object of its own), or as
-    `common_step` beside the optimizer's states.
+    `common_step` next to the optimizer's states.
 
     Args:
         index: a Megatron-Core directory.
@@ -67,7 +67,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     steps = {int(v) for place in places for name in ("step", "common_step") for v in _values_of(place, name)}
     if len(steps) > 1:
         raise CheckpointingException(
-            f"{index.path} holds different step counts: {sorted(steps)}; say which is right with step= (--step)"
+            f"{index.path} holds different step counts: {sorted(steps)}; pass the right one as step= (--step)"
         )
     return steps.pop() if steps else None
 

@@ -107,7 +107,7 @@ def dp_reshardable_to_checkpoint(
         step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
 
     Raises:
-        CheckpointingException: the directory holds no such buckets, or remainders in place of main weights; slots do
+        CheckpointingException: the directory holds no buckets, or remainders in place of main weights; slots do
             not fit its buckets, or blocks their parameters.
     """
     index = read_index(source)
@@ -179,7 +179,7 @@ def _check_slots(
     buckets: Mapping[BucketId, Mapping[str, str]],
     by_bucket: Mapping[BucketId, list[BucketSlot]],
 ) -> None:
-    """Every slot lies in a stored bucket, and every bucket is full of slots but for padding."""
+    """Raise unless every slot is in a stored bucket, and slots fill every bucket except for padding."""
     for bucket_id, own in by_bucket.items():
         if bucket_id not in buckets:
             stored = ", ".join(str(tuple(p)) for p in sorted(buckets))

@@ -62,11 +62,11 @@ def checkpoint_to_safetensors(
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> list[Path]:
-    """Export tensors of a checkpoint, whoever wrote it; values are read straight into the memory of the files.
+    """Export tensors of a checkpoint of any format; values are read directly into memory-mapped files.
 
     Args:
         path: the checkpoint.
-        folder: where to; nothing may be there.
+        folder: the target, which must not exist.
         names: which of our tensors are which of theirs.
         select: only stored keys that match this pattern, with `*` for any text.
         prefix: of the stored keys, which our names in `names` do not have; other keys are left out.

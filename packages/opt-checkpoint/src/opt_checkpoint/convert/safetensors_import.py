@@ -70,7 +70,7 @@ def load_safetensors(
         What was loaded and what was not, by our names.
 
     Raises:
-        CheckpointNotFoundError: there are no such files.
+        CheckpointNotFoundError: the folder has no safetensors files.
         CheckpointCorruptError: a file is damaged, or its header claims what cannot be.
         CheckpointKeyError: tensors are on one side only, have no rule, or several.
         CheckpointMismatchError: shapes or dtypes do not fit.
@@ -92,7 +92,7 @@ def safetensors_index(folder: Path, names: Sequence[NameRule] = SAME_NAMES) -> C
     """What a folder of safetensors files holds, under our names.
 
     Raises:
-        CheckpointNotFoundError: there are no such files.
+        CheckpointNotFoundError: the folder has no safetensors files.
         CheckpointCorruptError: one is damaged.
         CheckpointKeyError: a tensor has no rule, or several, or part of a tensor of ours is missing.
         CheckpointMismatchError: shapes or dtypes do not fit a rule.

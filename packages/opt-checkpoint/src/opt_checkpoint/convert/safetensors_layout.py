@@ -1,4 +1,4 @@
-"""Which safetensors file holds which array, and where: decided from shapes and dtypes alone."""
+"""The layout of safetensors files: which file holds which array at which position, from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
 def layout_of(
     tensors: Mapping[str, Described], *, dtype: torch.dtype | None = None, shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> Layout:
-    """Deal tensors out to files.
+    """Assign tensors to files.
 
     Args:
         tensors: shape and dtype by name.
@@ -60,7 +60,7 @@ def layout_of(
         shard_bytes: largest file, unless one tensor is larger.
 
     Raises:
-        CheckpointingException: there are none, a dtype has no place in the format, or `shard_bytes` is not positive.
+        CheckpointingException: there are no tensors, the format lacks a dtype, or `shard_bytes` is not positive.
     """
     if not tensors:
         raise CheckpointingException("the state has no tensor to export")

@@ -61,7 +61,7 @@ class RankPlan(NamedTuple):
 
 
 class _WriteTo(NamedTuple):
-    """What a rank needs to know: sent to it by the coordinator.
+    """What the coordinator sends to a rank.
 
     Args:
         directory: the temporary directory.
@@ -77,7 +77,7 @@ class _WriteTo(NamedTuple):
 
 
 class SafetensorsWriter(StorageWriter):
-    """Writes one export; made anew for each.
+    """Writes one export; each export needs a new one.
 
     Args:
         path: where the folder shall be; nothing may be there.

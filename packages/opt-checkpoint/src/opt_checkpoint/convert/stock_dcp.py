@@ -78,7 +78,7 @@ def _renamed(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]:
-    """Every field of every group by number and by parameter, and the states that are no tensors."""
+    """Every field of every group by number and by parameter, and the non-tensor states."""
     for number, (group, members) in enumerate(zip(saved.groups, saved.names, strict=True)):
         for field, value in {**group, "params": list(members)}.items():
             yield f"{name}.param_groups.{number}.{field}", value

@@ -1,4 +1,4 @@
-"""Conversions: full `torch.optim` state dicts both ways, and the reference's legacy rank-0 files in."""
+"""Conversions from and to full `torch.optim` state dicts, and from Megatron-Core's legacy rank-0 files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
             was built from named parameters).
 
     Raises:
-        CheckpointingException: names are missing or double.
+        CheckpointingException: names are missing or duplicated.
     """
     groups = state_dict["param_groups"]
     by_group = [_group_names(group, names) for group in groups]
@@ -61,7 +61,7 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
 
 
 def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:
-    """A parameter's shape by its states: that of all that are no scalars; None where they differ (Adafactor's)."""
+    """Infer a parameter's shape from its non-scalar states; None if they differ (Adafactor)."""
     shapes = {state.global_shape for state in states.values() if state.global_shape}
     return list(shapes.pop()) if len(shapes) == 1 else None
 
@@ -77,13 +77,13 @@ def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[
     beyond = [index for index in group["params"] if not 0 <= index < len(names)]
     if beyond:
         raise CheckpointingException(
-            f"{len(names)} names are given, and there is a parameter {beyond[0]}; name them all"
+            f"{len(names)} names are given, but there is a parameter {beyond[0]}; give a name for each parameter"
         )
     return [names[index] for index in group["params"]]
 
 
 def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], names: Sequence[str] | None) -> None:
-    """Every parameter has a name of its own, and every name a parameter."""
+    """Raise unless names and parameters correspond one to one."""
     twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
     if twice:
         raise CheckpointingException(f"{twice[0]} names several parameters; each needs a name of its own")
@@ -115,7 +115,7 @@ def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[s
 def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
     """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` takes.
 
-    The tensors are put together in a scratch file beside the output, so memory need not hold them.
+    The tensors are assembled in scratch files next to the output, so they need not fit into memory.
 
     Args:
         path: the checkpoint.
@@ -144,7 +144,7 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
 def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mapping[str, Any] | None:
     """What `sharded_optimizer` stores; for opt-stack's optimizer, which stores groups alone, made from the keys.
 
-    None where there is neither.
+    None if there is neither.
     """
     if not isinstance(saved, dict) or "state_names" in saved:
         return saved if isinstance(saved, dict) else None
@@ -154,7 +154,9 @@ def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mappin
     state_names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
     stacked = [name for name in state_names if "/" in name]
     if stacked:
-        raise CheckpointKeyError(f"{stacked[0]} is stacked with others under one key, which a state dict cannot say")
+        raise CheckpointKeyError(
+            f"{stacked[0]} shares a stacked key with other layers; a torch state dict cannot represent that"
+        )
     for key in sorted(index.tensors):
         state_name, _, name = key.removeprefix(prefix).partition(".")
         if key.startswith(prefix) and name in state_names:
@@ -179,7 +181,7 @@ def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegacySlot:
-    """Where a parameter is in a legacy file of the reference.
+    """The place of a parameter in a legacy file of Megatron-Core.
 
     Args:
         name: the parameter's key.
@@ -206,7 +208,7 @@ def read_slots(file: PathLike) -> list[LegacySlot]:
 def legacy_file_to_checkpoint(
     file: PathLike, slots: Sequence[LegacySlot], path: AnyPath, *, step: int | None = None
 ) -> None:
-    """Convert what the reference's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
+    """Convert what Megatron-Core's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
 
     The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
     `optimizer.state.fp32_param.<name>`, the moments to `exp_avg` and `exp_avg_sq`.

@@ -1,4 +1,4 @@
-"""The plan of a save: a function of what all ranks hold, and so worth remembering for the next save."""
+"""The plan of a save: a function of what all ranks hold, so that it can be cached for the next save."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AssignedParts(NamedTuple):
 
     @property
     def crc(self) -> int:
-        """CRC-32 of the parts, by which the coordinator knows that a rank wrote these and no others."""
+        """CRC-32 of the parts; the coordinator compares it to check that a rank wrote exactly these."""
         return crc32(np.concatenate([self.box, self.offsets.ravel(), self.sizes.ravel()]).tobytes())
 
 
@@ -60,7 +60,7 @@ class GlobalPlan:
 
     @classmethod
     def of(cls, layouts: Sequence[LocalLayout], digests: Array, *, only_first: bool) -> GlobalPlan:
-        """Validate what all ranks hold and deal it out.
+        """Validate what all ranks hold, and assign every part to a rank.
 
         Args:
             layouts: what each rank holds, by rank.
@@ -87,7 +87,7 @@ class GlobalPlan:
         """Check that the values of a later save with the same layouts allow the same plan.
 
         Raises:
-            CheckpointingException: blocks that several ranks hold have come apart.
+            CheckpointingException: ranks that hold the same block have different values for it.
         """
         if not self.repeats.are_equal(self.held, digests).all():
             GlobalPlan.of(self.layouts, digests, only_first=self.only_first)

@@ -19,7 +19,7 @@ from opt_checkpoint.state.sharded import Shape
 class HeldTensors:
     """What each rank holds of each tensor, in the order of the ranks, and the boxes of it.
 
-    A box is used where `usable` says so; numbers of boxes count all, so that a rank finds its own by number.
+    Boxes with `usable` unset are never written. Box numbers count all boxes, so that a rank finds its own by number.
 
     Args:
         keys: the different keys, in the order in which they first occur.

@@ -1,4 +1,4 @@
-"""The load plan: every wanted box proven readable, whole and of the right dtype before any memory is touched."""
+"""The load plan: checks that every requested box is stored completely, in the right dtype, before memory is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
 
 
 class DtypeRule(Enum):
-    """What to do where a stored dtype is not the one asked for."""
+    """What to do when a stored dtype differs from the requested one."""
 
     EXACT = "exact"  # converted and reported where that is exact, as bfloat16 to float32; else an error
     CAST = "cast"  # convert while reading, and report the key
@@ -50,14 +50,14 @@ class DtypeRule(Enum):
 
 
 class _Target(NamedTuple):
-    """Memory that stored values go to."""
+    """Memory that stored values are read into."""
 
     shard: ShardedTensor
     held: FlatBox
 
 
 class _Wanted(NamedTuple):
-    """The keys that a rank asks for: one bit per stored key, in sorted order."""
+    """The keys that a rank requests: one bit per stored key, in sorted order."""
 
     asked: bytes
 
@@ -107,13 +107,13 @@ class ShardedLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state apart; the arguments are not looked at, since state and index came with the constructor."""
+        """Flatten the state. The arguments are ignored: state and index were given to the constructor."""
         self._flat = flatten_state(self._state)
         self._names = stored_names(self._flat, self._index, self._aliases)
 
     @property
     def flat(self) -> FlatState:
-        """The state taken apart."""
+        """The flattened state."""
         if self._flat is None:
             raise RuntimeError("set_up_planner has not been called")
         return self._flat
@@ -170,7 +170,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.missing = [key for _, key in absent]
 
     def _plain_values(self) -> Iterator[tuple[Path, Any]]:
-        """Those that are stored: in the common state, as tensors, or as stock writers do it, as objects by path."""
+        """The stored ones: in the common state, as tensors, or, from stock writers, as objects by path."""
         for path in self.flat.common:
             value = lookup(self._common, path)
             if value is ABSENT and self._is_stock_object(path):
@@ -186,7 +186,7 @@ class ShardedLoadPlanner(LoadPlanner):
                 yield path, self._into_template(path, template, loaded_whole(value, path_text(path)))
 
     def _into_template(self, path: Path, template: Tensor, value: Any) -> Any:
-        """A stored plain value for a template that is a tensor: copied into it where it is one too."""
+        """Return the stored plain value for a tensor template; a tensor is copied into the template later."""
         if not isinstance(value, Tensor) or is_dtensor(template):
             return value
         if template.shape != value.shape or not self._may_convert(value.dtype, template.dtype):
@@ -209,7 +209,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
 
     def _stored_keys(self) -> list[str]:
-        """All that is stored, plain values by their paths; the same on all ranks."""
+        """All stored keys, and the paths of plain values; the same on all ranks."""
         return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(self.stored_plain)]
 
     def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
@@ -297,7 +297,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The last step before memory is written: from here on only reading can fail."""
+        """Prepare the memory. After this, only reading can fail."""
         self.unexpected = central_plan.planner_data
         for shard in self._to_zero:
             if shard.data is not None:
@@ -316,7 +316,7 @@ class ShardedLoadPlanner(LoadPlanner):
         """The memory for one read, as a view."""
         number = read_item.dest_index.index
         if number is None:
-            raise CheckpointingException(f"{read_item.dest_index} is no target of this plan")
+            raise CheckpointingException(f"{read_item.dest_index} is not a target of this plan")
         view = view_of(*self._targets[number], self._targets[number].held.box)
         for axis, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
             view = view.narrow(axis, start, size)
@@ -326,7 +326,7 @@ class ShardedLoadPlanner(LoadPlanner):
         """Nothing to do: reads went straight to their memory."""
 
     def assemble(self) -> None:
-        """Put together the state with everything loaded in place of what described it; merges factories."""
+        """Assemble the loaded state: replace every description by its loaded value, and merge factories."""
         objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
         plain = dict(self._plain)
         for path, tensors in self._made.items():

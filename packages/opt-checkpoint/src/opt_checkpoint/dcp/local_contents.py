@@ -140,7 +140,7 @@ def held_shards(flat: FlatState) -> list[HeldShard]:
 
 
 def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
-    """What a rank tells the coordinator about its state.
+    """Describe a rank's state for the coordinator.
 
     Args:
         flat: the state.
@@ -167,10 +167,10 @@ def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
 
 
 def _flags(flat: FlatState, path: Path, first: dict[ShardIdentity, Path], mains: set[ShardIdentity]) -> int:
-    """Whether a tensor is a main replica, and one that may repeat.
+    """Return the flags of a tensor: whether it is a main replica, and whether it may repeat.
 
-    Two tensors of this rank may share an identity where their values are equal, as a parameter does that two model
-    chunks share; the second is no main replica then.
+    Two tensors of this rank may share an identity if their values are equal, such as a parameter that two model chunks
+    share. Only the first of them is a main replica.
 
     Args:
         flat: the state.

@@ -1,10 +1,10 @@
-"""Plans remembered from one save to the next, and how ranks agree that they still hold.
+"""Plans cached from one save to the next, and the agreement of all ranks that a plan is still valid.
 
-A plan is a function of what all ranks hold: keys, dtypes, shapes, boxes, replicas, objects. It is remembered under the
-fingerprints of just that, by rank. Before a save, every rank sends the fingerprint of what it holds now and of what it
-remembers a plan for. Only if all of them match, on all ranks, is the plan used again; all ranks see the same
-fingerprints and come to the same verdict. So a rank that was restarted, another number or order of ranks, or a tensor
-of another shape makes all ranks plan anew.
+A plan is a function of what all ranks hold: keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the
+ranks' fingerprints of these. Before a save, every rank sends the fingerprint of what it holds now, and the name of the
+plan that it has cached. All ranks see the same offers, and reuse the plan only if every rank has cached the one that
+this save needs. A restarted rank, another number or order of ranks, or a tensor of another shape makes all ranks make a
+new plan.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from opt_checkpoint.dcp.global_plan import AssignedParts, GlobalPlan
 
 
 class Offer(NamedTuple):
-    """What a rank tells all others before a save.
+    """What a rank sends to all others before a save.
 
     Args:
         layout: fingerprint of what it holds.
         common: fingerprint of its plain values.
-        remembered: names the plan that it remembers; empty for none.
+        remembered: name of the plan that it has cached; empty for none.
     """
 
     layout: bytes
@@ -31,11 +31,11 @@ class Offer(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What follows from the offers of all ranks, the same on each of them.
+    """What follows from the offers of all ranks; the same on each of them.
 
     Args:
-        plan: names the plan that this save needs.
-        is_remembered: whether all ranks remember it.
+        plan: name of the plan that this save needs.
+        is_remembered: whether all ranks have cached it.
         equal_common: whether all ranks have the same plain values.
     """
 
@@ -45,11 +45,11 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, offers: Sequence[Offer], policy: str) -> Agreement:
-        """The verdict on the offers of all ranks, by rank.
+        """Return the agreement on the offers of all ranks.
 
         Args:
-            offers: of all ranks.
-            policy: what else a plan depends on.
+            offers: by rank.
+            policy: what a plan depends on besides the layouts.
         """
         plan = hashlib.sha256(b"".join([policy.encode(), b"\0", *(offer.layout for offer in offers)])).digest()
         return cls(

@@ -1,4 +1,4 @@
-"""The storage reader: reads just the bytes that are wanted, straight into their memory where they lie in one run."""
+"""The storage reader: reads only the requested bytes, directly into the target memory where that is contiguous."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_THREADS = 4
 
 
 class _Read(NamedTuple):
-    """One run of bytes to bring in, and what becomes of it.
+    """A byte range to read, and the item that it is for.
 
     Args:
         file: the data file.
@@ -67,7 +67,7 @@ class ReadCount:
 
 
 class CheckpointReader(StorageReader):
-    """Reads a checkpoint of ours, a stock DCP directory or one of the reference, by its index.
+    """Reads a checkpoint of ours, a stock DCP directory or a Megatron-Core directory, by its index.
 
     Args:
         index: from `read_index`.
@@ -93,7 +93,7 @@ class CheckpointReader(StorageReader):
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse another checkpoint: a reader reads the one its index describes.
+        """Refuse another checkpoint: a reader reads the one that its index describes.
 
         Raises:
             CheckpointingException: `checkpoint_id` names another path.

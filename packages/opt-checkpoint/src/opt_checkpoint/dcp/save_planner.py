@@ -1,8 +1,7 @@
-"""What is written and what is read, as planners of torch.distributed.checkpoint.
+"""The save planner for torch.distributed.checkpoint.
 
-Saving: each rank lists its boxes, the coordinator checks that they tile every tensor and deals them out, each rank
-resolves its parts to views. Loading: each rank turns the boxes it wants into parts of stored chunks, and proves that
-they are whole, before any memory is touched.
+Each rank lists its boxes. The coordinator checks that they tile every tensor, and assigns each part to a rank. Each
+rank resolves its parts to views of its memory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Common(Enum):
-    """What to do where the common values of a state, which rank 0 writes, differ on another rank."""
+    """What to do when plain values, which rank 0 writes, differ on another rank."""
 
     EQUAL = "equal"  # refuse to save, naming the values
     FIRST_RANK = "first_rank"  # take rank 0's, and log what differs
@@ -65,7 +64,7 @@ class Planned(NamedTuple):
 
 
 class PlannedMetadata(Metadata):
-    """What the storage writer needs to know; `dcp.save` also sends it to every rank, where nobody looks at it."""
+    """Carries the plan to the storage writer. Pickles as empty metadata, because `dcp.save` sends it to all ranks."""
 
     def __init__(self, planned: Planned) -> None:
         super().__init__({}, planned)
@@ -75,7 +74,7 @@ class PlannedMetadata(Metadata):
 
 
 def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
-    """The values of `part`, a box within a held box, as a view of the shard's data.
+    """Return the values of `part`, a box within a held box, as a view of the shard's data.
 
     Args:
         shard: the shard, with data.
@@ -104,12 +103,12 @@ def _data(shard: ShardedTensor) -> Tensor:
 class ShardedSavePlanner(SavePlanner):
     """Plans the save of one nested state of sharded types.
 
-    The state comes through the constructor, and the `state_dict` that `dcp.save` passes on is not looked at. Plans are
-    columns of integers; objects of DCP are made for what this rank writes only.
+    The state is given to the constructor; the `state_dict` that `dcp.save` passes is ignored. Plans are columns of
+    integers; DCP's objects are made only for what this rank writes.
 
     Args:
         state: nested dicts of sharded types and plain values.
-        common: what to do where ranks disagree on a plain value.
+        common: what to do when ranks disagree on a plain value.
         cache: the plan of an earlier save.
     """
 
@@ -130,23 +129,23 @@ class ShardedSavePlanner(SavePlanner):
         self._stock_values: dict[str, Any] = {}
 
     def offer(self, rank: int) -> Offer:
-        """Take the state apart, and say what ranks must agree on before they plan.
+        """Flatten the state, and describe what ranks must agree on before they plan.
 
         Args:
             rank: this process's number among those that save.
 
         Raises:
-            CheckpointingException: the state cannot be taken apart or stored.
+            CheckpointingException: the state cannot be flattened or stored.
         """
         contents = self._prepared()
         if contents.layout is None:
-            raise RuntimeError("a rank knows its own layout")
+            raise RuntimeError("a rank has a layout of its own")
         common = hashlib.sha256(repr(sorted(contents.common.items())).encode("utf-8", "surrogatepass")).digest()
         self._rank, self._cached = rank, self._cache.plan_of(rank)
         return Offer(contents.layout.fingerprint, common, self._cached.name)
 
     def accept(self, offers: Sequence[Offer]) -> None:
-        """Go by the offers of all ranks; without this, the whole plan is made anew."""
+        """Decide from the offers of all ranks whether to reuse a cached plan; without this call, none is reused."""
         self._agreement = Agreement.of(offers, self._policy.value)
 
     def _prepared(self) -> LocalContents:
@@ -160,7 +159,7 @@ class ShardedSavePlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state apart; raises CheckpointingException where that fails."""
+        """Flatten the state; raises CheckpointingException if that fails."""
         self._prepared()
 
     @property
@@ -171,7 +170,7 @@ class ShardedSavePlanner(SavePlanner):
         return self._flat
 
     def create_local_plan(self) -> SavePlan:
-        """All that this rank could write, for the coordinator; of a remembered plan only what depends on values."""
+        """Describe what this rank could write; with a cached plan, only what depends on values."""
         contents = self._prepared()
         if self._agreement.is_remembered:
             contents = replace(contents, layout=None)
@@ -180,10 +179,10 @@ class ShardedSavePlanner(SavePlanner):
         return SavePlan([], planner_data=contents)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Validate what all ranks hold and deal them out; or use the plan that all ranks remember.
+        """Validate what all ranks hold and assign it to ranks; or reuse the plan that all ranks have cached.
 
         Raises:
-            CheckpointingException: they do not fit together.
+            CheckpointingException: the states of the ranks do not fit together.
         """
         contents: list[LocalContents] = [plan.planner_data for plan in all_plans]
         digests = np.concatenate([own.digests for own in contents])
@@ -218,10 +217,10 @@ class ShardedSavePlanner(SavePlanner):
         logger.warning("%s; rank 0's are stored", text)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan with an item for each part and object, and the sum that names the parts; this rank remembers it."""
+        """Return the plan with an item for each part and object, and the checksum of the parts; cache it."""
         assigned = new_plan.planner_data or self._cached.assigned
         if assigned is None:
-            raise RuntimeError("a rank that remembers no plan agreed to use one")
+            raise RuntimeError("a rank without a cached plan agreed to use one")
         if self._agreement.plan:
             self._cache.keep(CachedPlan(self._agreement.plan, self._rank, assigned, self._plan))
         boxes = assigned.box.tolist()

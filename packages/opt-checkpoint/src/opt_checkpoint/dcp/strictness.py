@@ -1,4 +1,4 @@
-"""What to do about keys that are only here, or only in the checkpoint."""
+"""What to do about keys that are only requested, or only stored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _IN_TORCHS_WORDS = {
 
 
 def judge_missing(mode: StrictHandling, missing: Sequence[str], stored: Sequence[str], where: str) -> None:
-    """Raise or log, as the mode says, about keys that are asked for and not stored.
+    """Raise or log, depending on the mode, about keys that are requested but not stored.
 
     Raises:
         CheckpointKeyError: there are some, and the mode is strict about them.
@@ -78,7 +78,7 @@ def judge_missing(mode: StrictHandling, missing: Sequence[str], stored: Sequence
 
 
 def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], where: str) -> None:
-    """Raise or log, as the mode says, about keys that are stored and asked for by no rank.
+    """Raise or log, depending on the mode, about keys that are stored but requested by no rank.
 
     Raises:
         CheckpointKeyError: there are some, and the mode is strict about them.
@@ -112,7 +112,7 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
-    """State of a parameter that was saved under other names is not simply absent: say what is there."""
+    """Hint at the cause, such as state that the parameter has under other names."""
     if any(".bucket_idx_" in key for key in stored):
         return (
             " (it holds buckets as they lay in memory, Megatron-Core's dp_reshardable, where parameters have no names; "

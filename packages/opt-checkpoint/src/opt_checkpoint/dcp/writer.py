@@ -1,8 +1,8 @@
 """The storage writer: one file per rank, checksums while writing, one step as the commit.
 
-A save is written to a temporary place (`disk.save_target`). Every rank writes and syncs its own file; the coordinator
-adds `.metadata` for stock readers and the manifest, and commits. Before the commit there is no checkpoint, after it
-there is a whole one.
+A save is written to a temporary location (`disk.save_target`). Every rank writes and syncs its own file. The
+coordinator adds `.metadata`, for stock readers, and the manifest, and then commits. Before the commit the checkpoint
+does not exist; after it, the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WriteTo(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """One item in the file; `values_start` is -1 for an object. Sums of a large tensor may still be on their way."""
+    """One item in the file; `values_start` is -1 for an object. Sums of a large tensor may still be computed."""
 
     key: str
     archive_start: int
@@ -65,10 +65,10 @@ class _Placed(NamedTuple):
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint of ours; made anew for each save.
+    """Writes one checkpoint of ours; each save needs a new one.
 
     Args:
-        path: where the checkpoint shall be; nothing may be there.
+        path: the target, which must not exist.
         save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
         details: recorded in the manifest for people: versions, sizes of the worlds.
         files: the file system.
@@ -105,7 +105,7 @@ class CheckpointWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint could be at `checkpoint_id`: any path."""
+        """True: any path is valid."""
         return True
 
     def storage_meta(self) -> StorageMeta | None:
@@ -116,11 +116,11 @@ class CheckpointWriter(StorageWriter):
         """Nothing to set up before the plan is known."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin at the target, and give each rank its file; on the coordinator; raises as `SaveTarget.begin`."""
+        """Create the temporary location and name the files; on the coordinator. Raises as `SaveTarget.begin`."""
         self._target.begin()
         return [
             SavePlan(plan.items, WriteTo(f"__{rank}_0.distcp", self._save_id), plan.planner_data)
@@ -153,7 +153,7 @@ class CheckpointWriter(StorageWriter):
         """Write the manifest, then commit; on the coordinator.
 
         Raises:
-            CheckpointingException: some planned item was not written, or as `SaveTarget.commit`.
+            CheckpointingException: a planned item was not written; or as `SaveTarget.commit`.
             OSError: the file system refuses.
         """
         planned: Planned = metadata.planner_data
@@ -178,11 +178,11 @@ class CheckpointWriter(StorageWriter):
         self.index = index
 
     def release(self) -> None:
-        """Give up the lease on the temporary place; called by `finish` and `abandon`."""
+        """Release the lease on the temporary location; called by `finish` and `abandon`."""
         self._target.release()
 
     def abandon(self) -> None:
-        """Remove the files of a failed save; on the coordinator, when all ranks are done."""
+        """Remove the files of a failed save; on the coordinator, once all ranks have finished."""
         self._target.abandon()
 
 
@@ -195,7 +195,7 @@ def _put_item(output: DataFileWriter, key: str, data: Tensor | io.BytesIO) -> _P
 
 
 def _put_tensor(output: DataFileWriter, key: str, data: Tensor) -> _Placed:
-    """A tensor's archive, which begins such that its values are aligned; zeros fill the gap before."""
+    """Write a tensor's archive, after enough zeros that its values are aligned."""
     nbytes = data.numel() * data.element_size()
     framing = frame_tensor(data.dtype, tuple(data.shape))
     gap = -(output.position + len(framing.header)) % ALIGNMENT
@@ -235,13 +235,13 @@ def _object_place(file: str, placed: _Placed) -> ByteRange:
 
 
 def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
-    """Values in row-major order; straight from memory where they lie so there, else through bounded copies."""
+    """Write values in row-major order: directly from memory that is in this order, else through bounded copies."""
     sums = PieceSums()
     if is_plain_memory(data):
         item = ItemSums(sums, output.put_large(bytes_view(data), sums))
     else:
         for part in _bounded_parts(data):
-            # Waiting for the sum here lets go of each copy before the next is made.
+            # Waiting for the sum here frees each copy before the next is made.
             done = output.put_large(bytes_view(contiguous(part)), sums)
             done.result()
         item = ItemSums(sums, done)

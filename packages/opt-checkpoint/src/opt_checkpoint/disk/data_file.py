@@ -29,8 +29,7 @@ def file_header(save_id: str) -> bytes:
 def open_regular(path: Path, *, follow: bool = False) -> int:
     """A descriptor of a regular file, for reading.
 
-    A checkpoint may come from a stranger: a symbolic link would lead out of its directory, and a FIFO would wait for a
-    writer.
+    A checkpoint may be untrusted: a symbolic link would lead out of its directory, and opening a FIFO would block.
 
     Args:
         path: the file.

@@ -1,8 +1,8 @@
-"""One data file being written: in order, hashed by a second thread, with the sums filled in behind it.
+"""Writing one data file: in order, with checksums computed by a second thread and filled in later.
 
-The sum of a large item stands after its values, but nobody waits for it there: room is left, and filled in while the
-next items are written. So hashing takes no time of its own where there is a core to spare for it. And the disk need not
-wait for the last byte: it is told to begin every few megabytes.
+The checksum of a large item follows its values. The writer does not wait for it: it leaves room, and fills in the
+checksum while the next items are written. With a spare core, hashing therefore costs no time. Writeback to the disk
+starts every few megabytes, not after the last byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opt_checkpoint.disk.save_target import Output
 from opt_checkpoint.disk.torch_zip_writer import Framing
 
 _BUFFER_BYTES = 4 << 20
-_WRITEBACK_BYTES = 4 << 20  # also what ranges are rounded to, so that no page that is still growing is sent twice
+_WRITEBACK_BYTES = 4 << 20  # also the granularity, so that a page that is still filled is not written twice
 
 
 class ItemSums(NamedTuple):
@@ -83,14 +83,14 @@ class DataFileWriter:
     _sent: int = 0
 
     def put(self, data: bytes | memoryview) -> None:
-        """Append a few bytes, gathered into larger writes."""
+        """Append a few bytes, buffered into larger writes."""
         self._gathered += data
         self.position += len(data)
         if len(self._gathered) >= _BUFFER_BYTES:
             self.flush()
 
     def put_large(self, view: memoryview, sums: PieceSums) -> Future[None]:
-        """Append many bytes from where they are, and have them added to `sums`.
+        """Append many bytes without a copy, and add them to `sums` in the background.
 
         The memory may not change until the future is done.
         """
@@ -100,7 +100,7 @@ class DataFileWriter:
             done = self.hasher.submit(piece, sums)
             self._write(piece)
         if done is None:
-            raise ValueError("put_large was given nothing to put")
+            raise ValueError("put_large was given no bytes")
         self.position += len(view)
         return done
 
@@ -109,7 +109,7 @@ class DataFileWriter:
         self._parts.append(_Part(item, nbytes))
 
     def put_trailer(self, framing: Framing, item: ItemSums) -> None:
-        """Append what follows an item's values; where their sum is not known yet, room for it.
+        """Append the trailer of an item; if its checksum is not known yet, leave room for it.
 
         An output that cannot be rewritten waits for the sum.
         """
@@ -126,7 +126,7 @@ class DataFileWriter:
             self._fill(self._open.popleft())
 
     def flush(self) -> None:
-        """Write what has been gathered."""
+        """Write the buffered bytes."""
         if self._gathered:
             view = memoryview(bytes(self._gathered))
             self._gathered.clear()
@@ -134,7 +134,7 @@ class DataFileWriter:
             self._write(view)
 
     def _write(self, data: bytes | memoryview) -> None:
-        """Append to the file, and let the disk begin with what is there of whole `_WRITEBACK_BYTES`."""
+        """Append to the file, and start writeback of each completed `_WRITEBACK_BYTES`."""
         self.output.append(data)
         self._written += len(data)
         if ready := (self._written - self._sent) // _WRITEBACK_BYTES * _WRITEBACK_BYTES:
@@ -142,7 +142,7 @@ class DataFileWriter:
             self._sent += ready
 
     def finish(self) -> StoredFile:
-        """Fill in what was left open; size and CRC-32 of the whole file. Syncing it is the caller's."""
+        """Fill in the remaining trailers; return size and CRC-32 of the file. The caller syncs it."""
         self.flush()
         while self._open:
             self._fill(self._open.popleft())
@@ -153,7 +153,7 @@ class DataFileWriter:
         return StoredFile(size=self.position, crc=total)
 
     def _fill(self, trailer: _Trailer) -> None:
-        """Write a trailer in the room that was left for it, after waiting for the sum."""
+        """Write a trailer into the room that was left for it, after waiting for the checksum."""
         content = trailer.framing.trailer(trailer.item.settled().whole)
         self.output.rewrite(content, trailer.position)
         self._parts[trailer.part] = _Part(crc32(content), len(content))

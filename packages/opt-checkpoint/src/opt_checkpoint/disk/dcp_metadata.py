@@ -225,5 +225,5 @@ def _size(path: Path, name: str) -> int:
 
 
 def encode_megatron_mark() -> bytes:
-    """The `metadata.json` by which Megatron-Core knows a directory as its own `torch_dist` format."""
+    """The `metadata.json` that marks a directory as Megatron-Core's `torch_dist` format."""
     return json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()

@@ -1,4 +1,4 @@
-"""Finding out what is at a path: a checkpoint of ours, a stock or Megatron-Core directory, or nothing."""
+"""Detecting what is at a path: a checkpoint of ours, a stock or Megatron-Core directory, or nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STOCK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What is known of a checkpoint before its tensors are read."""
+    """A checkpoint before its tensors are read."""
 
     index: CheckpointIndex
     common: Any

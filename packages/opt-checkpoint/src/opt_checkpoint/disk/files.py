@@ -1,4 +1,4 @@
-"""The few things asked of a file system, behind one protocol, so that tests can make any of them fail.
+"""The file system as one small protocol, so that tests can make any call fail.
 
 Nothing else in the package writes to, renames in, or deletes from a checkpoint directory.
 """
@@ -37,13 +37,13 @@ class Files(Protocol):
         """Write some of `data` over what is at `position`; the number of bytes written."""
 
     def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
-        """Let the disk begin with bytes that were written, without waiting for it; promises nothing."""
+        """Start writeback of bytes that were written, without waiting; only a hint."""
 
     def fsync(self, fd: int) -> None:
         """Make what was written survive a loss of power."""
 
     def close(self, fd: int) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
 
     def sync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a loss of power."""
@@ -83,7 +83,7 @@ class LocalFiles:
 
     def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
         if sys.platform == "linux":
-            # Told to forget pages that are not on disk yet, Linux begins to write them, and keeps them until they are.
+            # For dirty pages, DONTNEED makes Linux start writeback; it keeps the pages until they are on disk.
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fsync(self, fd: int) -> None:
@@ -116,7 +116,7 @@ def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
     """Write all of `data`, going on after short writes.
 
     Raises:
-        OSError: as the file system says; EIO where it accepts no more bytes without saying why.
+        OSError: raised by the file system; EIO if it accepts no more bytes without an error.
     """
     _write_through(memoryview(data), lambda rest: files.write(fd, rest))
 
@@ -142,14 +142,14 @@ def _write_through(view: memoryview, write: Callable[[memoryview], int]) -> None
 
 @contextmanager
 def new_file(files: Files, path: Path) -> Iterator[int]:
-    """A new file that is on disk for good when the block ends without an error."""
+    """A new file, synced when the block ends without an error."""
     with _synced(files, files.create(path)) as fd:
         yield fd
 
 
 @contextmanager
 def shared_file(files: Files, path: Path) -> Iterator[int]:
-    """A file that several ranks write; what this one wrote is on disk for good when the block ends without an error."""
+    """A file that several ranks write; what this rank wrote is synced when the block ends without an error."""
     with _synced(files, files.reopen(path)) as fd:
         yield fd
 
@@ -164,23 +164,23 @@ def _synced(files: Files, fd: int) -> Iterator[int]:
 
 
 def write_file(files: Files, path: Path, content: bytes) -> None:
-    """A whole new file, on disk for good."""
+    """Write a new file, and sync it."""
     with new_file(files, path) as fd:
         write_all(files, fd, content)
 
 
 def write_files(files: Files, directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Whole new files, on disk for good: all are written before the first is synced, which often syncs all of them."""
+    """Write new files, and sync them. All are written before the first sync, which often syncs all of them."""
     with ExitStack() as synced:
         for name, content in contents.items():
             write_all(files, synced.enter_context(new_file(files, directory / name)), content)
 
 
 def make_parents(files: Files, path: Path) -> None:
-    """Make the directories above `path` that are missing, each on disk for good.
+    """Make the missing parent directories of `path`, and sync each one's name.
 
     Raises:
-        OSError: as the file system says.
+        OSError: raised by the file system.
     """
     missing = [parent for parent in path.parents if not parent.exists()]
     for parent in reversed(missing):
@@ -192,7 +192,7 @@ def make_parents(files: Files, path: Path) -> None:
 
 
 def discard(files: Files, path: Path, token: str) -> None:
-    """Delete a directory so that nobody ever sees half of it under its own name: rename first."""
-    doomed = path.with_name(f"{DELETING}{token}")
-    files.rename(path, doomed)
-    files.remove_tree(doomed)
+    """Delete a directory so that no reader ever sees half of it under its own name: rename it first."""
+    renamed = path.with_name(f"{DELETING}{token}")
+    files.rename(path, renamed)
+    files.remove_tree(renamed)

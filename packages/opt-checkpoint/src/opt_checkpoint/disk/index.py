@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: one description for our own, stock and reference directories."""
+"""What a checkpoint holds and where: one description of our own, stock and Megatron-Core directories."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kind(Enum):
     SAFETENSORS = "safetensors"  # files of Hugging Face, read under other names
 
     def unwrapped(self, loaded: Any) -> Any:
-        """An object as its owner gave it: the reference and we store it in a list of one, stock writers bare."""
+        """Return an object as it was given: Megatron-Core and we store it in a list of one, stock writers do not."""
         if self is not Kind.DCP and isinstance(loaded, list) and len(loaded) == 1:
             return loaded[0]
         return loaded
@@ -65,7 +65,7 @@ class ByteRange:
 
 
 class Within(NamedTuple):
-    """Where a chunk lies in a larger array, whose axes may be in another order.
+    """The place of a chunk in a larger array, whose axes may be in another order.
 
     Args:
         shape: shape of the array.
@@ -114,7 +114,7 @@ class StoredChunk:
         place: the bytes that hold it, or all of the array that it is within.
         archived: shape of the tensor in the archive at `place`; None where it is the box's.
         first: how many of its elements, in row-major order, come before the box.
-        within: where the box lies in the array at `place`; None where that is the box alone.
+        within: the place of the box in the array at `place`; None if the array is the box alone.
     """
 
     box: Box
@@ -158,7 +158,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointIndex:
-    """All that is known of a checkpoint without reading its values.
+    """Everything about a checkpoint except its values.
 
     Args:
         path: its directory, or the place of its files in an object store.
@@ -167,7 +167,7 @@ class CheckpointIndex:
         objects: stored objects by unique key, the common state among them.
         files: the data files.
         save_id: names the save that wrote it; every data file begins with it. None for foreign checkpoints.
-        details: what the writer recorded beside (versions, sizes of the worlds); for people.
+        details: what else the writer recorded (versions, world sizes); for people.
     """
 
     path: Location
@@ -186,7 +186,7 @@ class CheckpointIndex:
 
 
 def check_index(index: CheckpointIndex) -> None:
-    """Refuse an index that lies, before anything is opened or allocated by it.
+    """Refuse an index with impossible values, before anything is opened or allocated from it.
 
     Raises:
         CheckpointCorruptError: a file name that leaves the directory, a place outside its file, a chunk outside its
@@ -216,7 +216,7 @@ def _check_place(index: CheckpointIndex, key: str, place: ByteRange) -> None:
     if held is None or place.start < 0 or place.nbytes < 0 or place.start + place.nbytes > held.size:
         size = "is unknown" if held is None else f"has {held.size} bytes"
         raise CheckpointCorruptError(
-            f"{key} is said to be at [{place.start}, {place.start + place.nbytes}) of {place.file}, which {size}"
+            f"{key} is listed at [{place.start}, {place.start + place.nbytes}) of {place.file}, which {size}"
         )
 
 

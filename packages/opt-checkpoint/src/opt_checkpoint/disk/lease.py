@@ -1,4 +1,4 @@
-"""Temporary directories of saves and deletions: their names, who writes to one, and removing those nobody writes to.
+"""Temporary directories of saves and deletions: their names, their writers, and the removal of abandoned ones.
 
 A save writes to `.opt-checkpoint-tmp-<id>` in the directory of its target, and a deletion first renames to
 `.opt-checkpoint-deleting-<id>`. A temporary directory of a save holds a lease: a small file that says which process
@@ -42,7 +42,7 @@ def is_leftover(name: str) -> bool:
 
 
 class Process(NamedTuple):
-    """A process, so that it can be told from every other one.
+    """A process, identified uniquely.
 
     Args:
         host: the machine's name, for people.
@@ -144,7 +144,7 @@ class Lease:
         while not self._released.wait(RENEW_S):
             try:
                 self._file.renew()
-            except OSError:  # the save itself will meet what is wrong
+            except OSError:  # the save itself will meet the same error
                 continue
 
     def release(self) -> None:
@@ -158,10 +158,10 @@ def _thread_name(place: str) -> str:
 
 
 def writer_of(directory: Path, now: float) -> str | None:
-    """Who may still write to a temporary directory; None when it is certain that nobody does.
+    """Who may still write to a temporary directory; None if certainly no process does.
 
     Args:
-        directory: named as `is_leftover` says.
+        directory: one for whose name `is_leftover` is true.
         now: the time, by the clock of the file system.
 
     Raises:
@@ -173,10 +173,10 @@ def writer_of(directory: Path, now: float) -> str | None:
 
 
 def holder_of(held: Process | None, place: str, age: float) -> str | None:
-    """Who may still write to a temporary place; None when it is certain that nobody does.
+    """Who may still write to a temporary place; None if certainly no process does.
 
     Args:
-        held: what its lease says, where there is one.
+        held: the process in its lease, if it has one.
         place: its name.
         age: seconds since the last change in it.
     """
@@ -197,7 +197,7 @@ def _running(process: Process, place: str) -> str | None:
 
 
 def _read_lease(directory: Path) -> Process | None:
-    """The process that holds the lease; None where there is no readable one, as after a loss of power."""
+    """The process that holds the lease; None if there is no readable lease, as after a power loss."""
     try:
         return process_in(read_small_file(directory / LEASE))
     except (FileNotFoundError, CheckpointCorruptError):
@@ -225,7 +225,7 @@ def _last_change(directory: Path) -> float:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """All temporary directories in a directory, whoever they belong to."""
+    """All temporary directories in a directory, whatever process made them."""
     return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and _is_of_ours(entry))
 
 
@@ -238,7 +238,7 @@ def _is_of_ours(directory: Path) -> bool:
 
 
 def remove_leftovers(files: Files, directory: Path, now: float) -> None:
-    """Delete the temporary directories in a directory to which nobody writes any more; what cannot be deleted stays."""
+    """Delete the temporary directories that have no writer any more; those that cannot be deleted stay."""
     for path in leftovers(directory):
         try:
             if writer_of(path, now) is None:

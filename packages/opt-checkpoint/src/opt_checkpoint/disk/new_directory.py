@@ -14,7 +14,7 @@ class NewDirectory:
     """The target of one save, on the rank that coordinates it.
 
     Args:
-        path: where the directory shall be; nothing may be there.
+        path: the directory, which must not exist.
         save_id: 32 hexadecimal digits that name this save.
         files: the file system.
     """

@@ -1,9 +1,9 @@
 """A save to an object store: all files first, under a name of their own, and one small object as the commit.
 
 A save of `step-000000100` puts its files below `step-000000100/<save id>/`; they are what a directory of a mounted file
-system would hold. Then it creates `step-000000100/commit.json`, which names the save id. Before that there is no
-checkpoint, after it there is a whole one; two saves to one place never share a name, and only one of them can create
-the commit.
+system would hold. Then it creates `step-000000100/commit.json`, which names the save id. Before that
+the checkpoint does not exist; after it, the checkpoint is complete. Two saves to the same place never share a name, and
+only one of them can create the commit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def target_of(path: Location, save_id: str, files: Files) -> SaveTarget:
     """The target of a save to a path.
 
     Args:
-        path: where the checkpoint shall be.
+        path: the target of the save.
         save_id: 32 hexadecimal digits that name this save.
         files: the file system, for a path in one.
     """
@@ -45,7 +45,7 @@ def target_of(path: Location, save_id: str, files: Files) -> SaveTarget:
 
 
 class _ObjectLease(NamedTuple):
-    """The object of a lease; it is written anew to renew it."""
+    """The object of a lease, which is rewritten to renew it."""
 
     place: ObjectPath
 
@@ -63,7 +63,7 @@ class ObjectTarget:
     """A save to an object store; see `SaveTarget`.
 
     Args:
-        path: where the checkpoint shall be; no checkpoint may be there.
+        path: the target, where no checkpoint may exist.
         save_id: 32 hexadecimal digits that name this save.
     """
 
@@ -105,7 +105,7 @@ class ObjectTarget:
         self._committing = True
         try:
             self.path.client.create((self.path / COMMIT).key, content)
-        except FileExistsError:  # by this save, where an answer was lost, or by another one
+        except FileExistsError:  # created by this save, whose first answer was lost, or by another save
             if (self.path / COMMIT).read_bytes() != content:
                 self._committing = False
                 raise self._exists() from None
@@ -195,7 +195,7 @@ class Leftover(NamedTuple):
     Args:
         place: where they are.
         names: of its objects.
-        writer: who may still write there; None where it is certain that nobody does.
+        writer: who may still write there; None if certainly no process does.
     """
 
     place: ObjectPath
@@ -243,7 +243,7 @@ def _writer_of(place: ObjectPath, files: Mapping[str, Listed], now: float) -> st
 
 
 def remove_leftovers_of(path: ObjectPath, now: float) -> None:
-    """Delete the files of saves to a path that were not committed and to which nobody writes any more."""
+    """Delete the files of saves to a path that were not committed and have no writer any more."""
     for leftover in leftovers_of(path, now):
         if leftover.writer is None:
             leftover.remove()
@@ -262,7 +262,7 @@ def remove_leftovers_below(directory: ObjectPath, checkpoint: ObjectPath) -> Non
 
 
 def discard_checkpoint(files: Files, path: Location) -> None:
-    """Delete a checkpoint so that nobody ever finds half of one: of objects, the commit goes first."""
+    """Delete a checkpoint so that no reader ever finds half of one: in an object store, the commit first."""
     if not isinstance(path, ObjectPath):
         discard(files, path, uuid.uuid4().hex)
         return
@@ -333,6 +333,6 @@ class _Upload:
             self._place.client.upload(self._place.key, parts())
         except BaseException as error:  # raised where the save appends or closes
             self._error = error
-        while not ended:  # nobody reads on: let go of whoever waits for room
+        while not ended:  # the upload has ended: unblock a writer that waits for room in the queue
             part = self._queue.get()
             ended = part is None or isinstance(part, _Aborted)

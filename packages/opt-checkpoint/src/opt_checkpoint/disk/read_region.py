@@ -91,7 +91,7 @@ class FilePosition(NamedTuple):
 def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: FilePosition) -> None:
     """Read a region into `target`, converting to its dtype and device; writes only `target`.
 
-    Needs at most 32 MB beside the target, unless a single row is larger.
+    Needs at most 32 MB besides the target, unless a single row is larger.
 
     Args:
         target: of the region's shape.

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: encoded, and read from strangers' files with every claim checked.
+"""The header of a safetensors file: encoded, and read from untrusted files with every value checked.
 
 Format: 8 bytes little-endian length of the header; a JSON header `{name: {dtype, shape, data_offsets}}` of at most
 100 MB, padded with spaces to a multiple of 8; the values, without gaps.

@@ -24,7 +24,7 @@ class Output(Protocol):
         """Write bytes at the end. Their memory may not change until the file is complete."""
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Let the disk begin with bytes that were appended, without waiting for it; promises nothing."""
+        """Start writeback of bytes that were appended, without waiting; only a hint."""
 
     def rewrite(self, data: bytes, position: int) -> None:
         """Write over bytes that were appended."""
@@ -38,18 +38,18 @@ class SaveTarget(Protocol):
 
     @property
     def path(self) -> Location:
-        """Where the checkpoint shall be."""
+        """Where the checkpoint will be."""
 
     @property
     def temporary(self) -> Location:
         """Where the files are until the commit."""
 
     def begin(self) -> None:
-        """Make room, take a lease on it, and remove what dead saves left.
+        """Create the temporary place, take a lease on it, and remove what dead saves left.
 
         Raises:
             CheckpointExistsError: something is at the target already.
-            OSError: there cannot be room.
+            OSError: the temporary place cannot be created.
         """
 
     def new_file(self, name: str) -> AbstractContextManager[Output]:
@@ -63,7 +63,7 @@ class SaveTarget(Protocol):
 
         Raises:
             CheckpointExistsError: another save made one appear in the meantime.
-            CheckpointCorruptError: files are gone.
+            CheckpointCorruptError: files are missing.
             OSError: the file system or store refuses.
         """
 
@@ -98,7 +98,7 @@ class DirectoryTarget:
     """A save to a mounted file system; see `SaveTarget`.
 
     Args:
-        path: where the checkpoint shall be; nothing may be there.
+        path: the target, which must not exist.
         save_id: 32 hexadecimal digits that name this save.
         files: the file system.
     """

@@ -1,6 +1,6 @@
 """Stored objects: plain values out of `torch.save` archives, with placeholders where a class is not loaded.
 
-Checkpoints of other programs hold objects of their own classes beside plain values: Megatron-Core stores its command
+Checkpoints of other programs hold objects of their own classes next to plain values: Megatron-Core stores its command
 line (an `argparse.Namespace` with enums) next to the step, and numpy arrays in its RNG state. Reading the step must not
 need these classes, so an object of an unknown class becomes a `NotLoaded`, and only asking for it is an error.
 """
@@ -77,7 +77,7 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
         allowed: classes and functions that the archive may use, as for `torch.serialization.safe_globals`.
 
     Raises:
-        CheckpointCorruptError: it is damaged, or names something that runs code whoever defines it.
+        CheckpointCorruptError: it is damaged, or names a global that runs code.
     """
     check_archive_size(raw)
     try:

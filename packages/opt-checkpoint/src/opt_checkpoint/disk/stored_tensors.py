@@ -1,4 +1,4 @@
-"""The stored tensors of a checkpoint as columns, made into objects only where somebody looks.
+"""The stored tensors of a checkpoint as columns, made into objects on access.
 
 A rank of a large run needs a few hundred of half a million chunks. Objects for all of them would take minutes and
 gigabytes on every rank; the columns take milliseconds, are checked as a whole, and are sent to other ranks as they are.

@@ -1,4 +1,4 @@
-"""Finding the values inside a `torch.save` archive that somebody else wrote, without running its pickle.
+"""Finding the values inside a foreign `torch.save` archive without running its pickle.
 
 A stock chunk is a zip whose `data.pkl` says which storage the tensor views and how. Where that is a contiguous tensor
 from the storage's first element, its values are one run of bytes of the file and can be read in part; where it is
@@ -109,11 +109,11 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
     Args:
         read: reads the file that holds the archive.
         place: the archive.
-        dtype: dtype the index tells.
-        shape: shape the index tells.
+        dtype: the dtype in the index.
+        shape: the shape in the index.
 
     Raises:
-        CheckpointCorruptError: the archive is damaged, or holds another tensor than the index tells.
+        CheckpointCorruptError: the archive is damaged, or holds another tensor than the index describes.
     """
     where = f"the archive at {place.start} of {place.file}"
     try:
@@ -183,7 +183,7 @@ def check_archive_size(raw: bytes) -> None:
 
 
 def dump_object(value: object, name: str) -> bytes:
-    """An object as `torch.save` writes it, in a list of one as the reference does, proven to load again.
+    """Serialize an object by `torch.save`, in a list of one as Megatron-Core does, and check that it loads again.
 
     Raises:
         CheckpointingException: `torch.load(weights_only=True)` would refuse it.

@@ -5,7 +5,7 @@ archive ourselves costs a few microseconds instead of torch's two hundred, lets 
 their memory, and says where they begin, so that a part of a chunk can be read without the rest.
 
 Layout: `data.pkl`, `byteorder`, `version`, then the values as `data/0`, then the zip directory. The values' checksum
-is known only after they are written, so it stands in the descriptor and directory behind them, as the zip format
+is known only after they are written, so it is in the descriptor and the directory after them, as the zip format
 allows.
 """
 
@@ -62,7 +62,7 @@ class Entry:
         return head + self.name + extra
 
     def descriptor(self) -> bytes:
-        """What stands behind the bytes of a file whose checksum was not known before."""
+        """The descriptor after the bytes of a file whose checksum was not known before."""
         form = "<IIQQ" if self.size >= _LIMIT_32 else "<IIII"
         return struct.pack(form, 0x08074B50, self.crc, self.size, self.size)
 

@@ -1,4 +1,4 @@
-"""Whether the bytes on disk are the bytes that were saved."""
+"""Verification: whether the bytes on disk are the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OBJECT_BYTES = 16 << 20
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong.
+    """A problem of a checkpoint.
 
     Args:
         file: name of the file within the checkpoint.
@@ -52,13 +52,13 @@ class Finding(NamedTuple):
 
 
 def verify_checkpoint(path: AnyPath) -> list[Finding]:
-    """Read every byte of a checkpoint and compare it with what its manifest, or for stock directories its zips, tell.
+    """Read every byte of a checkpoint, and check it against the manifest, or the zip checksums of stock directories.
 
     Args:
         path: the checkpoint's directory, or its URL in an object store.
 
     Returns:
-        What is wrong; empty for a whole checkpoint. Never more than 64 MB of it are in memory.
+        The problems found; empty for a good checkpoint. At most 64 MB of it are in memory at a time.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -69,7 +69,7 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
         return [Finding(_damaged_name(location_of(path)), str(error))]
     if index.save_id is None:
         return list(_check_archives(index))
-    return [*_check_sizes(index), *_check_files(index), *_check_strangers(index)]
+    return [*_check_sizes(index), *_check_files(index), *_check_unlisted(index)]
 
 
 def _damaged_name(path: Location) -> str:
@@ -96,7 +96,7 @@ def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def size_problems(index: CheckpointIndex) -> dict[str, str]:
-    """What is wrong with files, by name, without opening them.
+    """Return what is wrong with the files, by name, without opening them.
 
     Raises:
         OSError: that cannot be found out.
@@ -128,7 +128,7 @@ def _difference(found: int | None, size: int) -> str | None:
 
 
 def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
-    """A whole file is hashed once; only where it is damaged, its items are, to name them."""
+    """Hash each file as a whole; if it is damaged, hash its items to name the damaged ones."""
     wrong = size_problems(index)
     for name, file in index.files.items():
         path = index.path / name
@@ -173,17 +173,17 @@ def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(damaged))
 
 
-def _check_strangers(index: CheckpointIndex) -> Iterator[Finding]:
-    """Data files that the manifest does not know of were not part of the save."""
+def _check_unlisted(index: CheckpointIndex) -> Iterator[Finding]:
+    """Data files that the manifest does not list were not written by this save."""
     path = index.path
     names = path.listing() if isinstance(path, ObjectPath) else [entry.name for entry in path.iterdir()]
     for name in sorted(names):
         if name not in index.files and name.endswith(".distcp"):
-            yield Finding(name, "is no part of this checkpoint")
+            yield Finding(name, "does not belong to this checkpoint")
 
 
 def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
-    """Stock files carry a checksum in each zip, which torch itself never looks at."""
+    """Check the checksums in the zips of stock files, which torch never reads."""
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
     with DataFiles(index) as files:
         for key, place in places:

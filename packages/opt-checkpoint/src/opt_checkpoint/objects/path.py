@@ -30,8 +30,8 @@ class _NoClient:
 class ObjectPath:
     """An object, or the common beginning of the keys of several, in an object store.
 
-    It may be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling leaves
-    the client, and with it credentials, behind.
+    It may be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling drops
+    the client and its credentials.
 
     Args:
         client: makes the requests.
@@ -113,11 +113,11 @@ class ObjectPath:
         return {found.key[start:]: found for found in self.client.listing(self.key)}
 
     def folders(self) -> list[ObjectPath]:
-        """The places right below that have objects below them."""
+        """The direct children that have objects below them."""
         return [self / name for name in sorted(self.client.folders(self.key))]
 
     def delete(self, names: list[str]) -> None:
-        """Delete objects right below; those that are absent do not matter."""
+        """Delete direct children by name; missing ones are ignored."""
         self.client.delete([(self / name).key for name in names])
 
     def absolute(self) -> Self:
@@ -166,7 +166,7 @@ def local_path(path: AnyPath, what: str) -> Path:
 
 
 def subdirectories(directory: Location) -> Sequence[Location]:
-    """What lies right below a directory and may hold files itself, sorted; nothing where there is no directory.
+    """List the subdirectories of a directory, sorted; empty if the directory does not exist.
 
     Raises:
         OSError: that cannot be found out.

@@ -17,9 +17,9 @@ _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryErro
 
 
 class RetryingClient:
-    """Makes every request up to three times; uploads once, because their parts cannot be had again.
+    """Makes every request up to three times; uploads once, because their parts are consumed.
 
-    obstore retries single HTTP requests. This also repeats those that it must not repeat by itself, such as a `create`
+    obstore retries single HTTP requests. This also repeats those that obstore must not repeat, such as a `create`
     without an answer: `FileExistsError` may then mean that the first attempt wrote the object.
 
     Args:

@@ -1,4 +1,4 @@
-"""Saving in the background: a snapshot now, the files later, failures at the next call on every rank."""
+"""Saving in the background: a snapshot now, files later; failures are raised by the next call, on every rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SAVE_TIMEOUT_S = 1800.0
 
 
 class SaveHandle:
-    """A save that is under way.
+    """A running save.
 
     Args:
         path: where the checkpoint will be.
-        blocked_s: seconds that the snapshot took, for which training stood still.
+        blocked_s: seconds that the snapshot took, in which training could not continue.
     """
 
     def __init__(self, path: Location, blocked_s: float) -> None:
@@ -36,7 +36,7 @@ class SaveHandle:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Location:
@@ -60,13 +60,13 @@ class SaveHandle:
 class AsyncSaver:
     """Saves in a background thread, one save at a time, with its own process group and staging memory.
 
-    The thread is no daemon: a process that ends without waiting first finishes its save.
+    The thread is not a daemon: a process that ends without waiting finishes its save first.
 
     Args:
         process_group: the ranks that save together; they all construct this together.
         files: the file system; the local one by default.
-        timeout_s: how long a rank waits for the others during a save, before it is an error; a rank that died is
-            noticed no sooner.
+        timeout_s: how long a rank waits for the others during a save before it raises; a rank that died is not
+            detected earlier.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AsyncSaver:
         details: Mapping[str, Any] = NO_DETAILS,
         after: Callable[[], None] | None = None,
     ) -> SaveHandle:
-        """Take a snapshot and save it in the background; waits for the save before, and raises its failure.
+        """Take a snapshot and save it in the background. First waits for the previous save, and raises its failure.
 
         Args:
             state: as for `save`; it may change as soon as this returns.
@@ -107,8 +107,8 @@ class AsyncSaver:
                 the save counts as failed on all ranks; the checkpoint stays.
 
         Raises:
-            CheckpointingException: the save before failed, a rank's state cannot be taken, or ranks were given
-                different paths or `common`; on every rank. Or `close` was called: there is no process group any more.
+            CheckpointingException: the previous save failed, a rank's state cannot be copied, or ranks were given
+                different paths or `common`; on every rank. Or this saver is closed.
         """
         if self._closed:
             raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
@@ -136,7 +136,7 @@ class AsyncSaver:
         return self._ranks
 
     def start(self, state: ShardedStateDict, target: Location, write: Callable[[ShardedStateDict], None]) -> SaveHandle:
-        """Take a snapshot, and have it written in the background; waits for the save before, and raises its failure.
+        """Take a snapshot and write it in the background. First waits for the previous save, and raises its failure.
 
         Args:
             state: as for `save`.
@@ -164,7 +164,7 @@ class AsyncSaver:
             failure: BaseException | None = None
             try:
                 write(snapshot)
-            except BaseException as raised:  # kept for the next call: a thread has nobody to raise to
+            except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
                 failure = raised
             handle._end(failure)
 
@@ -188,14 +188,14 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is running."""
         return self._last is not None and not self._last.done()
 
     def close(self) -> None:
-        """Wait, and give the process group back; all ranks call this together.
+        """Wait for the last save, and destroy the process group; all ranks call this together.
 
         Raises:
-            CheckpointingException: the last save failed; the group is given back nevertheless.
+            CheckpointingException: the last save failed; the group is destroyed nevertheless.
         """
         try:
             self.wait()
@@ -207,7 +207,7 @@ class AsyncSaver:
 
 
 def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alone: bool) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks: messages of a background thread may not mix with those of training."""
+    """A gloo group of the same ranks, so that messages of the background thread do not mix with those of training."""
     if alone:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
@@ -236,8 +236,8 @@ def async_save(
     Args:
         state: as for `save`.
         path: as for `save`.
-        saver: keeps group and memory from one save to the next, and raises the failure of the save before. Without
-            one, each call makes its own, and only the handle tells of a failure.
+        saver: keeps group and memory from one save to the next, and raises the failure of the previous save. Without
+            one, each call makes its own, and only the handle reports a failure.
         process_group: the ranks that save, where there is no `saver`.
         common: as for `save`.
         details: as for `save`.

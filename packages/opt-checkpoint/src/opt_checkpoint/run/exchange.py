@@ -23,7 +23,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Parcel(NamedTuple):
-    """A directory on its way.
+    """A directory to be sent.
 
     Args:
         sender: rank of the group that has it.
@@ -44,10 +44,10 @@ class _Listed(NamedTuple):
 
 
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], files: Files, what: str) -> None:
-    """Send directories; all ranks call this together. A directory appears at its target when it is whole.
+    """Send directories; all ranks call this together. A directory appears at its target when it is complete.
 
-    At any time a rank has one chunk of each of its parcels in memory. A rank that cannot read or write goes on with
-    its messages, and all ranks raise its error at the end.
+    A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
+    receives its messages, and all ranks raise its error at the end.
 
     Args:
         ranks: the process group.
@@ -72,7 +72,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], files: Files, what: str) -
 
 
 def _listing(directory: Path) -> list[_Listed]:
-    """The files of a directory; nothing where it cannot be looked at, which the receiver notices."""
+    """The files of a directory; empty if it cannot be read, which the receiver detects."""
     try:
         return [_Listed(entry.name, entry.stat().st_size) for entry in sorted(directory.iterdir())]
     except OSError:
@@ -104,11 +104,11 @@ class _End(ABC):
 
     @abstractmethod
     def chunk_done(self) -> None:
-        """Go on: the message is through."""
+        """Continue after the message of the last chunk has arrived."""
 
     @abstractmethod
     def close(self) -> Exception | None:
-        """End, and tell what went wrong."""
+        """End the transfer, and return its error, if any."""
 
     def __init__(self, parcel: Parcel, listing: Sequence[_Listed]) -> None:
         self.parcel = parcel
@@ -140,7 +140,7 @@ class _End(ABC):
 
 
 class _Outgoing(_End):
-    """Reads files; once that has failed, it sends whatever is in memory, and the receiver notices."""
+    """Reads files. After an error it sends arbitrary bytes, which the receiver's checksums refuse."""
 
     def next_chunk(self) -> Tensor:
         name, start, chunk = self._take()
@@ -170,7 +170,7 @@ class _Outgoing(_End):
 
 
 class _Incoming(_End):
-    """Writes files to a temporary directory, which appears if all of it came and its checksums are right."""
+    """Writes files to a temporary directory, which is renamed to its target if all checksums match."""
 
     def __init__(self, parcel: Parcel, listing: Sequence[_Listed], files: Files) -> None:
         super().__init__(parcel, listing)

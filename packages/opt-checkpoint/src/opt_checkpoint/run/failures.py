@@ -1,4 +1,4 @@
-"""Errors on their way to other ranks: as text, because an exception may not pickle, or not unpickle there."""
+"""Errors sent to other ranks: as text, because an exception may not pickle, or not unpickle there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 
 T = TypeVar("T")
-_NOTES = 4  # tracebacks of so many ranks; the others rarely tell more
+_NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
 
 
 class Failure(NamedTuple):

@@ -25,9 +25,9 @@ _PART = re.compile(r"rank-\d{5,}")
 
 
 class UnsyncedFiles(LocalFiles):
-    """`Files` that leaves syncing to the system: the local tier outlives processes, and loss of power takes the node.
+    """`Files` that never syncs: the local tier must survive processes, not a power loss of the node.
 
-    What is half on disk then fails its checksums, and the copy on another node is taken.
+    Files that are incomplete after a power loss fail their checksums, and the copy on another node is used.
     """
 
     __slots__ = ()
@@ -73,11 +73,11 @@ class LocalTier:
         Args:
             ranks: with a process group of their own where this runs in the background.
             state: what to save.
-            step: its step. Local steps from this one on are of a past that the run went back from; they are removed.
+            step: its step. Later local steps are removed: the run went back to before them.
             save: names this save; the same on all ranks.
 
         Raises:
-            CheckpointingException: a rank failed; the newest step before this one is still there.
+            CheckpointingException: a rank failed; the previous step still exists.
         """
         what = f"saving step {step} to {self.path}"
         name = PartName(self._run, step, save, ranks.rank, ranks.size)
@@ -126,10 +126,10 @@ class LocalTier:
             return
 
     def inventory(self) -> Inventory:
-        """The parts on this node whose manifest and file sizes are right.
+        """The parts on this node whose manifest and file sizes are correct.
 
         Raises:
-            OSError: a part cannot be looked at, so that it is not known whether it is there.
+            OSError: a part cannot be read, so that it is unknown whether it is complete.
         """
         found = {}
         for path in self._parts():
@@ -147,17 +147,17 @@ class LocalTier:
             yield from (entry for entry in entries if _PART.fullmatch(entry.name))
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
-        """Find the newest whole step, bring this rank's part here, and compare all of it with its checksums.
+        """Find the newest complete step, fetch this rank's part, and compare all parts with their checksums.
 
-        All ranks call this together. A damaged part is removed, and a copy of it is taken; where there is none, an
-        older step is.
+        All ranks call this together. A damaged part is removed and replaced by its copy; without a copy, an older step
+        is used.
 
         Args:
             ranks: all of them come to the same verdict.
-            not_before: steps below this are not looked at.
+            not_before: steps below this are ignored.
 
         Raises:
-            CheckpointingException: a rank cannot look at its parts.
+            CheckpointingException: a rank cannot read its parts.
         """
         reasons: list[str] = []
         while True:
@@ -175,7 +175,7 @@ class LocalTier:
         return ranks.gather_everywhere(found[0])
 
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
-        """Check the parts where they are and bring this rank's; what is damaged on any rank is removed and named."""
+        """Check the parts on their nodes, and fetch this rank's; return the damaged ones, which are removed."""
         damaged: list[str] = []
         held = [owner for owner, holder in enumerate(choice.holders) if holder == ranks.rank]
 
@@ -194,7 +194,7 @@ class LocalTier:
         return problems
 
     def _check(self, step: int, owner: int) -> str | None:
-        """Read all of a part; a damaged one is removed, and named."""
+        """Read all of a part; if it is damaged, remove it and return the problem."""
         path = self.place(step, owner)
         findings = verify_checkpoint(path)
         if not findings:
@@ -205,7 +205,7 @@ class LocalTier:
 
 
 def _name_of(path: Path) -> PartName | None:
-    """Whose part is in a directory; None where it is not whole."""
+    """The name of the part in a directory; None if it is incomplete."""
     try:
         index = read_manifest(path)
         check_sizes(index)
@@ -213,5 +213,5 @@ def _name_of(path: Path) -> PartName | None:
     except FileNotFoundError:
         return None
     except (CheckpointCorruptError, CheckpointingException) as error:
-        logger.warning("%s is passed over: %s", path, error)
+        logger.warning("skipping %s: %s", path, error)
         return None

@@ -1,4 +1,4 @@
-"""A series of checkpoints in one directory: the newest whole one is found, the oldest go."""
+"""A series of checkpoints in one directory: finds the newest complete one and removes old ones."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def step_name(step: int) -> str:
-    """Name of the directory of a step: `step-000000100`, which sorts as the numbers do."""
+    """Name of the directory of a step, such as `step-000000100`; names sort like their numbers."""
     return f"step-{step:09d}"
 
 
 def committed_steps(directory: AnyPath) -> list[int]:
     """The steps whose checkpoint is committed and whole by its manifest and file sizes, in order.
 
-    A damaged checkpoint is passed over with a warning in the log.
+    A damaged checkpoint is skipped with a warning in the log.
 
     Raises:
-        OSError: a directory, file or object cannot be looked at, so that it is not known whether a checkpoint is there.
+        OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
     """
     return [step for step, path in named_steps(location_of(directory)) if _is_whole(path)]
 
 
 def latest_step(directory: AnyPath) -> int | None:
-    """The newest such step; None where no checkpoint was ever committed. Older ones are not looked at.
+    """The newest such step; None if no checkpoint was ever committed. Older ones are not read.
 
     Raises:
         CheckpointCorruptError: there are checkpoints, but all are damaged.
@@ -82,7 +82,7 @@ def _is_whole(path: Location) -> bool:
     except FileNotFoundError:
         return False
     except CheckpointCorruptError as error:
-        logger.warning("%s is passed over: %s", path, error)
+        logger.warning("skipping %s: %s", path, error)
         return False
     return True
 
@@ -90,9 +90,9 @@ def _is_whole(path: Location) -> bool:
 class CheckpointManager(Closing):
     """Saves steps, keeps the newest few, and loads the newest whole one.
 
-    All ranks construct it and call its methods together. Rank 0 looks at the directory, so that a rank with a stale
-    view of a network file system sees what the others see. Only `save` changes the directory: a manager that is opened
-    to load, next to a training run, deletes nothing.
+    All ranks construct it and call its methods together. Only rank 0 lists the directory, so that a rank with a stale
+    view of a network file system gets the same answer. Only `save` changes the directory: a manager that is opened to
+    load, next to a training run, deletes nothing.
 
     Steps are compared by number. A run that goes back to an older step keeps the newer ones, and `latest` finds them:
     remove them, or save to another directory.
@@ -101,7 +101,7 @@ class CheckpointManager(Closing):
         directory: where the steps are; made when needed. A directory, or a place in an object store: its URL, or an
             `ObjectPath` for one with options.
         keep: how many of the newest checkpoints to keep, at least 1.
-        keep_every: steps that are multiples of this are kept for good; None for none.
+        keep_every: steps that are multiples of this are never removed; None for none.
         in_background: whether `save` returns after the snapshot.
         process_group: the ranks.
         files: the file system; the local one by default.
@@ -138,7 +138,7 @@ class CheckpointManager(Closing):
         self._closed = False
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
-        """Save a step; in the background, first wait for the save before and raise its failure.
+        """Save a step. In the background, first wait for the previous save and raise its failure.
 
         Once the checkpoint is committed, rank 0 removes the older ones that are not to be kept, in the background where
         the save is. What cannot be removed is named in the log and tried again after the next save.
@@ -179,7 +179,7 @@ class CheckpointManager(Closing):
         return self._saver.save(state, path, common=common, details=details, after=after).path
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the running save.
 
         Raises:
             CheckpointingException: the save failed; the same on every rank.
@@ -188,7 +188,7 @@ class CheckpointManager(Closing):
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and give back what saving in the background needs; raises as `wait`."""
+        """Wait, and release what saving in the background needs; raises as `wait`."""
         self._closed = True
         try:
             self.wait()
@@ -201,7 +201,7 @@ class CheckpointManager(Closing):
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
-            CheckpointFailedError: the directory or a file in it cannot be looked at.
+            CheckpointFailedError: the directory or a file in it cannot be read.
         """
         return agreed(self._ranks, lambda: latest_step(self.directory), f"listing {self.directory}")
 
@@ -247,7 +247,7 @@ class CheckpointManager(Closing):
         return self.directory / step_name(chosen)
 
     def _retire(self, saved: int) -> None:
-        """Delete all but the newest `keep` whole checkpoints; a damaged one is left for its owner to look at.
+        """Delete all but the newest `keep` complete checkpoints; damaged ones stay for inspection.
 
         In an object store this also removes what dead saves of other steps left. On disks every save does that.
 

@@ -1,4 +1,4 @@
-"""What one rank holds of a state, as a checkpoint of its own: written and read without a word to other ranks.
+"""What one rank holds of a state, as a checkpoint of its own: saved without communication.
 
 Every box that the rank holds is stored, replicas too, so that the same rank of the same layout finds all it needs. The
 files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details say which box
@@ -37,7 +37,7 @@ from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, Sharde
 from opt_checkpoint.state.tree import nest
 
 _DETAILS = "rank_part"
-_BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # beside the plain values of the state
+_BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # next to the plain values of the state
 
 
 class PartName(NamedTuple):
@@ -86,7 +86,7 @@ def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files)
 
 
 def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
-    """A stored tensor for every box, and what says where they belong."""
+    """A stored tensor for every box, and a description of where each belongs."""
     boxes: dict[str, ShardedTensor] = {}
     offsets: dict[str, list[Any]] = {}
     for shard in flat.tensors.values():

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: one process, or a process group; the only place that asks torch who we are."""
+"""The ranks that save or load together: one process or a process group. No other module asks torch for ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.failures import Failure, as_ours
 
 T = TypeVar("T")
-_LETTING_GO_S = 0.01
+_FREEING_S = 0.01
 # Before, torch.distributed.checkpoint takes a group's rank 0 for the world's.
 ANY_GROUP = TorchVersion(torch.__version__) >= TorchVersion("2.8")
 
@@ -131,12 +131,12 @@ def _check_leader(first: int) -> None:
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Give a process group back, once all that this rank sent through it has arrived.
+    """Destroy a process group, once everything that this rank sent through it has arrived.
 
-    On torch 2.6, gloo's threads need the interpreter's lock to let go of a finished message, and the end of a group
-    waits for them while it holds that lock. Asleep, this thread leaves it to them.
+    On torch 2.6, gloo's threads need the GIL to free a finished message, but destroying a group waits for them while it
+    holds the GIL. Sleeping first gives them the GIL.
     """
-    time.sleep(_LETTING_GO_S)
+    time.sleep(_FREEING_S)
     dist.destroy_process_group(group)
 
 
@@ -215,7 +215,7 @@ def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
 
 
 def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:
-    """Where a path leads; all call this together, as `same_everywhere`, which this includes for path and arguments.
+    """Return the location of a path, after `same_everywhere` for the path and the arguments; all call this together.
 
     Raises:
         CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
@@ -235,9 +235,9 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
 
 
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
-    """Raise on every rank where ranks were given different arguments; all call this together, before anything else.
+    """Raise on every rank if ranks were given different arguments; all call this together, before anything else.
 
-    Rank 0's would decide, or ranks would part and wait for one another.
+    Otherwise rank 0's would silently decide, or ranks would wait for one another.
 
     Raises:
         CheckpointingException: naming the first argument that differs, its values and their ranks.

@@ -1,4 +1,4 @@
-"""The name of a run: a small file in its durable directory, by which parts of other runs are told apart."""
+"""The name of a run: a small file in its durable directory, which distinguishes its local parts from other runs'."""
 
 from __future__ import annotations
 

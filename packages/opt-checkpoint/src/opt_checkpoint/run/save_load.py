@@ -48,7 +48,7 @@ NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did.
+    """The result of a load.
 
     Args:
         state: the state asked for, with tensors, objects and plain values in place of their descriptions.
@@ -94,22 +94,21 @@ def save(
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
 
-    Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns, on any
-    rank, the checkpoint is whole and survives a loss of power; when it raises, it raises on every rank and there is
-    none. One error is an exception: when the very last sync fails, the checkpoint is there, and the message says so.
+    Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns on any rank,
+    the checkpoint is complete and survives a power loss. An error is raised on every rank, and there is no checkpoint
+    then. There is one exception: if only the last sync fails, the checkpoint exists, and the message says so.
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
             plain values (what `torch.load(weights_only=True)` accepts).
         path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
-            or an `ObjectPath` for one with options. Nothing may be there. The same on all
-            ranks.
+            or an `ObjectPath` for one with options. It must not exist. The same on all ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
-        common: what to do where a plain value differs between ranks: refuse, or store rank 0's.
+        common: what to do if a plain value differs between ranks: refuse, or store rank 0's.
         details: recorded in the manifest for people, as JSON.
         files: the file system; the local one by default.
-        plans: remembers the plan of this save for the next one by the same ranks. It is used again only where keys,
-            dtypes, shapes and placements are the same on all ranks.
+        plans: caches the plan of this save for the next one by the same ranks. It is reused only if keys, dtypes,
+            shapes and placements are unchanged on all ranks.
 
     Raises:
         CheckpointExistsError: something is at `path`.
@@ -151,7 +150,7 @@ def carry_out_save(
     *,
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Plan a save and write it; all ranks call this together. Where it fails, what was written is removed.
+    """Plan a save and write it; all ranks call this together. If it fails, what was written is removed.
 
     Args:
         ranks: those that save.
@@ -175,11 +174,11 @@ def carry_out_save(
 
 
 def _abandon(writer: _Abandonable) -> None:
-    """Clean up after a failed save; what cannot be removed now is a leftover for the next one."""
+    """Clean up after a failed save; the next save removes what cannot be removed now."""
     try:
         writer.abandon()
     except OSError as error:
-        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will", stacklevel=4)
+        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will try again", stacklevel=4)
 
 
 def load(
@@ -198,14 +197,13 @@ def load(
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
 
     Keys, shapes, dtypes, coverage, and what `verify` asks for are checked on all ranks before any memory is written.
-    Written are only the tensors of `state` (and memory is made for those without); plain values and objects are in
-    the report's `state`. An error while bytes are being read (a dying disk) says so: tensors may be partly
-    overwritten then.
+    Only the tensors of `state` are written (tensors without data get memory). Plain values and objects are in the
+    report's `state`. An error during reading, as from a failing disk, says so: tensors may be partly overwritten then.
 
     Args:
-        state: what is wanted, in the form that `save` takes. Plain values say which of the stored ones to return.
+        state: what to load, in the form that `save` takes. Plain values select which of the stored ones to return.
         path: a checkpoint of ours, in a directory or at the URL of an object store (`ObjectPath` for one with options);
-            a stock DCP directory, or one of the reference's `torch_dist`.
+            a stock DCP directory, or a `torch_dist` directory of Megatron-Core.
         process_group: the ranks that load.
         strict: what to do about keys on one side only: a `StrictHandling` or its name.
         dtype: whether another stored dtype is an error or is converted.
@@ -217,7 +215,7 @@ def load(
         safe_globals: classes and functions that stored objects and plain values may use, as for
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
             loaded, and asking for one is an error.
-        threads: how many reads a rank has under way.
+        threads: number of concurrent reads of a rank.
         share_reads: whether values that several ranks want, as replicas do, are read by one of them and sent to the
             others over `process_group`. Faster where the network between ranks is faster than the file system.
 
@@ -280,7 +278,7 @@ def check_reads(verify: Verify, *, share_reads: bool) -> None:
 
 
 def with_client(opened: Opened, source: Location) -> Opened:
-    """What rank 0 opened, read by this rank's own client of the object store."""
+    """Bind what rank 0 opened to this rank's own client of the object store."""
     place = opened.index.path
     if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
         return replace(opened, index=replace(opened.index, path=source.bound(place)))
@@ -288,7 +286,7 @@ def with_client(opened: Opened, source: Location) -> Opened:
 
 
 def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
-    """Index and common state of a checkpoint, and whether its files fit, as far as `verify` of `load` asks for it."""
+    """Open a checkpoint, and check its files as `verify` of `load` requires."""
     opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in _CHECKS:
         raise ValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
@@ -298,7 +296,7 @@ def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ())
 
 
 def error_of(compute: Callable[[], object]) -> Exception | None:
-    """What a call raises; None where it returns."""
+    """Return the exception that a call raises, or None."""
     try:
         compute()
     except Exception as error:
@@ -308,7 +306,7 @@ def error_of(compute: Callable[[], object]) -> Exception | None:
 
 @contextmanager
 def _failures_as_ours(what: str) -> Iterator[None]:
-    """Raise what DCP collects from all ranks as an error of ours, with the cause's type."""
+    """Raise the errors that DCP collects from all ranks as one error of ours, of the cause's type."""
     try:
         yield
     except CheckpointException as failure:
@@ -324,7 +322,7 @@ def _failures_as_ours(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_alone(ranks: Ranks) -> Iterator[None]:
-    """One process is what was asked for: torch need not warn about it."""
+    """Suppress torch's warning that one process saves alone, which is intended."""
     if not ranks.alone:
         yield
         return

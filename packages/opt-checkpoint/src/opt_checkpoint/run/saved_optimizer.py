@@ -30,7 +30,7 @@ class SavedOptimizer:
         groups: hyper-parameters of each group.
         names: names of each group's parameters.
         state_names: names of each parameter's states; empty for one without.
-        plain_state: states that are no tensors, by parameter.
+        plain_state: states that are not tensors, by parameter.
         param_shapes: shapes of the parameters, where they were recorded.
         keys: the stored key of each tensor of state, by parameter and state.
     """
@@ -64,7 +64,7 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     found = _stock(opened, at)
     if found is None:
         raise CheckpointKeyError(
-            f"{opened.index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; say where it is with "
+            f"{opened.index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
             f"at=(...){_elsewhere(opened)}"
         )
     return found

@@ -1,8 +1,8 @@
-"""Replicas share reads: what several ranks want is read by one of them, which sends it to the others.
+"""Shared reads of replicas: values that several ranks request are read by one of them, which sends them to the others.
 
-Ranks tell each other which boxes of stored chunks they want. Boxes that the same ranks want are dealt out to these by
-size; each reads its share, a batch at a time, and passes every batch around. So R replicas read a file once instead of
-R times, and each sends and receives about what it wants.
+Ranks exchange the boxes of stored chunks that they request. Boxes that the same ranks request are divided among these
+ranks by size. Each rank reads its share in batches and sends every batch to the others. So R replicas read a file once
+instead of R times, and each sends and receives about as much as it requests.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _Exchange:
         self._local, self._group = local, group
 
     def carry_out(self, wanted: Sequence[_Wanted], error: Exception | None) -> Exception | None:
-        """Read, send and receive. A rank that cannot read says so in its messages, and goes on with the others.
+        """Read, send and receive. A rank that cannot read marks its messages as empty, and continues to take part.
 
         Returns:
             The first error of this rank; `error` where there was one before.

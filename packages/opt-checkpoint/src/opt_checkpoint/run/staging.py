@@ -1,7 +1,7 @@
-"""A snapshot of a state in host memory: pinned where a GPU is the source, its buffers kept for the next snapshot.
+"""A snapshot of a state in host memory: pinned for tensors of a GPU, in buffers that the next snapshot reuses.
 
-A training step may change everything the moment `async_save` returns, so the values are copied first. Only what this
-rank holds is copied, view by view, never the whole storage that a view belongs to.
+Training may change everything as soon as `async_save` returns, so the values are copied first. Only what this rank
+holds is copied, view by view, never the whole storage of a view.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opt_checkpoint.state.tree import Path, map_leaves
 
 
 class Staging:
-    """Host memory for snapshots, grown once and used again.
+    """Host memory for snapshots, allocated once and reused.
 
     The first snapshot allocates, which costs more than its copy; later ones of the same state only copy.
     """
@@ -32,7 +32,7 @@ class Staging:
         self._sides: dict[torch.device, Any] = {}  # the streams that copy
 
     def snapshot(self, state: ShardedStateDict) -> ShardedStateDict:
-        """A copy of a state whose tensors are in this staging's memory; valid until the next snapshot.
+        """Return a copy of a state whose tensors are in this memory; valid until the next snapshot.
 
         Copies from a GPU run on a stream of their own, after the work that the current stream holds at the time of the
         call, and are done when this returns.
@@ -41,7 +41,7 @@ class Staging:
             state: what `save` takes. Factories are built before copying; plain values are deep-copied.
 
         Raises:
-            CheckpointingException: the state cannot be taken apart.
+            CheckpointingException: the state cannot be flattened.
         """
         flat = flatten_state(state)
         used: set[Path] = set()

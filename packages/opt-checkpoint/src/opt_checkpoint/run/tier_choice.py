@@ -1,4 +1,4 @@
-"""Which step a run resumes from: decided from what all ranks see, by a function that has the same answer on each."""
+"""The local step that a run resumes from: a function of what all ranks see, with the same result on each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LocalChoice(NamedTuple):
     Args:
         step: the step.
         parts: the part of each rank.
-        holders: for each rank, which rank hands its part over; itself where it sees it.
+        holders: for each rank, the rank that provides its part; the rank itself if it has it.
     """
 
     step: int
@@ -26,11 +26,11 @@ class LocalChoice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the local tier offers.
+    """The decision about the local tier.
 
     Args:
         local: its newest whole step; None where it has none for this number of ranks.
-        passed_over: why newer steps were passed over.
+        passed_over: why newer steps were skipped.
         unusable: those of `passed_over` that are whole, but cannot be loaded by this world.
     """
 
@@ -47,8 +47,8 @@ def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int)
 
     Args:
         inventories: by rank.
-        run: parts of other runs are not looked at.
-        not_before: steps below this are not looked at.
+        run: parts of other runs are ignored.
+        not_before: steps below this are ignored.
     """
     world, reasons, unusable = len(inventories), list[str](), list[str]()
     of_run = {part for seen in inventories for part in seen if part.run == run}

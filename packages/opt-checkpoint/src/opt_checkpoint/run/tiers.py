@@ -1,4 +1,4 @@
-"""Checkpoints in two tiers: often on the nodes with a copy on another one, and now and then where they last."""
+"""Checkpoints in two tiers: frequent ones on the nodes, each copied to another node, and rare durable ones."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype"
 
 
 class Resume(NamedTuple):
-    """What a run resumes from.
+    """The checkpoint that a run resumes from.
 
     Args:
         step: the step.
-        tier: where it is read.
-        holders: of the local tier, which rank handed over each rank's part; itself where it was on its own node.
-        passed_over: why newer steps, or the other tier, were not taken.
+        tier: the tier that it is read from.
+        holders: for the local tier, the rank that provided each rank's part; the rank itself if it was on its own node.
+        passed_over: why newer steps, or the other tier, were skipped.
     """
 
     step: int
@@ -62,7 +62,7 @@ class Resume(NamedTuple):
 
 
 def this_node(environ: Mapping[str, str] = os.environ) -> str:
-    """A name for this rank's node: its host, and its number where `torchrun` says how many ranks a node has."""
+    """A name for this rank's node: its host, and its number if `torchrun` sets the number of ranks per node."""
     host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
     if local is None or "RANK" not in environ:
         return host
@@ -72,21 +72,20 @@ def this_node(environ: Mapping[str, str] = os.environ) -> str:
 class TieredCheckpointManager(Closing):
     """A series of checkpoints in a local and a durable tier; resumes from the newest step that is whole in either.
 
-    Every `save` goes to the local tier: each rank writes what it holds to a directory of its node, in the background,
-    and sends a copy to a rank on the next node. So the loss of one node loses nothing. Every `durable_every` steps the
+    Every `save` goes to the local tier: each rank writes what it holds to a directory on its node, in the background,
+    and sends a copy to a rank on the next node, so the loss of one node loses nothing. Every `durable_every` steps the
     state is saved to the durable tier too, as by `CheckpointManager`.
 
-    The local tier is read by the same number of ranks with the same layout. Its parts belong to one run: to the durable
-    directory, which has a name in `run.json`; those of another run are never taken.
+    The local tier is read by the same number of ranks with the same layout. Its parts belong to one run, which
+    `run.json` in the durable directory names; parts of another run are never loaded.
 
     All ranks construct it and call its methods together.
 
     Args:
         local: a directory on each node, as on tmpfs or NVMe; the ranks of a node may share it.
         durable: as for `CheckpointManager`: a directory that all ranks see, or a place in an object store.
-        durable_every: at least so many steps lie between saves to the durable tier.
-        keep_local: how many local steps to keep. One more is there while it is being written, and each of them twice
-            over all nodes.
+        durable_every: minimum number of steps between saves to the durable tier.
+        keep_local: how many local steps to keep. One more exists while it is written, and each of them on two nodes.
         keep: as for `CheckpointManager`.
         keep_every: as for `CheckpointManager`.
         node: names this rank's node; by default the host's name, and the number of the node under `torchrun`.
@@ -151,8 +150,8 @@ class TieredCheckpointManager(Closing):
     def save(self, step: int, state: ShardedStateDict) -> bool:
         """Save a step to the local tier, and to the durable one if it is due; in the background.
 
-        Waits for the local save before, and raises its failure. Local steps from this one on are removed: they are of
-        a past that the run went back from.
+        Waits for the previous local save, and raises its failure. Later local steps are removed: the run went back to
+        before them.
 
         Args:
             step: number of the step, not negative.
@@ -173,7 +172,7 @@ class TieredCheckpointManager(Closing):
             self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
-            raise RuntimeError("a run that may be named has a name")
+            raise RuntimeError("naming a run gives it a name")
         save = agreed(self._ranks, lambda: uuid.uuid4().hex, "naming a save")
         saver.start(state, tier.place(step, self._ranks.rank), lambda s: tier.write(saver.ranks, s, step, save))
         self._resume, self._has_loaded = None, False
@@ -194,7 +193,7 @@ class TieredCheckpointManager(Closing):
         return latest if latest <= step else 0
 
     def wait(self) -> None:
-        """Wait for the saves under way.
+        """Wait for the running saves.
 
         Raises:
             CheckpointingException: one failed; the same on every rank.
@@ -206,7 +205,7 @@ class TieredCheckpointManager(Closing):
             self._durable.wait()
 
     def close(self) -> None:
-        """Wait, and give back what saving in the background needs; raises as `wait`."""
+        """Wait, and release what saving in the background needs; raises as `wait`."""
         self._closed = True
         try:
             if self._saver is not None:

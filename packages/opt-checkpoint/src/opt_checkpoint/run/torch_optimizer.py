@@ -50,10 +50,10 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerLoadReport:
-    """What loading an optimizer did.
+    """The result of loading an optimizer.
 
     Args:
-        groups: what became of the parameter groups.
+        groups: the result for the parameter groups.
         uninitialised: parameters that have no state now, because none was saved for them.
         gone: parameters with saved state that this optimizer does not have.
     """
@@ -101,10 +101,10 @@ def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None =
 
     Args:
         model: plain, under DDP, or with DTensor parameters (FSDP2, tensor parallelism).
-        process_group: the ranks that hold plain tensors alike; None for all.
+        process_group: the ranks that hold the same plain tensors; None for all.
 
     Raises:
-        CheckpointingException: a DTensor is no single block of its tensor.
+        CheckpointingException: a DTensor is not a single block of its tensor.
     """
     rank = ranks_of(process_group).rank
     values = model.state_dict(keep_vars=True)
@@ -124,7 +124,7 @@ def sharded_optimizer(
         model: has every parameter of the optimizer under a name.
         optimizer: any `torch.optim.Optimizer` whose tensors of state are shaped like their parameter (then laid out
             like it), or the same on all ranks.
-        process_group: the ranks that hold plain tensors alike; None for all.
+        process_group: the ranks that hold the same plain tensors; None for all.
 
     Raises:
         CheckpointingException: a parameter has no name in the model, or a state is neither.
@@ -151,7 +151,7 @@ def sharded_optimizer(
 
 
 def _state_by_param(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """State as the optimizer hands it out; torch's own hands out what it keeps."""
+    """State in the form of the optimizer's `state_dict`; torch's own optimizers return the state itself."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return optimizer.state
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -162,8 +162,8 @@ def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> Sh
     key = f"{PREFIX}{state_name}.{own.name}"
     if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
         raise CheckpointingException(
-            f"{key} is a plain tensor of shape {tuple(value.shape)} beside a DTensor parameter: whether it is a shard "
-            f"or the same on all ranks cannot be known; describe it with make_sharded_state"
+            f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a shard, or the "
+            f"same on all ranks; describe it with make_sharded_state"
         )
     return sharded_like(key, value, replica_id=rank)
 
@@ -204,7 +204,7 @@ def load_optimizer(
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
 
     Everything is read into new memory first: when this raises, the optimizer is as it was. State that another class of
-    optimizer saved is loaded with a warning: whether this one has a use for it, only it knows.
+    optimizer saved is loaded with a warning, because this one may not use it.
 
     Args:
         model: names the parameters.
@@ -325,16 +325,16 @@ def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Location) -> None:
-    """Hyper-parameters tell classes apart: those of AdamW mean nothing to Muon, nor do its moments."""
+    """Warn if saved groups have hyperparameters that this optimizer lacks, as those of AdamW for Muon."""
     known = {field for group in optimizer.param_groups for field in group}
-    strange = sorted({field for group in saved.groups for field in group} - known)
-    if strange:
+    unknown = sorted({field for group in saved.groups for field in group} - known)
+    if unknown:
         states = sorted({name for own in saved.state_names.values() for name in own})
         logger.warning(
             "%s was saved by another optimizer than %s: it has %s in its groups, and the states %s",
             path,
             type(optimizer).__name__,
-            ", ".join(strange),
+            ", ".join(unknown),
             ", ".join(states),
         )
 
@@ -365,7 +365,7 @@ def _step_on_device(group: Mapping[str, Any]) -> bool:
 
 
 def _install_(optimizer: Optimizer, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Replace the optimizer's state; the last step, which cannot fail."""
+    """Replace the optimizer's state; the last step, and it cannot fail."""
     for param, own in state.items():
         optimizer.state.pop(param, None)
         if own:

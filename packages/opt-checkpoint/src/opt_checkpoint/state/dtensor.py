@@ -26,15 +26,15 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
-    """A tensor as a `ShardedTensor` under `key`, laid out as its DTensor placements say, or whole if it is none.
+    """A tensor as a `ShardedTensor` under `key`, laid out by its DTensor placements, or whole if it is a plain tensor.
 
     Args:
         key: name of the global tensor.
         tensor: a DTensor (any uneven sharding), or a plain tensor held whole by this rank. Its local values are shared.
-        replica_id: replica number of a plain tensor, as the data-parallel rank under DDP; a DTensor knows its own.
+        replica_id: replica number of a plain tensor, such as the data-parallel rank under DDP; a DTensor has its own.
 
     Raises:
-        CheckpointingException: the local values are no single block, or are partial sums. FSDP2 and tensor parallelism
+        CheckpointingException: the local values are not one block, or are partial sums. FSDP2 and tensor parallelism
             on one axis (`_StridedShard`) leave one, unless an uneven axis makes it doubtful which.
     """
     if not isinstance(tensor, DTensor):
@@ -97,7 +97,7 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
     if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
         raise CheckpointingException(
             f"{key} of shape {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}, and its local values "
-            f"{sizes} are not surely one block of it. Make every cut of its axes even, or redistribute it first: "
+            f"{sizes} may not be one block of it. Make every cut of its axes even, or redistribute it first: "
             f"tensor.redistribute(placements=[Shard(0), ...])"
         )
     return tuple(run.start for run in runs if run is not None)
@@ -121,7 +121,7 @@ def _cuts(tensor: DTensor, dim: int) -> list[Cut]:
 def _replica_of(tensor: DTensor) -> ReplicaId:
     """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica.
 
-    A mesh that is a part of the world, as `mesh["dp"]` of dp and tp, knows nothing of replicas outside it.
+    A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:

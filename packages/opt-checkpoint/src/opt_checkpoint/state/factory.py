@@ -110,7 +110,7 @@ class ShardedTensorFactory(ShardedBase):
 
     @torch.no_grad()
     def build(self) -> Any:
-        """The sharded tensors behind this factory: a list for segments, what `build_fn` returns otherwise.
+        """Build the sharded tensors of this factory: a list for segments, otherwise what `build_fn` returns.
 
         Raises:
             CheckpointingException: a function is to build from no data.
@@ -130,7 +130,7 @@ class ShardedTensorFactory(ShardedBase):
         return [self._piece(s, held, row_numel) for s in self.segments]
 
     def _piece(self, segment: Segment, held: tuple[int, int], row_numel: int) -> ShardedTensor:
-        """The part of one segment that lies in the held run of elements; its data is a view of ours."""
+        """The part of one segment that is in the held run of elements; its data is a view of ours."""
         first = segment.row_start * row_numel
         local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
         start = max(held[0], first)

@@ -1,4 +1,4 @@
-"""A nested state taken apart by kind and path, and put together again after loading."""
+"""A nested state flattened by kind and path, and assembled again after loading."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _without_absent(state: Any) -> Any:
 
 
 def flatten_state(state: ShardedStateDict) -> FlatState:
-    """Take a state apart, building its factories and giving every value its stored key.
+    """Flatten a state: build its factories, and give every value its stored key.
 
     A plain tensor or DTensor is stored as a tensor, under its path. In a `ScopedState`, the path of that part becomes
     part of the keys.

@@ -89,7 +89,7 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
 
 
 def _stored(value: Any) -> Any:
-    """A tensor (a captured optimizer's lr) is stored as one on the CPU, and so stays told apart from a number."""
+    """Tensors, such as the lr of a captured optimizer, are stored as CPU tensors, so that they load as tensors."""
     return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
 
 
@@ -194,29 +194,31 @@ def _set_(group: Group, field: str, value: Any) -> None:
 
 
 def reference_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What Megatron-Core knows a group by: these configuration values; absent ones count as None."""
+    """The configuration values by which Megatron-Core identifies a group; missing ones count as None."""
     return tuple(group.get(field, group.get(f"pre_{field}")) for field in REFERENCE_IDENTITY)
 
 
 def saved_from_reference(
     saved_groups: Sequence[Group], current_groups: Sequence[Group], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Groups that the reference saved without names, in our form, matched by their identity.
+    """Convert groups that Megatron-Core saved without names to our form, matched by their identity.
 
     Args:
-        saved_groups: the reference's `param_groups`.
+        saved_groups: Megatron-Core's `param_groups`.
         current_groups: the groups as they are now, with the identity fields set.
         names: for each current group, the names of its parameters.
 
     Raises:
-        GroupMismatchError: two saved groups have one identity (the reference cannot tell them apart), or a current
+        GroupMismatchError: two saved groups have one identity (Megatron-Core cannot distinguish them), or a current
             group has none of theirs.
     """
     by_identity: dict[tuple[Any, ...], Group] = {}
     for group in saved_groups:
         identity = reference_identity(group)
         if identity in by_identity:
-            raise GroupMismatchError(f"two saved groups are both {_described(identity)}: names are needed to tell them")
+            raise GroupMismatchError(
+                f"two saved groups are both {_described(identity)}; names are needed to distinguish them"
+            )
         by_identity[identity] = group
     matched = []
     for group in current_groups:

@@ -38,7 +38,7 @@ KEEP_VARS_HINT = (
     " it keeps the Parameters themselves."
 )
 
-# The reference stores main weights as `param` or as `fp32_param`, by the class of its optimizer; pass as
+# Megatron-Core stores main weights as `param` or as `fp32_param`, by the class of its optimizer; pass as
 # `load(aliases=...)`.
 REFERENCE_ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -153,7 +153,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
 
 
 def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:
-    """Shape that state like this parameter has; None for a factory without data, which cannot tell."""
+    """Shape of state shaped like this parameter; None for a factory without data, whose shape is unknown."""
     if param.flattened_range is not None:
         return (param.flattened_range.stop - (param.flattened_range.start or 0),)
     if isinstance(param, ShardedTensor):
@@ -162,7 +162,7 @@ def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:
 
 
 def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, spec: StateSpec) -> ShardedBase:
-    """One state of one parameter as its `StateSpec` says, under `optimizer.state.<state_name>.<parameter key>`.
+    """One state of one parameter, sharded by its `StateSpec`, under `optimizer.state.<state_name>.<parameter key>`.
 
     Args:
         model_param: the parameter's description.

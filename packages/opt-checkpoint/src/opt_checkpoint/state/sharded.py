@@ -1,4 +1,4 @@
-"""The sharded types: what a rank holds of a global tensor or object, said in integers.
+"""The sharded types: which part of a global tensor or object a rank holds, in integers.
 
 `ShardedTensor`, `ShardedObject`, `LocalNonpersistentObject` keep the names, field order and checks of Megatron-Core's
 `dist_checkpointing.mapping`. Two things differ on purpose: `flattened_range` works (a slice of the row-major flattened
@@ -40,7 +40,7 @@ class ShardIdentity(NamedTuple):
 
 
 class ShardedBase(ABC):
-    """Anything in a state dict that knows its global name: `key`, `data`, `replica_id`."""
+    """Anything in a state dict that has a global name: `key`, `data`, `replica_id`."""
 
     key: str
     data: object
@@ -185,7 +185,7 @@ class ShardedTensor(ShardedBase):
         """Offset of the block counted in blocks.
 
         Raises:
-            CheckpointingException: an axis is empty, or the offset is no whole number of blocks.
+            CheckpointingException: an axis is empty, or the offset is not a whole number of blocks.
         """
         if any(n == 0 or o % n for o, n in zip(self.global_offset, self.global_block_shape)):
             raise CheckpointingException(
@@ -257,7 +257,7 @@ class ShardedTensor(ShardedBase):
             length: number of rows kept.
 
         Raises:
-            CheckpointingException: there is no such axis, it is not cut into equal blocks, or this is a flat range.
+            CheckpointingException: the axis does not exist or is not cut into equal blocks, or this is a flat range.
         """
         if not 0 <= dim < len(self.local_shape):
             raise CheckpointingException(
@@ -315,7 +315,7 @@ def flat_bounds(flat: slice) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class ShardedObject(ShardedBase):
-    """A value that is no tensor, one shard of a grid of such values; it cannot be resharded.
+    """A value that is not a tensor: one shard of a grid of such values, which cannot be resharded.
 
     Args:
         key: unique name of the grid.
@@ -364,7 +364,7 @@ class ShardedObject(ShardedBase):
         """The description, without data, that has this `unique_key`; the key itself may contain slashes.
 
         Raises:
-            CheckpointingException: the text is no `key/shard_OFFSET_SHAPE`.
+            CheckpointingException: the text does not have the form `key/shard_OFFSET_SHAPE`.
         """
         key, _, shard = unique_key.rpartition("/")
         parts = shard.split("_")
@@ -373,7 +373,7 @@ class ShardedObject(ShardedBase):
                 raise ValueError
             offset, shape = (tuple(int(x) for x in p.split(".") if x) for p in parts[1:])
         except ValueError:
-            raise CheckpointingException(f"{unique_key!r} is no key/shard_OFFSET_SHAPE") from None
+            raise CheckpointingException(f"{unique_key!r} does not have the form key/shard_OFFSET_SHAPE") from None
         if len(shape) + 1 == len(offset):  # an early form of the name left the last size out
             shape = (*shape, -1)
         return cls(key, None, shape, offset, replica_id)

@@ -2,7 +2,7 @@
 
 Most state has its parameter's shape. The rest is declared: one value per parameter (`step`, the factors and bases of
 SOAP), statistics with some axes summed away (Adafactor), one scale per block (quantised moments), state that only
-makes sense on one layout, and values that are no tensors.
+makes sense on one layout, and values that are not tensors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LayoutBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """A value that is no tensor, one for the whole parameter; stored if `torch.load(weights_only=True)` takes it."""
+    """A value that is not a tensor, one for the whole parameter; stored if `torch.load(weights_only=True)` takes it."""
 
 
 StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | BlockScales | LayoutBound | Opaque

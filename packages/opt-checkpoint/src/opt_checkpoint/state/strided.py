@@ -25,7 +25,7 @@ def one_run(length: int, cuts: Sequence[Cut]) -> range | None:
 
     Read from left to right, a strided cut takes a part of each of several runs, of which the cuts to its right leave
     one. What made it (FSDP2 on tensor-parallel parameters) cut in the other order. Where parts are uneven these can
-    differ, and then nobody knows what is in memory.
+    differ, and then the layout in memory is ambiguous.
     """
     as_placed = _rows(length, cuts)
     plain = [cut for cut in cuts if cut.split_factor == 1]

@@ -188,7 +188,7 @@ def apply_factory_merges(loaded: Any, factories: Any) -> Any:
             _check_key(loaded, factories, key)
             loaded[key] = apply_factory_merges(loaded[key], factory)
         return loaded
-    raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} beside {type(factories)}")
+    raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} and {type(factories)}")
 
 
 def _check_key(loaded: Any, factories: Any, key: Any) -> None:
