@@ -47,6 +47,7 @@ NEED_EXTRAS = [
     "opt-config/tests/test_files.py",
     "opt-paramgroups/tests/test_table.py",
     "opt-scheduler/tests/test_cli.py",
+    "opt-scheduler/tests/test_gallery.py",
     "opt-checkpoint/tests/test_object_stores.py",
     "opt-checkpoint/tests/faults/test_object_faults.py",
 ]
@@ -265,6 +266,13 @@ def trainers(session: nox.Session) -> None:
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("test", "trainers"))
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
+
+
+@nox.session(default=False)
+def jax(session: nox.Session) -> None:
+    """Schedules under `jax.jit` and in optax, with real installs."""
+    install_packages(session, "opt-scheduler", groups=("test", "jax"))
+    session.run("pytest", "packages/opt-scheduler/tests", "-k", "jax or optax or array or readme", *session.posargs)
 
 
 @nox.session(python="3.11", default=False)

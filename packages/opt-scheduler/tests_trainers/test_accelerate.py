@@ -1,6 +1,7 @@
 """Accelerate: a prepared adapter steps once per update and process, skips what the optimizer skips, and resumes."""
 
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
@@ -8,8 +9,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 
-from opt_scheduler import FieldScheduler, cosine, warmup
-from opt_scheduler.lr_scheduler import as_lr_scheduler
+from opt_scheduler import as_lr_scheduler, cosine, warmup
 
 LR = warmup(cosine(1e-2, 0.0, steps=16), steps=4)
 
@@ -22,10 +22,9 @@ class Run:
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters())
-        self.scheduler = FieldScheduler(optimizer, {"lr": LR})
-        self.model, self.optimizer, self.prepared = self.accelerator.prepare(
-            model, optimizer, as_lr_scheduler(self.scheduler)
-        )
+        adapter: Any = as_lr_scheduler(optimizer, LR)
+        self.scheduler = adapter.scheduler
+        self.model, self.optimizer, self.prepared = self.accelerator.prepare(model, optimizer, adapter)
 
     def train(self, num_batches: int) -> list[float]:
         used = []
