@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from opt_kernels import optim
 from opt_kernels.backends.dispatch import BackendError
+from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels.optim import on_device
 from opt_kernels.rules.lion import Lion as LionRule
 from opt_kernels.rules.muon import Muon as MuonRule
 from opt_kernels.rules.soap import SOAP as SOAPRule
@@ -141,10 +143,33 @@ def test_flags_for_what_is_done_anyway_are_taken(ours: Build, theirs: Build, fla
     torch.testing.assert_close(stepped(ours([a], **{flag: True}), a), theirs_, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("flag", ["differentiable", "capturable"])
-def test_flags_for_what_is_not_offered_are_refused_by_name(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag}=True is not offered; None or False is allowed: "):
-        optim.AdamW([matrix()], **{flag: True})
+def test_flags_for_what_is_not_offered_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="differentiable=True is not offered; None or False is allowed: "):
+        optim.AdamW([matrix()], differentiable=True)
+
+
+def test_capturable_steps_are_refused_where_nothing_can_be_captured() -> None:
+    with pytest.raises(ValueError, match="capturable=True with a parameter on 'cpu': only cuda devices have graphs"):
+        optim.AdamW([matrix()], capturable=True)
+    with pytest.raises(ValueError, match="capturable=True is not offered; None or False is allowed: it holds for all"):
+        optim.AdamW([{"params": [matrix()], "capturable": True}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": (RelativeUpdate(),)}, "hooks .* which go through new memory at every step"),
+        ({"backend": "torch"}, "a backend that reads numbers on the host; give backend=None or 'triton'"),
+    ],
+)
+def test_capturable_steps_are_refused_where_they_cannot_be_repeated(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
+    with pytest.raises(ValueError, match=f"capturable=True with {message}"):
+        optim.AdamW([matrix()], capturable=True, **options)
+    with pytest.raises(ValueError, match="capturable=True with rule 'soap', which reads numbers on the host"):
+        optim.SOAP([matrix()], capturable=True)
 
 
 @ON_PEERS

@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "a misspelt number": ("AdEMAMix", {"alhpa": 1.0}, TypeError, "unexpected keyword argument 'alhpa'"),
     "another rule's number": ("Lion", {"alpha": 1.0}, TypeError, "unexpected keyword argument 'alpha'"),
     "a choice": ("AdamW", {"order": "apex"}, NumberError, "order='apex' is not allowed; give 'torch' or 'te'"),
-    "capturable": ("NAdam", {"capturable": True}, ValueError, "capturable=True is not offered"),
+    "capturable": ("NAdam", {"capturable": True}, ValueError, "capturable=True with a parameter on 'cpu'"),
     "codes of the other kind": ("RAdam", {"exp_avg_sq_dtype": torch.int8}, ValueError, "exp_avg_sq_dtype=torch.int8"),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ all else that is given when an optimizer is built. `HyperTable.frozen` holds wha
 replays can capture again where it has changed.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +43,10 @@ class HyperTable:
         self._numbers: list[float] | None = None  # that the table holds
 
     def refresh_(self, groups: Sequence[Group]) -> None:
-        """Writes the groups' present numbers to the device, if they have changed. Tensors on the device are copied
-        there; the host waits for nothing."""
+        """Writes the groups' present numbers to the device, if they have changed; the host waits for nothing. Tensors
+        on the device are read where they are, and are frozen as such."""
         entries = [
-            _Entry(number, name, group[name], self._parts(name, group[name]))
+            _Entry(number, name, group[name], tuple(self._parts(name, group[name])))
             for number, group in enumerate(groups)
             for name in self._names
             if name in group
@@ -55,31 +55,30 @@ class HyperTable:
         if frozen != self.frozen:
             self.frozen = frozen
             self._lay_out(len(groups), entries)
-        parts = [part for entry in entries for part in entry.parts]
-        numbers = [0.0 if _is_there(part, self._device) else float(part) for part in parts]
+        numbers = [part for entry in entries for part in entry.parts if not isinstance(part, Tensor)]
         if numbers != self._numbers:
             self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
             self._numbers = numbers
-        for place, part in zip(self._table.unbind(), parts, strict=True):
-            if isinstance(part, Tensor) and _is_there(part, self._device):
-                place.copy_(part)
 
-    def _parts(self, name: str, value: Any) -> Sequence[float | Tensor]:
-        """The numbers of an entry; none where it is frozen."""
-        if isinstance(value, tuple | list) and value and all(map(_is_number, value)):
-            return value
-        if not _is_number(value) or (name in self._choosing and not isinstance(value, Tensor) and value == 0):
-            return ()
-        return (value,)
+    def _parts(self, name: str, value: Any) -> Iterator[float | Tensor]:
+        """The numbers of an entry, tensors of other devices among them; none where it is frozen."""
+        values = value if isinstance(value, tuple | list) else (value,)
+        if not all(map(_is_number, values)):
+            return
+        for one in values:
+            if isinstance(one, Tensor):
+                yield one if one.device == self._device else float(one)
+            elif one != 0 or name not in self._choosing:
+                yield float(one)
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
-        size = sum(len(entry.parts) for entry in entries)
+        size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)
         self._table = torch.zeros(size, dtype=torch.float64, device=self._device)
         self._numbers = None
         places = iter(self._table.unbind())
         self.groups = [{} for _ in range(num_groups)]
         for entry in entries:
-            views = tuple(next(places) for _ in entry.parts)
+            views = tuple(part if isinstance(part, Tensor) else next(places) for part in entry.parts)
             self.groups[entry.group][entry.name] = entry.value if not views else views if entry.is_row else views[0]
 
 
@@ -89,7 +88,7 @@ class _Entry(NamedTuple):
     group: int
     name: str
     value: Any
-    parts: Sequence[float | Tensor]  # its numbers; none where it is frozen
+    parts: tuple[float | Tensor, ...]  # its numbers; none where it is frozen
 
     @property
     def is_row(self) -> bool:
@@ -99,15 +98,11 @@ class _Entry(NamedTuple):
     def frozen(self) -> Hashable:
         if not self.parts:
             return self.group, self.name, f"{type(self.value).__name__} {self.value!r}"
-        return self.group, self.name, self.is_row, len(self.parts)
+        places = tuple(part.data_ptr() if isinstance(part, Tensor) else None for part in self.parts)
+        return self.group, self.name, self.is_row, places
 
 
 def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_there(value: object, device: torch.device) -> bool:
-    """Whether a number is a tensor of the device, which the host must not wait for."""
-    return isinstance(value, Tensor) and value.device == device

@@ -27,6 +27,7 @@ from opt_kernels.optim.hooks import (
     with_hooks,
 )
 from opt_kernels.optim.mains import parse_mains
+from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
@@ -41,6 +42,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     A parameter's state is made at its first step: `step` (0-d float32, on the host, as in torch.optim), the rule's own
     states, and what `mains` asks for. Gradients are never written. DTensor parameters are updated shard by shard.
+
+    With `capturable=True` the host reads nothing in a step: steps are counted on the device, and a step may be captured
+    as a CUDA graph, after one that was not. What then freezes, and what stays live: `opt_kernels.hyper_table`; call
+    `upload_groups` before each replay, and keep gradients in place (`zero_grad(set_to_none=False)`).
 
     With `max_norm` the gradients' total norm is clipped at it within the update, as if by `clip_grad_norm_`, and a step
     whose gradients are not all finite changes nothing.
@@ -66,14 +71,18 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         hooks: GivenHooks = (),  # of all groups that have none of their own
         flags: Mapping[str, object] = MappingProxyType({}),  # torch.optim's, which say how a step is computed
     ) -> None:
-        check_flags(flags)
+        self.capturable = flags.get("capturable") is True
+        check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
         check_available(rule)
         self.rule = rule
+        self._on_device: GroupsOnDevice | None = None  # made at the first step that needs it
+        self._captured_at: list[int | None] = []  # where a captured step found the gradients
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
         self.hooks = checked_hooks(hooks)
         check_names(self.hooks, self.rules)
-        self.grad_norm: float | None = None  # of the last step, before clipping; None without max_norm
+        # Of the last step, before clipping; None without max_norm; 0-d on the device where capturable.
+        self.grad_norm: float | Tensor | None = None
         self._roster: Roster | None = None  # made anew whenever it does not hold
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
@@ -110,6 +119,27 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         with torch.no_grad():
             self._update_()
         return loss
+
+    def upload_groups(self) -> None:
+        """Writes the numbers of `param_groups` to where a captured step reads them: call it before each replay.
+
+        Numbers that are tensors on the device are read where they are. Does nothing unless `capturable`.
+
+        Raises:
+            CaptureError (a ValueError): since the capture something has changed that it froze: gradients or states are
+                others or elsewhere, or an entry of a group that is not a number. Capture again, after a step that is
+                not captured.
+        """
+        if self._on_device is None:
+            return
+        self._on_device.upload(self.param_groups)
+        if self._on_device.is_captured:
+            grads = None if self._roster is None else self._roster.gradients(self.param_groups, self.state)
+            if grads is None or addresses(grads) != self._captured_at:
+                raise CaptureError(
+                    "gradients or states are not where the captured step found them: another set of parameters has "
+                    "gradients, zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
@@ -159,7 +189,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """As torch's. Raises ValueError for an option that is unknown, not allowed or not the groups' own, and for a
         parameter that no step could update."""
         if isinstance(param_group, dict):  # else torch says what it wants
-            check_keys(param_group, {**self.defaults, HOOKS: ()})
+            offered = ("capturable",) if self.capturable else ()
+            check_keys(param_group, {*self.defaults, HOOKS, *offered})
             self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         try:
@@ -171,7 +202,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
-        own |= {"hooks": self.hooks, "_roster": None}
+        own |= {"hooks": self.hooks, "_roster": None, "capturable": self.capturable, "_on_device": None}
+        own |= {"_captured_at": []}
         return super().__getstate__() | own
 
     def _check_group(self, group: ParamGroup) -> None:
@@ -186,6 +218,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             return  # its shape is not known yet
         rule = self._hooked_rule_of(group, param)
         check_param(param, rule, self.mains)
+        if self.capturable:
+            check_capturable(param, rule)
         check_param_hooks(param, rule, group)
 
     def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
@@ -194,10 +228,13 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _update_(self) -> None:
         if not self.state and self._only_makes_state():
-            self._roster = Roster(self.param_groups, self.state, self._enrolled)
+            self._roster = Roster(self.param_groups, self.state, self._enrolled, steps_on_device=self.capturable)
             return
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if self.capturable:
+            self._update_on_device_(found_inf, loss_scale)
+            return
         if found_inf is not None and bool(found_inf):
             return
         scale = 1.0 if loss_scale is None else 1 / float(loss_scale)
@@ -209,6 +246,22 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale)
 
+    def _update_on_device_(self, found_inf: Tensor | None, loss_scale: Tensor | None) -> None:
+        if self.max_norm is not None:
+            self._check_norm_spans_no_ranks()
+        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
+        scale, skip, norm = scaling_of(grads, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
+        self.grad_norm = norm
+        if self._on_device is None:
+            own = [name for rule in self.rules for name in getattr(rule, "hyper_names", ())]
+            choosing = [name for rule in self.rules for name in getattr(rule, "choosing_numbers", ())]
+            self._on_device = GroupsOnDevice((*OF_HYPER, "scalar_eps", *own), choosing)
+        self._on_device.begin_step()
+        for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
+            sweep.rule.update_(batches, grad_scale=scale, skip=skip)
+        if self._on_device.is_capturing:
+            self._captured_at = addresses([param.grad for param in params_of(self.param_groups)])
+
     def _only_makes_state(self) -> bool:
         """Whether this first step has zero gradients and learning rates: `torch.distributed.checkpoint` makes one so
         that there is state to save or to load into. It must not count as a step."""
@@ -219,25 +272,35 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _norm_of_gradients(self) -> float:
         """The total norm over every device, read on the host; infinite or NaN where a gradient is."""
-        params = params_of(self.param_groups)
-        if any(map(is_dtensor, params)):
-            raise ValueError(
-                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
-                "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
-            )
+        self._check_norm_spans_no_ranks()
         by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in [param.grad for param in params if param.grad is not None]:
+        for grad in [param.grad for param in params_of(self.param_groups) if param.grad is not None]:
             by_device.setdefault(grad.device, []).append(grad)
         sums = [grad_stats(grads, count_zeros=False).sum_of_squares for grads in by_device.values()]
         return math.sqrt(sum(float(total) for total in sums))
 
-    def _batches(self) -> dict[Sweep, list[Batch]]:
-        """The works of this step, by rule and device, within them by hyper row; counts each parameter's step."""
+    def _check_norm_spans_no_ranks(self) -> None:
+        if any(map(is_dtensor, params_of(self.param_groups))):
+            raise ValueError(
+                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
+                "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
+            )
+
+    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
+        """The works of this step, by rule and device, within them by hyper row; counts each parameter's step, if
+        `made`, 0-d on the device, is not zero."""
         grads = None if self._roster is None else self._roster.gradients(self.param_groups, self.state)
         if self._roster is None or grads is None:
-            self._roster = Roster(self.param_groups, self.state, self._enrolled)
+            self._roster = Roster(
+                self.param_groups, self.state, self._enrolled, steps_on_device=self._on_device is not None
+            )
             grads = [param.grad for param in params_of(self.param_groups)]
-        return self._roster.batches(grads, lambda group, rule, step: self._hyper(self.param_groups[group], rule, step))
+        return self._roster.batches(grads, self._hyper_of, made)
+
+    def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
+        if self._on_device is None:
+            return self._hyper(self.param_groups[group], sweep.rule, step)
+        return self._hyper(self._on_device.of(sweep.device, self.param_groups)[group], sweep.rule, step)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
@@ -253,10 +316,11 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """The elements of `param` that are here, cut where stochastic rounding must number them apart."""
         return (spans(param) or ()) if rounds_stochastically(rule, self.mains, param) else (Span(0, param.numel(), 0),)
 
-    def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
+    def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The numbers that `rule` reads of `group` at this step."""
         own = {name: group[name] for name in getattr(rule, "hyper_names", ()) if name in group}
-        return Hyper(step=int(step), own=own, **{name: group[name] for name in OF_HYPER if name in group})
+        count = step if isinstance(step, Tensor) else int(step)
+        return Hyper(step=count, own=own, **{name: group[name] for name in OF_HYPER if name in group})
 
 
 def params_with_groups(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:

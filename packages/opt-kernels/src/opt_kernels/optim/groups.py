@@ -36,7 +36,7 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "foreach": "every step updates all tensors together",
         "fused": "every step is fused",
-        "capturable": "steps read numbers on the host; call step() outside of CUDA graphs, or use torch.optim",
+        "capturable": "it holds for all groups; give it to the optimizer",
         "differentiable": "steps are not recorded by autograd; use torch.optim",
         "amsgrad": "use torch.optim's optimizer with amsgrad=True",
         "maximize": "minimize the negative of the objective",

@@ -77,6 +77,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             mains=given["mains"],
             max_norm=given["max_norm"],
             hooks=given["hooks"],
+            flags={"capturable": given["capturable"]},
         )
         warn_of_suspects(self.param_groups)
 
@@ -140,7 +141,14 @@ class MatrixOptimizer(RuleOptimizer, ABC):
 
 _UNSPLIT: Mapping[str, Any] = MappingProxyType({"split_rows": (), "num_heads": 1, "split_sizes": ()})
 _OF_ALL: Mapping[str, Any] = MappingProxyType(
-    {"scalar_optimizer": None, "scalar_options": None, "mains": "param", "max_norm": None, "backend": None}
+    {
+        "scalar_optimizer": None,
+        "scalar_options": None,
+        "mains": "param",
+        "max_norm": None,
+        "backend": None,
+        "capturable": False,
+    }
 )
 
 

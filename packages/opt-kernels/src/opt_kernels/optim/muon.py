@@ -5,6 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from opt_kernels.hooks import GivenHooks, Hyperball
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import ScaleMode
@@ -79,7 +81,7 @@ class Muon(MatrixOptimizer):
         }
         return muon_rule({name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")} | chosen)
 
-    def _hyper(self, group: ParamGroup, rule: Rule, step: float) -> Hyper:
+    def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         own = super()._hyper(group, rule, step)
         return own if rule.needs is Needs.MATRICES else replace(own, eps=group["scalar_eps"])
 

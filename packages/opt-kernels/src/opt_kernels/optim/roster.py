@@ -44,8 +44,10 @@ class Member(NamedTuple):
 class Steps:
     """The `step` states of parameters that move together, as elements of one tensor: one addition counts for all."""
 
-    def __init__(self, step: float, count: int) -> None:
-        self._all = torch.full((count,), step)  # float32 on the host, as in torch.optim
+    def __init__(self, step: float, count: int, device: torch.device | None) -> None:
+        # float32 as in torch.optim; on the host unless a device is given
+        self._all = torch.full((count,), step, device=device)
+        self._is_on_host = device is None
         self.elements = self._all.unbind()
         self._version = self._all._version
 
@@ -53,11 +55,15 @@ class Steps:
         """Whether nobody has set any of them since they were counted."""
         return self._all._version == self._version
 
-    def count(self) -> float:
-        """One step more; returns how many these are."""
-        self._all.add_(1)
+    def count(self, made: Tensor | None = None) -> float | Tensor:
+        """One step more, of which `made`, 0-d, says on the device whether it is; returns the number of the step that is
+        tried, which waits for nothing."""
+        before = None if made is None else self._all[0] + 1
+        self._all.add_(1 if made is None else made.to(self._all.device))
         self._version = self._all._version
-        return float(self._all[0])
+        if self._is_on_host:
+            return float(self._all[0])
+        return self._all[0] if before is None else before
 
 
 class Row(NamedTuple):
@@ -120,6 +126,8 @@ class Roster:
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, dict[str, Tensor]],
         enrol: Callable[[int, int, Tensor, int], Member],  # from place, group, parameter, first
+        *,
+        steps_on_device: bool = False,
     ) -> None:
         """`enrol` makes the state of a parameter that has none. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
@@ -133,7 +141,7 @@ class Roster:
                     _refuse(param.grad)
                     members.append(enrol(place, index, param, first))
                 place, first = place + 1, first + param.numel()
-        self._rows = _rows(members)
+        self._rows = _rows(members, steps_on_device=steps_on_device)
         self._states = list(state.values())
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
@@ -156,16 +164,20 @@ class Roster:
         return grads if holds else None
 
     def batches(
-        self, grads: Sequence[Tensor | None], hyper: Callable[[int, Rule, float], Hyper]
+        self,
+        grads: Sequence[Tensor | None],
+        hyper: Callable[[int, Sweep, float | Tensor], Hyper],
+        made: Tensor | None = None,
     ) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, rule and step."""
+        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, sweep and step.
+        `made`: see `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
         for row in self._rows:
             of_row: list[Any] = [grads[place] for place in row.places]
             params = row.params
             if self._distributed:
                 params, of_row = list(map(local, params)), list(map(local, of_row))
-            batch = Batch(hyper(row.group, row.sweep.rule, row.steps.count()), row.works(params, of_row))
+            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made)), row.works(params, of_row))
             found.setdefault(row.sweep, []).append(batch)
         return found
 
@@ -185,18 +197,20 @@ def _refuse(grad: Tensor) -> None:
         )
 
 
-def _rows(members: Sequence[Member]) -> list[Row]:
+def _rows(members: Sequence[Member], *, steps_on_device: bool) -> list[Row]:
     by_row: dict[tuple[Sweep, int, str | None, float], list[Member]] = {}
     for member in members:
         assert member.param.grad is not None
         sweep = Sweep(member.rule, member.param.grad.device)
         kind = next((name for name in (REMAINDER, MAIN) if name in member.state), None)
         by_row.setdefault((sweep, member.group, kind, float(member.state[STEP])), []).append(member)
-    return [_row(*key, of_row) for key, of_row in by_row.items()]
+    return [_row(*key, of_row, key[0].device if steps_on_device else None) for key, of_row in by_row.items()]
 
 
-def _row(sweep: Sweep, group: int, kind: str | None, step: float, members: Sequence[Member]) -> Row:
-    steps = Steps(step, len(members))
+def _row(
+    sweep: Sweep, group: int, kind: str | None, step: float, members: Sequence[Member], steps_on: torch.device | None
+) -> Row:
+    steps = Steps(step, len(members), steps_on)
     apart = any(len(member.spans) > 1 for member in members)
     for member, element in zip(members, steps.elements):
         member.state[STEP] = element

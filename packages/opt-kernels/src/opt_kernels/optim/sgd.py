@@ -39,11 +39,11 @@ class MomentumOptimizer(FormulaOptimizer):
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 
-    def _batches(self) -> dict[Sweep, list[Batch]]:
+    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
             self._roster, self._have_momentum = None, have_momentum
-        return super()._batches()
+        return super()._batches(made)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """With a buffer of zeros where the group's momentum was set after the parameter's first step."""

@@ -108,6 +108,8 @@ class Memory:
 
     def _overwrite(self, tensor: Tensor) -> None:
         """The task holds no counted alias: tasks of the same queue that come before may."""
+        if tensor.is_meta:
+            return  # it has no values
         with at_once():
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         queue = self._allocated_on.get(_key(tensor), self._compute)

@@ -1,0 +1,240 @@
+"""Drop-in optimizers with `capturable=True` on the fake accelerator: no host reads, and replays of one captured step.
+
+Triton's kernels run under its interpreter, as queued work that runs at once: the host computes their tables in torch,
+with tensors that the fake accelerator takes for its own. Tables hold real addresses.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, run_deferred
+from opt_kernels import optim
+from opt_kernels.backends import grad_stats as statistics
+from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.optim import on_device
+from opt_kernels.optim.on_device import CaptureError
+from opt_kernels.optim.roster import Steps
+
+STEPS = 6
+BAD_STEP = 3  # a gradient is infinite
+SHAPES = ((8, 6), (6, 8), (9,))
+
+
+@pytest.fixture(autouse=True)
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CPU would refuse, and kernels as queued work."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        device = devices.device_of(torch.device("cpu"))
+        if isinstance(device, DeferredDevice):
+            device.mode.queue("kernel", partial(launch, kernel, *args, **kwargs), ())
+        else:
+            launch(kernel, *args, **kwargs)
+
+    def is_capturing(device: torch.device) -> bool:
+        found = devices.device_of(device)
+        return isinstance(found, DeferredDevice) and found.mode.recording is not None
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(multi_tensor, "is_capturing", is_capturing)
+    monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
+    monkeypatch.setattr(on_device, "grad_stats", partial(statistics.grad_stats, backend="triton"))
+
+
+Build = Callable[..., torch.optim.Optimizer]
+
+CASES: dict[str, tuple[Build, dict[str, Any], torch.dtype]] = {
+    "adamw": (optim.AdamW, {}, torch.float32),
+    "adamw, clipped": (optim.AdamW, {"max_norm": 0.5}, torch.float32),
+    "adamw, remainders": (optim.AdamW, {"mains": "remainder"}, torch.bfloat16),
+    "adamw, stochastic rounding": (optim.AdamW, {"stochastic_rounding": True}, torch.bfloat16),
+    "sgd": (optim.SGD, {"momentum": 0.9, "lr": 0.1}, torch.float32),
+    "lion": (optim.Lion, {}, torch.float32),
+    "numbers of its own": (optim.AdEMAMix, {}, torch.float32),
+    "muon": (optim.Muon, {"scalar_optimizer": "adam", "fp32_matmul_prec": "highest"}, torch.float32),
+}
+
+
+def made(case: str, **more: Any) -> tuple[list[nn.Parameter], Any]:
+    build, options, dtype = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.rand(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.02}]
+    return params, build(groups, **options, backend="triton", **more)
+
+
+def schedule(step: int, optimizer: Any) -> None:
+    """Numbers that change at every step."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.1 / (1 + step + number)
+        group["weight_decay"] = 0.01 * step
+        if "betas" in group:
+            group["betas"] = (0.9 - 0.01 * step, *group["betas"][1:])
+        if group.get("momentum"):
+            group["momentum"] = 0.9 - 0.05 * step
+        if "alpha" in group:
+            group["alpha"] = 5.0 + step
+
+
+def fill_(params: list[nn.Parameter], step: int, *, overflows: bool) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        assert param.grad is not None
+        param.grad.copy_(torch.rand(param.shape, generator=generator) - 0.5)
+    if overflows and step == BAD_STEP:
+        params[0].grad.view(-1)[2:3].fill_(torch.inf)
+
+
+def trained(params: list[nn.Parameter], optimizer: Any) -> dict[str, Any]:
+    state = {
+        f"{index}.{name}": value.detach().clone()
+        for index, of_param in optimizer.state_dict()["state"].items()
+        for name, value in of_param.items()
+    }
+    return state | {str(index): param.detach().clone() for index, param in enumerate(params)}
+
+
+def train(case: str) -> dict[str, Any]:
+    params, optimizer = made(case)
+    for step in range(STEPS):
+        schedule(step, optimizer)
+        fill_(params, step, overflows="clipped" in case)
+        optimizer.step()
+    return trained(params, optimizer)
+
+
+def replayed(case: str, one: DeferredRank) -> dict[str, Any]:
+    params, optimizer = made(case, capturable=True)
+    graph = one.device.graph()
+    schedule(0, optimizer)
+    fill_(params, 0, overflows=False)
+    optimizer.step()  # makes the states, and finds that the learning rate is not zero
+    with one.device.host_reads_forbidden():
+        for step in range(1, STEPS):
+            schedule(step, optimizer)
+            fill_(params, step, overflows="clipped" in case)
+            if step == 1:
+                optimizer.step()
+                with graph.capture():
+                    optimizer.step()
+            else:
+                optimizer.upload_groups()
+                graph.replay()
+    return trained(params, optimizer)
+
+
+def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replays_are_the_steps_of_an_optimizer_that_reads_on_the_host(case: str) -> None:
+    """One of them overflows where gradients are clipped: nothing is updated or counted."""
+    expected = train(case)
+    (found,) = run_deferred(1, partial(replayed, case), seed=0, eagerness=1.0)
+    assert equal(found, expected)
+
+
+def numbers_are_not_uploaded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(on_device.GroupsOnDevice, "upload", lambda groups, param_groups: None)
+
+
+def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
+    count = Steps.count
+    patch.setattr(Steps, "count", lambda steps, made=None: count(steps))
+
+
+@pytest.mark.parametrize("plant", [numbers_are_not_uploaded, a_skipped_step_is_counted])
+def test_a_fault_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train("adamw, clipped")
+    plant(monkeypatch)
+    (found,) = run_deferred(1, partial(replayed, "adamw, clipped"), seed=0, eagerness=1.0)
+    assert not equal(found, expected)
+
+
+def released_gradients(params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.zero_grad()
+    for param in params:
+        param.grad = torch.zeros_like(param)
+
+
+def one_gradient_less(params: list[nn.Parameter], optimizer: Any) -> None:
+    params[0].grad = None
+
+
+def a_loaded_state(params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def a_string(params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.param_groups[0]["eps"] = None
+
+
+@pytest.mark.parametrize("change", [released_gradients, one_gradient_less, a_loaded_state, a_string])
+def test_a_replay_that_would_work_on_other_memory_is_refused(change: Any) -> None:
+    def rank_main(one: DeferredRank) -> None:
+        params, optimizer = made("adamw", capturable=True)
+        optimizer.step()
+        fill_(params, 1, overflows=False)
+        optimizer.step()
+        graph = one.device.graph()
+        with graph.capture():
+            optimizer.step()
+        optimizer.upload_groups()
+        kept = [param.grad for param in params]  # so that new ones are elsewhere
+        change(params, optimizer)
+        with pytest.raises(CaptureError, match=r"apture .*again"):
+            optimizer.upload_groups()
+        assert kept
+
+    run_deferred(1, rank_main, seed=0, eagerness=1.0)
+
+
+def test_a_learning_rate_on_the_device_is_live_without_a_call() -> None:
+    def rank_main(one: DeferredRank) -> Tensor:
+        params, optimizer = made("adamw", capturable=True)
+        lr = torch.full((), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for _ in range(2):
+            fill_(params, 1, overflows=False)
+            optimizer.step()
+        graph = one.device.graph()
+        with graph.capture():
+            optimizer.step()
+        lr.fill_(0.0)
+        before = params[0].detach().clone()
+        graph.replay()
+        return (params[0] - before).abs().max()
+
+    assert run_deferred(1, rank_main, seed=0, eagerness=1.0) == [0.0]
+
+
+def test_what_a_grad_scaler_sets_is_not_read() -> None:
+    """A found infinity skips the step, and the loss scale divides the gradients."""
+
+    def rank_main(one: DeferredRank) -> list[tuple[bool, float]]:
+        params, optimizer = made("adamw", capturable=True)
+        fill_(params, 1, overflows=False)
+        optimizer.step()
+        found = []
+        for infinity in (1.0, 0.0):
+            before = params[0].detach().clone()
+            with one.device.host_reads_forbidden():
+                optimizer.found_inf, optimizer.grad_scale = torch.full((), infinity), torch.full((1,), 4.0)
+                optimizer.step()
+                del optimizer.found_inf, optimizer.grad_scale
+            found.append((bool((params[0] != before).any()), float(optimizer.state[params[0]]["step"])))
+        return found
+
+    assert run_deferred(1, rank_main, seed=0, eagerness=1.0) == [[(False, 1.0), (True, 2.0)]]

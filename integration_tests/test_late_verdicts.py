@@ -1,0 +1,171 @@
+"""Saves and loads right after a step whose verdict no host has seen: an overflow, a refused norm, an error."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from on_device import SHAPES, SIZE, LaunchedRule, built, launched_stats
+from parity import Case, Numbers, Spread, Wrapping, grads_of
+from torch import Tensor, nn
+
+from opt_checkpoint import ShardedTensor
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.deferred import DeferredRank, run_deferred
+from opt_distributed.step import stats
+from opt_distributed.step.counts import StepCount
+from opt_distributed.step.scaler import DynamicScaler
+from opt_stack import Optimizer
+
+ORDERS = range(4)
+SCALE = 2.0**8
+CASE = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
+GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "graph"])
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+
+
+def begun(one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN) -> tuple[nn.Module, Optimizer]:
+    """After three good steps, the last of them a replay where there are graphs; the scale has grown once."""
+    model, optimizer = built(replace(CASE, wrapping=wrapping), one.comm, optimizer_cuda_graph=graphs)
+    for unit in optimizer.stepper.units:
+        unit.rule = LaunchedRule(unit.rule)
+    for step in (0, 2, 3):
+        backward(model, optimizer, step, one)
+        optimizer.step()
+        zero(model, optimizer)
+    return model, optimizer
+
+
+def backward(model: nn.Module, optimizer: Optimizer, step: int, one: DeferredRank, *, bad: bool = False) -> None:
+    grads = grads_of(step, one.rank, one.size, SHAPES)
+    if bad and one.rank == one.size - 1:
+        grads["first"][2, 3] = torch.inf
+    optimizer.scale_loss(model(grads)).backward()
+
+
+def zero(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(model, DistributedDataParallel):
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def in_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
+    """Counts and scale that are saved, read only afterwards."""
+    saved = optimizer.state_dict()
+    return {float(state["step"]) for state in saved["state"].values()}, saved["grad_scaler"]["scale"]
+
+
+def in_sharded_state(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
+    params = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
+    saved = optimizer.sharded_state_dict(params)
+    steps = {float(value.data) for value in flat(saved) if isinstance(value, ShardedTensor) and ".step." in value.key}
+    return steps, optimizer.stepper.scaler.state_dict()["scale"]
+
+
+def flat(tree: Any) -> Any:
+    if isinstance(tree, dict | list | tuple):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from flat(one)
+    else:
+        yield tree
+
+
+Read = Callable[[nn.Module, Optimizer], tuple[set[float], float]]
+READS = pytest.mark.parametrize("read", [in_state_dict, in_sharded_state])
+
+
+def saved_after(one: DeferredRank, *, bad: bool, read: Read, graphs: bool) -> tuple[set[float], float]:
+    model, optimizer = begun(one, graphs=graphs)
+    backward(model, optimizer, 4, one, bad=bad)
+    optimizer.step()
+    return read(model, optimizer)
+
+
+@GRAPHS
+@READS
+@pytest.mark.parametrize("bad", [True, False], ids=["overflow", "good"])
+def test_a_save_right_after_a_step_has_its_counts_and_scale(bad: bool, read: Read, graphs: bool) -> None:
+    """Scales grow after two good steps; an overflow backs off at once."""
+    expected = ({3.0}, SCALE) if bad else ({4.0}, 4 * SCALE)
+    for seed in ORDERS:
+        found = run_deferred(SIZE, partial(saved_after, bad=bad, read=read, graphs=graphs), seed=seed)
+        assert found == [expected] * SIZE
+
+
+def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
+    advance = StepCount.advance
+    patch.setattr(StepCount, "advance", lambda count, proceeds: advance(count, None))
+
+
+def a_scale_is_read_too_early(patch: pytest.MonkeyPatch) -> None:
+    update = DynamicScaler.update
+
+    def updated(scaler: DynamicScaler, found_inf: Any, *, unless: Any = None) -> None:
+        before = scaler.state
+        update(scaler, found_inf, unless=unless)
+        scaler._known = before
+
+    patch.setattr(DynamicScaler, "update", updated)
+
+
+@pytest.mark.parametrize("plant", [a_skipped_step_is_counted, a_scale_is_read_too_early])
+def test_a_wrong_count_or_scale_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = run_deferred(SIZE, partial(saved_after, bad=True, read=in_state_dict, graphs=False), seed=0)
+    assert found != [({3.0}, SCALE)] * SIZE
+
+
+@GRAPHS
+def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bool) -> None:
+    """What was queued before cannot undo it, and the next step goes on from it."""
+
+    def rank_main(one: DeferredRank) -> tuple[Any, ...]:
+        model, optimizer = begun(one, graphs=graphs)
+        saved = copied(optimizer.state_dict())
+        saved["grad_scaler"] = saved["grad_scaler"] | {"scale": 32.0, "growth_tracker": 0}
+        for state in saved["state"].values():
+            state["step"] = state["step"] + 7
+        backward(model, optimizer, 4, one, bad=True)
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        zero(model, optimizer)
+        loaded = in_state_dict(model, optimizer)
+        moments = torch.cat([s["exp_avg"].flatten() for s in optimizer.state_dict()["state"].values()])
+        same = torch.equal(moments, torch.cat([s["exp_avg"].flatten() for s in saved["state"].values()]))
+        backward(model, optimizer, 5, one)
+        optimizer.step()
+        return loaded, same, in_state_dict(model, optimizer)
+
+    for seed in ORDERS:
+        assert run_deferred(SIZE, rank_main, seed=seed) == [(({10.0}, 32.0), True, ({11.0}, 32.0))] * SIZE
+
+
+def copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    return {name: copied(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+@GRAPHS
+@READS
+def test_a_save_right_after_a_refused_step_has_the_counts_of_before(read: Read, graphs: bool) -> None:
+    """Ranks have other learning rates: nobody has looked at the error yet, and the next step raises it."""
+
+    def rank_main(one: DeferredRank) -> tuple[Any, ...]:
+        model, optimizer = begun(one, graphs=graphs)
+        optimizer.param_groups[0]["lr"] += one.rank
+        backward(model, optimizer, 4, one)
+        optimizer.step()
+        found = read(model, optimizer)
+        with pytest.raises(ValueError, match="has different numbers on the ranks"):
+            optimizer.step()
+        return found
+
+    for seed in ORDERS:
+        assert run_deferred(SIZE, rank_main, seed=seed) == [({3.0}, 2 * SCALE)] * SIZE

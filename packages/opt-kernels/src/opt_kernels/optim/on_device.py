@@ -1,0 +1,131 @@
+"""What an optimizer with `capturable=True` keeps on the device, so that the host reads nothing in a step.
+
+Numbers of groups are in a table there, see `opt_kernels.hyper_table` for what freezes in a captured step and what stays
+live; steps are counted there; a loss scale, a found infinity and the norm of the gradients are never read.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.dtensor import local
+from opt_kernels.hooks import HookedUpdate
+from opt_kernels.hyper_table import HyperTable
+from opt_kernels.rules.base import Rule
+
+DEVICES = ("cuda", "meta")  # that have graphs; a meta tensor has no memory yet
+
+
+class CaptureError(ValueError):
+    """A captured step could not be repeated."""
+
+
+class Scaling(NamedTuple):
+    """What gradients are multiplied by, and whether the step is skipped."""
+
+    scale: float | Tensor  # 0-d float64
+    skip: Tensor | None  # 0-d bool
+    norm: Tensor | None = None  # 0-d float64, where gradients are clipped
+
+
+class GroupsOnDevice:
+    """The numbers of parameter groups, on every device with parameters."""
+
+    def __init__(self, names: Sequence[str], choosing: Sequence[str]):
+        self._names, self._choosing = tuple(names), tuple(choosing)
+        self._tables: dict[torch.device, HyperTable] = {}
+        self._fresh: set[torch.device] = set()  # whose tables were written for the present step
+        self._captured: list[object] | None = None  # what was frozen when a step was captured
+
+    def begin_step(self) -> None:
+        """Groups may have changed since the last step."""
+        self._fresh.clear()
+
+    def of(self, device: torch.device, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as a step on `device` reads them."""
+        if device not in self._tables:
+            self._tables[device] = HyperTable(
+                self._names,
+                device=device,
+                upload=lambda host: multi_tensor.to_device(host, device),
+                choosing=self._choosing,
+            )
+        table = self._tables[device]
+        if multi_tensor.is_capturing(device):
+            self._captured = self._frozen()
+        elif device not in self._fresh:
+            table.refresh_(groups)
+            self._fresh.add(device)
+        return table.groups
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the step that runs is captured."""
+        return any(map(multi_tensor.is_capturing, self._tables))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step was captured."""
+        return self._captured is not None
+
+    def upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the groups' numbers. Raises CaptureError where something that a captured step froze has changed."""
+        for table in self._tables.values():
+            table.refresh_(groups)
+        if self._captured is not None and self._captured != self._frozen():
+            raise CaptureError(
+                "param_groups changed in something that the captured step froze: an entry that is not a number, a "
+                "tensor in another place, or a number that switches a part of the formula off at 0; capture it again"
+            )
+
+    def _frozen(self) -> list[object]:
+        return [table.frozen for table in self._tables.values()]
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Where tensors are."""
+    return [None if tensor is None else local(tensor).data_ptr() for tensor in tensors]
+
+
+def check_capturable(param: Tensor, rule: Rule) -> None:
+    """Raises ValueError where a step of `rule` on `param` cannot be captured."""
+    if param.device.type not in DEVICES:
+        raise ValueError(
+            f"capturable=True with a parameter on {str(param.device)!r}: only cuda devices have graphs; move the model "
+            "there before the optimizer is built, or leave capturable=False"
+        )
+    if isinstance(rule, HookedUpdate):
+        raise ValueError(
+            f"capturable=True with hooks {rule.hooks!r}, which go through new memory at every step; give hooks that "
+            "are part of a formula, or leave capturable=False"
+        )
+    if not getattr(rule, "capturable", False):
+        raise ValueError(
+            f"capturable=True with rule {rule.name!r}, which reads numbers on the host; leave capturable=False"
+        )
+    if getattr(rule, "backend", None) not in (None, "triton"):
+        raise ValueError("capturable=True with a backend that reads numbers on the host; give backend=None or 'triton'")
+
+
+def scaling_of(
+    grads: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
+) -> Scaling:
+    """What `GradScaler` and clipping make of gradients (any shapes, on any devices); the host waits for nothing."""
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
+    if max_norm is None or not grads:
+        return Scaling(scale, skip)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    first = grads[0].device
+    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(first) for same in by_device.values()]
+    norm = torch.stack(sums).sum().sqrt() * scale
+    is_bad = ~(norm < torch.inf)
+    # A division: `max_norm / norm` is a product with the rounded reciprocal in torch.
+    coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
+    return Scaling(coefficient * scale, is_bad if skip is None else skip | is_bad, norm)
