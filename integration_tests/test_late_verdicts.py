@@ -114,11 +114,19 @@ def a_scale_is_read_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DynamicScaler, "update", updated)
 
 
-@pytest.mark.parametrize("plant", [a_skipped_step_is_counted, a_scale_is_read_too_early])
-def test_a_wrong_count_or_scale_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plant", "bad", "expected"),
+    [
+        (a_skipped_step_is_counted, True, ({3.0}, SCALE)),
+        (a_scale_is_read_too_early, False, ({4.0}, 4 * SCALE)),
+    ],
+)
+def test_a_wrong_count_or_scale_is_noticed(
+    plant: Any, bad: bool, expected: tuple[set[float], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
-    found = run_deferred(SIZE, partial(saved_after, bad=True, read=in_state_dict, graphs=False), seed=0)
-    assert found != [({3.0}, SCALE)] * SIZE
+    found = run_deferred(SIZE, partial(saved_after, bad=bad, read=in_state_dict, graphs=False), seed=0)
+    assert found != [expected] * SIZE
 
 
 @GRAPHS
