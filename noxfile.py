@@ -12,6 +12,7 @@ else cpu.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -258,6 +259,50 @@ def wheels(session: nox.Session) -> None:
         session.install("--find-links", str(dist), "--no-index", package)
         module = package.replace("-", "_")
         session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Builds what is published into dist/. `-- --check` inspects and tries it, `--tag v0.1.0` compares the version.
+
+    On a CI of GitHub, links in READMEs and project URLs point to the repository's page; OPT_STACK_URL says another.
+    """
+    arguments = [word for word in session.posargs if word != "--check"]
+    work, dist = Path(session.create_tmp()), ROOT / "dist"
+    server, repository = (os.environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY"))
+    url = os.environ.get("OPT_STACK_URL") or (f"{server}/{repository}" if repository else "")
+    session.run("python", "release/stage.py", str(work / "staged"), "--url", url, *arguments)
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in PACKAGES:
+        session.run("uv", "build", "-q", "--no-sources", "--out-dir", str(dist), str(work / "staged" / package))
+    (dist / ".gitignore").unlink(missing_ok=True)  # uv's
+    if "--check" not in session.posargs:
+        return
+    session.install("twine>=6", "hatchling>=1.26", *GROUPS["test"])
+    session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    session.run("pytest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"})
+    for package in PACKAGES:
+        (sdist,) = dist.glob(f"{package.replace('-', '_')}-*.tar.gz")
+        for what in (package, str(sdist)):
+            session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
+            if package not in WITHOUT_TORCH:
+                install_torch(session)
+            # From dist/ alone: a name of ours on an index could be anybody's.
+            session.install("--no-index", "--find-links", str(dist), "--no-build-isolation", what)
+            session.run("python", "release/example.py", package, str(work / "examples"), env={"PYTHONPATH": None})
+
+
+@nox.session(default=False)
+def checkout(session: nox.Session) -> None:
+    """Runs each README's one command that installs from a checkout, and an example of that README."""
+    for package in PACKAGES:
+        session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
+        if package not in WITHOUT_TORCH:
+            install_torch(session)
+        readme = (ROOT / "packages" / package / "README.md").read_text()
+        (command,) = re.findall(r"^python -m (pip install \./packages/\S+)", readme, re.MULTILINE)
+        session.run("bash", "-c", f"uv {command}", external=True)
+        session.run("python", "release/example.py", package, session.create_tmp(), env={"PYTHONPATH": None})
 
 
 @nox.session(default=False)

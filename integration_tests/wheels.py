@@ -1,6 +1,7 @@
-"""What each wheel must and must not contain; run by `nox -s wheels`, which builds them first."""
+"""What each wheel must and must not contain; run by `nox -s wheels` and `nox -s release`, which build them first."""
 
 import os
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -62,3 +63,24 @@ def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
     names = zipfile.ZipFile(path).namelist()
     assert "opt_kernels/backends/triton/update.py" in names
     assert {f"opt_kernels/backends/cpp/{name}.h" for name in ("elements", "codecs", "update")} <= {*names}
+
+
+@pytest.mark.skipif("OPT_STACK_RELEASE" not in os.environ, reason="only what is published pins its siblings")
+def test_a_published_wheel_needs_its_siblings_at_its_own_version(wheel: zipfile.ZipFile) -> None:
+    found = metadata(wheel)
+    ours = [line for line in found.get("Requires-Dist", []) if line.startswith("opt-")]
+    assert all(line.endswith(f"=={found['Version'][0]}") for line in ours)
+    assert bool(ours) == (import_name(wheel) in ("opt_paramgroups", "opt_distributed", "opt_stack"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_source_distribution_holds_sources_tests_and_the_licence(package: str) -> None:
+    found = list(Path(os.environ["OPT_STACK_DIST"]).glob(f"{package.replace('-', '_')}-*.tar.gz"))
+    if not found and "OPT_STACK_RELEASE" not in os.environ:
+        pytest.skip("only `nox -s release` builds source distributions")
+    (path,) = found
+    with tarfile.open(path) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"} <= names
+    assert f"src/{package.replace('-', '_')}/__init__.py" in names
+    assert not [name for name in names if "__pycache__" in name]

@@ -1,0 +1,85 @@
+"""What is published: one version, siblings pinned exactly, links that an index can follow, one command to install."""
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.name for path in ROOT.glob("packages/opt-*"))
+LOWEST_FIRST = ["config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack"]
+
+
+def load_stage() -> Any:
+    spec = importlib.util.spec_from_file_location("stage", ROOT / "release" / "stage.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stage = load_stage()
+
+
+def project_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def declared(package: str) -> set[str]:
+    """The packages of ours that `package` asks for itself."""
+    lines = project_of(ROOT / "packages" / package)["dependencies"]
+    return {re.split(r"[>=<]", line)[0] for line in lines if line.startswith("opt-")}
+
+
+def siblings(package: str) -> list[str]:
+    """`package` and all of ours that it stands on, lowest first, without their common prefix."""
+    needed = {package}
+    while more := set().union(*map(declared, needed)) - needed:
+        needed |= more
+    return [name for name in LOWEST_FIRST if f"opt-{name}" in needed]
+
+
+def test_all_packages_have_one_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", stage.version())
+
+
+def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_path: Path) -> None:
+    stage.stage(tmp_path / "staged", tag=f"v{stage.version()}", url="https://example.org/o/r")
+    for package in PACKAGES:
+        project = project_of(tmp_path / "staged" / package)
+        ours = [line for line in project["dependencies"] if line.startswith("opt-")]
+        assert sorted(ours) == sorted(f"{name}=={stage.version()}" for name in declared(package))
+        assert project["urls"]["Homepage"] == "https://example.org/o/r"
+        readme = (tmp_path / "staged" / package / "README.md").read_text()
+        assert [link for link in re.findall(r"\]\(([^)\s]+)\)", readme) if not link.startswith(("http", "#"))] == []
+
+
+def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"the tag is v9\.9\.9, but the packages have version"):
+        stage.stage(tmp_path / "staged", tag="v9.9.9")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_who_made_it_for_whom_and_on_which_pythons(package: str) -> None:
+    project = project_of(ROOT / "packages" / package)
+    assert project["authors"]
+    assert project["keywords"]
+    classifiers = set(project["classifiers"])
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13, 14)} < classifiers
+    assert {"Typing :: Typed", "Operating System :: OS Independent"} < classifiers
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_readme_installs_the_package_from_a_checkout_by_one_command(package: str) -> None:
+    names = siblings(package)
+    joined = names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+    readme = (ROOT / "packages" / package / "README.md").read_text()
+    assert f"\npython -m pip install ./packages/opt-{joined}" in readme
+    assert "\npip install opt-" not in readme
+    assert package != "opt-stack" or f"./packages/opt-{joined}\n" in (ROOT / "README.md").read_text()
+    assert package != "opt-stack" or f"./packages/opt-{joined}\n" in (ROOT / "docs" / "install.md").read_text()
