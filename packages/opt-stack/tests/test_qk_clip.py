@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
@@ -178,6 +178,48 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
     for found in run_threads(2, rank_main):
         for of_step, expected_of_step in zip(found, expected, strict=True):
             assert all(map(torch.equal, of_step, expected_of_step))
+
+
+class Landing:
+    """A gather that writes what it took at its start, this rank's shard too, when somebody waits for it."""
+
+    def __init__(self, full: Tensor, shard: Tensor):
+        self.full, self.taken = full, shard.clone()
+
+    def wait(self) -> None:
+        self.full[: self.taken.numel()].copy_(self.taken)
+
+
+class SlowGathers(Alone):
+    """The first of two ranks; the other one never changes anything."""
+
+    size = 2
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        return Landing(full, shard)
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        return super().reduce_scatter_(shard, full[: shard.numel()], async_op=async_op)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * 2
+
+
+def test_a_gather_under_way_does_not_bring_back_what_was_clipped() -> None:
+    model = Model()
+    roles = roles_of(SlowGathers())
+    gathers = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    chunk, optimizer = build(model, roles, {**gathers, "bucket_size": 30}, **gathers)
+    clip = QKClip(optimizer, layers_of(model))
+    step(chunk, optimizer, 0.0)
+    owned = {id.name: held.piece for id, held in optimizer._held.items()}
+    before = {name: piece.main.value().double().clone() for name, piece in owned.items()}
+    clip([LOGITS] * 3)
+    assert len(owned) > 4
+    for name, piece in owned.items():
+        rows = factors(0.5)[name].repeat_interleave(IN if len(piece.param.shape) > 1 else 1)[piece.of_param]
+        value = piece.main.value()
+        check_close(value, before[name] * rows.view(value.shape), name)
 
 
 class TensorParallel(nn.Module):

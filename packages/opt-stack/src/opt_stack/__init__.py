@@ -29,6 +29,7 @@ from opt_stack.factory import (
     get_optimizer_based_on_param_groups,
     list_optimizers,
 )
+from opt_stack.gradient_release import release_gradients
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.plan import Plan
 from opt_stack.qk_clip import QKClip
@@ -67,6 +68,7 @@ __all__ = [
     "list_optimizers",
     "load_config",
     "matrices_whole",
+    "release_gradients",
     "run_threads",
     "share_launch_order",
     "torch_rule",

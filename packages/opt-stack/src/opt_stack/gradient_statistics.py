@@ -1,22 +1,40 @@
 """What a caller may ask about the gradients of a step: norms, zeros, the loss scale."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from opt_distributed.comm.collectives import Comm, group_of
-from opt_distributed.step.stepper import Stepper
+from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.sharded_state import Held
+
+
+class InBackward(Protocol):
+    """What updates parameters in backward, in place of `step` (`release_gradients`)."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the last iteration."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Ends the iteration."""
+        ...
+
+    def drop(self) -> None:
+        """Begins an iteration anew."""
+        ...
 
 
 class GradientStatistics:
     """The questions about gradients that `Optimizer` answers, under Megatron-Core's names."""
 
     stepper: Stepper
+    in_backward: InBackward | None
     param_groups: list[dict[str, Any]]
     _everyone: Comm
     _held: Mapping[ParamId, Held]
@@ -31,7 +49,9 @@ class GradientStatistics:
             RuntimeError: another norm, and no gradients are ready.
             ValueError: `norm_type` is not above 0.
         """
-        return self.stepper.grad_norm if norm_type == 2.0 else self.stepper.norm(norm_type)
+        if norm_type != 2.0:
+            return self.stepper.norm(norm_type)
+        return self.stepper.grad_norm if self.in_backward is None else self.in_backward.grad_norm
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Lets `step_with_ready_grads` clip to `clip_grad` in place of the configuration's; 0: not at all. Returns the

@@ -16,7 +16,7 @@ from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.evaluation import Evaluation
-from opt_stack.gradient_statistics import GradientStatistics
+from opt_stack.gradient_statistics import GradientStatistics, InBackward
 from opt_stack.hooks import warn_of_other_hooks
 from opt_stack.live_state import LiveState
 from opt_stack.local_state import (
@@ -66,6 +66,9 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self._built = False
+        self.in_backward: InBackward | None = (
+            None  # what updates parameters before `step`, where gradients are released
+        )
         self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
@@ -109,7 +112,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             with torch.enable_grad():
                 closure()
         self._warn_of_unfrozen()
-        return self.stepper.step(self.param_groups)
+        return self.in_backward.finish() if self.in_backward is not None else self.stepper.step(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins an iteration: `param.grad` is None or zero, and the gradient buffers of wrapped chunks are zero.
@@ -118,6 +121,8 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         optimizers share a chunk, its buffers are zeroed when all of them have been called.
         """
         super().zero_grad(set_to_none=set_to_none)
+        if self.in_backward is not None:
+            self.in_backward.drop()
         for chunk in self.wrapped:
             chunk.zero_grad_for(self)
 
@@ -126,6 +131,8 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         as `step`."""
         self._check_params()
         self._warn_of_unfrozen()
+        if self.in_backward is not None:
+            raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
         return self.stepper.prepare_grads(self.param_groups)
 
     def step_with_ready_grads(self) -> bool:

@@ -1,0 +1,172 @@
+"""Gradient release: each parameter is updated in backward as soon as its gradient is complete, which is then freed.
+
+As torch's optimizer in backward and FlashOptim: gradients need no memory beyond the largest ones in flight, so that
+bf16 parameters with 16-bit remainders and 8-bit moments take six bytes an element in all. Weights have the bits of the
+ordinary step, except where rounding is stochastic. What an ordinary step decides from all gradients together (a clip
+coefficient, a skipped step) cannot be had, and configurations that ask for it are refused.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from opt_config import ConfigError, NoScale
+from opt_distributed.buffers.storage import StorageError
+from opt_distributed.step.result import StepResult
+from opt_distributed.step.sources import OwnGrads
+from opt_distributed.step.unit import OwnedPiece, Ready, Unit
+from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.rules.base import Needs
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_stack.optimizer import Optimizer
+
+
+def release_gradients(optimizer: Optimizer) -> "GradientRelease":
+    """Lets `optimizer` update in backward from now on. The training loop stays: backward, `step()`, `zero_grad()`.
+
+    `step()` ends the iteration: it returns the gradient norm, and success if all gradients were finite. From the first
+    infinite or NaN gradient of an iteration on, nothing more is updated; what came before it has been. So it is where
+    backward raises in the middle. Learning rates are read in backward: set them before it. A gradient that
+    `zero_grad()` was to drop has been used.
+
+    Raises:
+        ConfigError (a ValueError): it contradicts the configuration, the rules or the layout; the message says which.
+    """
+    if optimizer.in_backward is not None:
+        raise ConfigError("release_gradients: this optimizer releases its gradients already; call it once")
+    problem = next(_problems(optimizer), None)
+    if problem is not None:
+        raise ConfigError(f"release_gradients: {problem}")
+    return GradientRelease(optimizer)
+
+
+class GradientRelease:
+    """The hooks that update parameters in backward, until `remove`."""
+
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+        self._updated: set[nn.Parameter] = set()  # in this iteration; parameters hash by identity
+        self._device = optimizer.stepper.device
+        self._last_norm: StepResult | None = None
+        self._begin()
+        self._handles = list(self._hooks())
+        optimizer.in_backward = self
+
+    def remove(self) -> None:
+        """Lets the optimizer update in `step()` again, from the next iteration on.
+
+        Raises:
+            RuntimeError: parameters have been updated since the last `step()`; call that first.
+        """
+        if self._updated:
+            raise RuntimeError("parameters were updated in backward since the last step(); call step() first")
+        for handle in self._handles:
+            handle.remove()
+        self.optimizer.in_backward = None
+
+    def finish(self) -> StepResult:
+        """Ends the iteration."""
+        squares, skip = self._squares, self._skip
+        self._last_norm = StepResult.later(lambda: (not bool(skip), float(squares.sqrt()), None))
+        self._begin()
+        return self._last_norm
+
+    def drop(self) -> None:
+        """Begins an iteration anew, after a backward pass that may have failed."""
+        self._begin()
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the last iteration that `step()` ended; 0 before the first."""
+        return 0.0 if self._last_norm is None else self._last_norm.grad_norm
+
+    def _begin(self) -> None:
+        self._updated.clear()
+        self._squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
+
+    def _hooks(self) -> Iterator[RemovableHandle]:
+        for unit in self.optimizer.stepper.units:
+            for piece in unit.pieces:
+                hook = _Hook(self, unit, piece)
+                yield piece.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def update_(self, unit: Unit, piece: OwnedPiece) -> None:
+        """Moves one parameter by its gradient, and frees that.
+
+        Raises:
+            RuntimeError: it has been updated in this iteration, or the optimizer is in evaluation mode.
+        """
+        self.optimizer.evaluation.check_training("a backward pass that updates parameters")
+        if piece.param in self._updated:
+            raise RuntimeError(
+                f"a second gradient of {str(piece.id)!r} came before optimizer.step(); gradients that are released in "
+                "backward cannot accumulate: call step() after every backward pass, or do not release them"
+            )
+        grad = piece.read_grad()
+        assert grad is not None
+        self._updated.add(piece.param)
+        found = grad_stats([grad], count_zeros=False)
+        self._squares += found.sum_of_squares.to(self._device)
+        self._skip |= (found.nonfinite > 0).to(self._device)
+        if self._device.type != "cpu":
+            self._move_(unit, piece, grad, skip=self._skip)
+        elif not self._skip:
+            self._move_(unit, piece, grad, skip=None)
+        piece.param.grad = None
+
+    def _move_(self, unit: Unit, piece: OwnedPiece, grad: Tensor, *, skip: Tensor | None) -> None:
+        # Backward may still need the old value, of a detached view for one: with its version, that is an error.
+        torch.autograd.graph.increment_version(piece.param)
+        scales = [1.0] * (1 + piece.norm_slot)
+        unit.update_(Ready([piece], [grad]), self.optimizer.param_groups, scale_of_slot=scales, skip=skip)
+
+
+class _Hook:
+    """Runs in backward, once a parameter's gradient is complete."""
+
+    def __init__(self, release: GradientRelease, unit: Unit, piece: OwnedPiece):
+        self._release, self._unit, self._piece = release, unit, piece
+        self._is = (piece.param.dtype, piece.param.device)
+
+    def __call__(self, param: Tensor) -> None:
+        if (param.dtype, param.device) != self._is:
+            raise StorageError(
+                f"parameter {str(self._piece.id)!r} was converted or moved after the optimizer was built; convert and "
+                "move the model first, then build the optimizer"
+            )
+        self._release.update_(self._unit, self._piece)
+
+
+def _problems(optimizer: Optimizer) -> Iterator[str]:
+    """Why the gradients of this optimizer cannot be released."""
+    config = optimizer.config
+    if config.clip_grad > 0 and any(group.clips for group in optimizer.plan.groups):
+        yield f"clip_grad={config.clip_grad} needs the norm of all gradients before the first update; set clip_grad=0.0"
+    if config.grad_norm_skip_threshold != float("inf"):
+        yield (
+            f"grad_norm_skip_threshold={config.grad_norm_skip_threshold} needs the norm of all gradients before the "
+            "first update; leave it at infinity"
+        )
+    if not isinstance(config.loss_scaling, NoScale):
+        yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
+    if config.log_num_zeros_in_grad:
+        yield "log_num_zeros_in_grad=True counts in gradients that are freed by then; set it to False"
+    roles = optimizer.roles
+    if roles.everyone.size > 1 or roles.dense.num_replicas > 1:
+        yield (
+            f"gradients of {roles.everyone.size} ranks meet after backward; it is built for one process. Shard over "
+            "ranks without it"
+        )
+    for unit in optimizer.stepper.units:
+        if any(not isinstance(piece.source, OwnGrads) for piece in unit.pieces):
+            yield (
+                "gradients of DistributedDataParallel chunks and of DTensors are complete after backward; give a plain "
+                "module"
+            )
+        if not isinstance(unit.rule, ElementwiseRule):
+            kind = "moves matrices in stacks" if unit.rule.needs is Needs.MATRICES else "may move parameters together"
+            yield f"rule {unit.rule.name!r} {kind}; elementwise rules, without hooks that see norms, are allowed"

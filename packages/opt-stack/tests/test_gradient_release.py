@@ -1,0 +1,301 @@
+"""Gradient release: the bits of the ordinary step without the memory of gradients, or a refusal that says why."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.storage import StorageError
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import run_threads
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
+
+BF16 = torch.bfloat16
+WIDTH = 8
+AWARE = {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
+
+
+class Net(nn.Module):
+    """A layer used twice, a tied one, a frozen one, one that odd steps skip; a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.skipped, self.frozen = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.frozen.requires_grad_(False)
+        numbers = torch.Generator().manual_seed(2)
+        for param in self.parameters():
+            param.data.copy_(torch.randn(param.shape, generator=numbers) / 3)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        x = self.tied(torch.tanh(self.second(x)))
+        return self.frozen(x if skip else self.skipped(x)) + self.empty.sum()
+
+
+def loss_of(model: nn.Module, step: int, *, scale: float = 1.0) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(x.to(dtype), skip=step % 2 == 1).float().square().mean() * scale
+    return loss
+
+
+def build(dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[nn.Module, Optimizer]:
+    model = Net().to(dtype)
+    config = OptimizerConfig(**{"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, **fields})
+    return model, get_optimizer(config, [model])
+
+
+def train(model: nn.Module, optimizer: Optimizer, *, first: int = 0, last: int = 4) -> list[tuple[bool, float]]:
+    found = []
+    for step in range(first, last):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        loss_of(model, step).backward()
+        success, norm, zeros = optimizer.step()
+        assert zeros is None
+        optimizer.zero_grad()
+        found.append((success, norm))
+    return found
+
+
+def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Parameters, main values and state."""
+    state = [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
+    return [value.detach().clone() for value in (*model.parameters(), *state) if isinstance(value, Tensor)]
+
+
+CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "adam": (torch.float32, {}),
+    "bf16 with fp32 mains": (BF16, {"bf16": True}),
+    "bf16 with remainders, 8-bit moments": (
+        BF16, {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    ),
+    "sgd": (torch.float32, {"optimizer": "sgd"}),
+    "lion": (BF16, {"bf16": True, "optimizer": "lion"}),
+    "schedule_free": (torch.float32, {"optimizer": "schedule_free"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_and_state_have_the_bits_of_the_ordinary_step(name: str) -> None:
+    dtype, fields = CASES[name]
+    model, optimizer = build(dtype, **fields)
+    expected = train(model, optimizer)
+    released_model, released = build(dtype, **fields)
+    release_gradients(released)
+    found = train(released_model, released)
+    assert [success for success, _ in found] == [True] * 4
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in expected], rel=1e-12)
+    assert released.get_grad_norm() == found[-1][1]
+    for one, other in zip(weights(model, optimizer), weights(released_model, released), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_no_gradient_is_left_when_backward_returns() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    loss_of(model, 0).backward()
+    assert all(param.grad is None for param in model.parameters() if param.numel())
+
+
+def test_a_released_run_goes_on_as_an_ordinary_one_and_back() -> None:
+    model, optimizer = build()
+    train(model, optimizer, last=6)
+    other_model, other = build()
+    release = release_gradients(other)
+    train(other_model, other, last=2)
+    release.remove()
+    train(other_model, other, first=2, last=4)
+    release_gradients(other)
+    train(other_model, other, first=4, last=6)
+    for one, two in zip(weights(model, optimizer), weights(other_model, other), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_checkpoint_of_a_released_run_resumes_an_ordinary_one() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    train(model, optimizer, last=2)
+    other_model, other = build()
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, first=2)
+    train(other_model, other, first=2)
+    for one, two in zip(weights(model, optimizer), weights(other_model, other), strict=True):
+        assert torch.equal(one, two)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator handed out during `call`, beyond what was there before it."""
+    with profile(use_cpu=True, profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def peak_of_backward(*, releases: bool, depth: int, width: int) -> int:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(BF16)
+    fields = {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **fields), [model])
+    if releases:
+        release_gradients(optimizer)
+    for _ in range(2):
+        loss = model(torch.ones(1, width, dtype=BF16)).float().sum()
+        peak = peak_bytes(loss.backward)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(unit.state_bytes() for unit in optimizer.stepper.units)
+    assert state == pytest.approx(4 * depth * width**2, rel=0.05)  # remainders and moments, beside two bytes of weights
+    return peak
+
+
+def test_gradients_take_the_memory_of_two_layers_rather_than_of_all() -> None:
+    depth, width = 16, 256
+    one = 2 * width**2
+    assert peak_of_backward(releases=False, depth=depth, width=width) >= depth * one
+    assert peak_of_backward(releases=True, depth=depth, width=width) <= 2 * one + (1 << 14)
+
+
+# --- one step off the road --------------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"a second gradient of .* came before optimizer.step\(\)"):
+        loss_of(model, 2).backward()
+
+
+def test_zero_grad_lets_training_go_on_after_a_backward_that_raised() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    handle = model.first.register_full_backward_pre_hook(lambda *_: 1 / 0)  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    assert train(model, optimizer, last=1)[0][0]
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf])
+def test_nothing_is_updated_from_gradients_that_are_not_finite(scale: float) -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    before = weights(model, optimizer)
+    loss_of(model, 0, scale=scale).backward()
+    success, norm, _ = optimizer.step()
+    assert (success, math.isfinite(norm)) == (False, False)
+    optimizer.zero_grad()
+    assert all(map(torch.equal, before, weights(model, optimizer)))
+    assert train(model, optimizer, last=1)[0][0]
+
+
+def test_the_first_gradient_that_is_not_finite_stops_what_comes_after_it() -> None:
+    """`first` comes last in backward."""
+    model, optimizer = build()
+    release_gradients(optimizer)
+    model.second.weight.register_hook(lambda grad: grad * math.nan)  # type: ignore[union-attr, operator]
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    loss_of(model, 0).backward()
+    assert not optimizer.step().success
+    stayed = {name for name, param in model.named_parameters() if torch.equal(param, before[name])}
+    assert stayed >= {"first.weight", "second.weight"}
+    assert "skipped.weight" not in stayed
+
+
+def test_backward_through_a_value_that_was_overwritten_raises() -> None:
+    """A detached view of a weight is no use that its gradient waits for; it would read the updated value."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [layer])
+    release_gradients(optimizer)
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    y = torch.tanh(nn.functional.linear(x, layer.weight.detach()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(y).sum().backward()
+
+
+def test_an_iteration_in_evaluation_mode_is_refused() -> None:
+    model, optimizer = build(optimizer="schedule_free")
+    release_gradients(optimizer)
+    train(model, optimizer, last=1)
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match="in evaluation mode"):
+        loss_of(model, 1).backward()
+
+
+def test_a_converted_parameter_is_refused() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    model.double()
+    with pytest.raises(StorageError, match="was converted or moved after the optimizer was built"):
+        loss_of(model, 0).backward()
+
+
+def test_halves_of_a_step_and_other_norms_are_refused() -> None:
+    model, optimizer = build()
+    release = release_gradients(optimizer)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"released in backward, .* call step\(\)"):
+        optimizer.prepare_grads()
+    with pytest.raises(RuntimeError, match="no gradients are ready"):
+        optimizer.get_grad_norm(1.0)
+    with pytest.raises(RuntimeError, match=r"since the last step\(\); call step\(\) first"):
+        release.remove()
+    with pytest.raises(ConfigError, match="releases its gradients already"):
+        release_gradients(optimizer)
+
+
+# --- refusals when it is built ----------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
+    "clipping": ({"clip_grad": 1.0}, torch.float32, "clip_grad=1.0 needs the norm of all gradients"),
+    "threshold": ({"grad_norm_skip_threshold": 9.0}, torch.float32, "grad_norm_skip_threshold=9.0 needs the norm"),
+    "dynamic loss scale": ({"fp16": True}, torch.float16, "a loss scale skips whole steps"),
+    "constant loss scale": ({"loss_scale": 8.0}, torch.float32, "a loss scale skips whole steps"),
+    "zeros": ({"log_num_zeros_in_grad": True}, torch.float32, "log_num_zeros_in_grad=True counts"),
+    "matrices": ({"optimizer": "muon"}, torch.float32, "rule 'muon' moves matrices in stacks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_all_gradients_at_once_is_refused(name: str) -> None:
+    fields, dtype, message = REFUSED[name]
+    model, optimizer = build(dtype, **fields)
+    with pytest.raises(ConfigError, match=message):
+        release_gradients(optimizer)
+    assert optimizer.in_backward is None
+    if dtype is torch.float32:
+        loss_of(model, 0).backward()
+        assert model.first.weight.grad is not None  # type: ignore[union-attr]
+
+
+def test_ranks_and_wrapped_chunks_are_refused() -> None:
+    def rank_main(comm: Comm, *, wraps: bool) -> None:
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        model: nn.Module = Net()
+        if wraps:
+            model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model], pg_collection=roles)
+        with pytest.raises(ConfigError, match="plain module" if wraps else "gradients of 2 ranks meet after backward"):
+            release_gradients(optimizer)
+
+    run_threads(2, lambda comm: rank_main(comm, wraps=False))
+    rank_main(Alone(), wraps=True)
