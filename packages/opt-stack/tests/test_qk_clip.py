@@ -18,8 +18,8 @@ from opt_stack.qk_clip import Attention, fused_qkv, latent_attention, separate_q
 IN, HEADS, GROUPS, DIM, VALUE = 5, 4, 2, 3, 2
 NOPE, ROPE = 3, 2
 BF16 = torch.bfloat16
-LOGITS = torch.tensor([400.0, 25.0, 99.0, 100.0])
-BY_GROUP = [400.0, 100.0]  # the second is at the threshold, which is allowed
+LOGITS = torch.tensor([400.0, 25.0, 99.0, 250.0])
+BY_GROUP = [400.0, 250.0]
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.5, "weight_decay": 0.0, "clip_grad": 0.0}
 
 
@@ -285,8 +285,18 @@ def test_nothing_is_written_without_a_finite_logit_above_the_threshold(given: Se
     model = Model()
     _, optimizer = build(model, roles_of(Alone()))
     versions = [param._version for param in model.parameters()]
-    QKClip(optimizer, layers_of(model))([torch.tensor(given)] * 3)
+    largest = QKClip(optimizer, layers_of(model))([torch.tensor(given)] * 3)
+    assert largest == (given[0] if given[0] == 100.0 else math.inf), "a NaN may not be dropped by a maximum over ranks"
     assert [param._version for param in model.parameters()] == versions
+
+
+def test_an_infinite_logit_leaves_its_layer_alone_where_another_is_clipped() -> None:
+    model = Model()
+    _, optimizer = build(model, roles_of(Alone()))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    QKClip(optimizer, layers_of(model))([torch.full((HEADS,), math.inf), LOGITS, torch.zeros(HEADS)])
+    stayed = {name for name, param in model.named_parameters() if torch.equal(param, before[name])}
+    assert stayed == before.keys() - {"query", "key", "key_bias"}
 
 
 def test_a_clip_divides_the_logits_by_what_they_exceed() -> None:
