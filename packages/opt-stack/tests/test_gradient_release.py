@@ -79,6 +79,9 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 with remainders, 8-bit moments": (
         BF16, {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
     ),
+    "bf16 with scaled fp16 mains": (
+        BF16, {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+    ),
     "sgd": (torch.float32, {"optimizer": "sgd"}),
     "lion": (BF16, {"bf16": True, "optimizer": "lion"}),
     "schedule_free": (torch.float32, {"optimizer": "schedule_free"}),
@@ -270,6 +273,11 @@ REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     "dynamic loss scale": ({"fp16": True}, torch.float16, "a loss scale skips whole steps"),
     "constant loss scale": ({"loss_scale": 8.0}, torch.float32, "a loss scale skips whole steps"),
     "zeros": ({"log_num_zeros_in_grad": True}, torch.float32, "log_num_zeros_in_grad=True counts"),
+    "offload": (
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+        torch.float32,
+        "optimizer_cpu_offload=True copies gradients",
+    ),
     "matrices": ({"optimizer": "muon"}, torch.float32, "rule 'muon' moves matrices in stacks"),
 }
 

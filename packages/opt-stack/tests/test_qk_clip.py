@@ -12,6 +12,7 @@ from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConf
 from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_kernels.quantized import quantize_linears_, quantized
 from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
 from opt_stack.qk_clip import Attention, fused_qkv, latent_attention, separate_qk
 
@@ -142,11 +143,22 @@ def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: floa
     assert all(map(torch.equal, after, model.parameters()))
 
 
+HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "replicated": (None, {}),
     "ZeRO-1": (None, {"use_distributed_optimizer": True}),
     "ZeRO-1, bf16": (None, {"use_distributed_optimizer": True, "bf16": True}),
     "ZeRO-1, remainders": (None, {**MODES["remainders"][1]}),
+    "ZeRO-1, scaled fp16 mains": (
+        None,
+        {
+            "bf16": True,
+            "use_precision_aware_optimizer": True,
+            "main_params_dtype": torch.float16,
+            "use_distributed_optimizer": True,
+        },
+    ),
+    "ZeRO-1, state on the host": (None, {"use_distributed_optimizer": True, "bf16": True, **HOST}),
     "wrapped": ({"use_distributed_optimizer": True}, {"use_distributed_optimizer": True}),
     "wrapped, gathers overlap": (
         {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 30},
@@ -178,6 +190,34 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
     for found in run_threads(2, rank_main):
         for of_step, expected_of_step in zip(found, expected, strict=True):
             assert all(map(torch.equal, of_step, expected_of_step))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "ZeRO-1"])
+def test_weights_in_fp8_are_quantised_anew_from_the_scaled_main_values(recipe: str, sharded: bool) -> None:
+    """With the codes and scales of one process."""
+
+    def rank_main(comm: Comm) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(32, 3 * 32, bias=False, dtype=BF16))
+        generator = torch.Generator().manual_seed(1)
+        model[0].weight.data.copy_(torch.randn(96, 32, generator=generator))
+        quantize_linears_(model, recipe)
+        _, optimizer = build(model, roles_of(comm), bf16=True, fp8_recipe=recipe, use_distributed_optimizer=sharded)
+        weight = model[0].weight
+        before = quantized(weight).values().double()  # type: ignore[union-attr]
+        clip = QKClip(optimizer, [fused_qkv(weight, num_heads=4, head_dim=8)])
+        clip([torch.full((4,), 1600.0)])
+        stored = quantized(model[0].weight)
+        assert stored is not None
+        rows = torch.tensor(([0.25] * 16 + [1.0] * 8) * 4, dtype=torch.float64)[:, None]
+        difference = (stored.values().double() - before * rows).abs()
+        assert bool((difference <= before.abs().amax() / 8).all())
+        assert not torch.equal(stored.values().double(), before)
+        return [stored.codes.clone(), stored.scales.clone()]
+
+    expected = rank_main(Alone())
+    for found in run_threads(2, rank_main):
+        assert all(map(torch.equal, found, expected))
 
 
 class Landing:

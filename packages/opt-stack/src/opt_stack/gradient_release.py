@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
-from opt_distributed.buffers.storage import StorageError
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.step.result import StepResult
 from opt_distributed.step.sources import OwnGrads
 from opt_distributed.step.unit import OwnedPiece, Ready, Unit
@@ -155,6 +155,12 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
         yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
     if config.log_num_zeros_in_grad:
         yield "log_num_zeros_in_grad=True counts in gradients that are freed by then; set it to False"
+    if config.optimizer_cuda_graph:
+        yield "optimizer_cuda_graph=True captures a whole step; set it to False"
+    if config.optimizer_cpu_offload:
+        yield "optimizer_cpu_offload=True copies gradients to the host in parts of a step; set it to False"
+    if config.fp8_recipe is not None:
+        yield f"fp8_recipe={config.fp8_recipe!r}: parameters in fp8 are quantised in step(); use bf16 or fp32 ones"
     roles = optimizer.roles
     if roles.everyone.size > 1 or roles.dense.num_replicas > 1:
         yield (
