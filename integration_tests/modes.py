@@ -19,12 +19,13 @@ from torch import Tensor
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
+from opt_kernels.quantized import RECIPES, quantize_linears_
 from opt_stack import get_optimizer
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
 STEPS, RANKS, CONTEXT = 10, 2, 24
-SIZE = {"dim": 24, "depth": 1, "num_heads": 2}
-LR = {"sgd": 0.3, "lion": 2e-3, "signum": 2e-3}  # where it is not 1e-2
+SIZE = {"dim": 32, "depth": 1, "num_heads": 2}
+LR = {"sgd": 0.1, "lion": 2e-3, "signum": 2e-3}  # where it is not 1e-2
 
 Fields = Mapping[str, Any]
 Values = Mapping[str, str]  # one value of each axis
@@ -39,6 +40,8 @@ def _on_host(**fields: Any) -> dict[str, Any]:
 
 
 BY_TORCH = "host, by torch"
+ON_HOST = ("half on the host", "host", BY_TORCH)
+IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
 RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap")
 AXES: Mapping[str, Mapping[str, Fields]] = {
     "rule": {rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
@@ -49,6 +52,7 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
         "bf16, bf16 gradients": _aware(bf16=True, main_grads_dtype=BF16, store_param_remainders=False),
         "bf16, fp16 mains": _aware(bf16=True, main_params_dtype=FP16),
         "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
+        **{name: {"bf16": True, "fp8_recipe": recipe} for name, recipe in IN_FP8.items()},
     },
     "moments": {
         "fp32": {},
@@ -94,12 +98,22 @@ REFUSALS: Sequence[Refusal] = (
     Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion keeps no such state"),
     Refusal({"rule": ["soap"], "moments": NARROW}, "exp_avg_dtype=.*optimizer='soap' keeps it in fp32"),
     Refusal({"rule": UNLIKE_TORCH, "placement": [BY_TORCH]}, "use_torch_optimizer_for_cpu_offload.*no counterpart"),
+    Refusal({"rule": ["schedule_free"], "numbers": [*IN_FP8]}, "evaluates other weights than it trains"),
+    Refusal({"numbers": [*IN_FP8], "placement": ON_HOST}, "fp8_recipe=.*excludes optimizer_cpu_offload"),
     Refusal({"moments": NARROW, "placement": [BY_TORCH]}, "torch's optimizer keeps its state in fp32"),
 )
 
-# How far a mode may end from fp32 on one process's rule, as a fraction of what training gained. Ten steps of 16-bit
-# weights lose less than a hundredth; AdaptiveMuon divides each element by its own size, so that small ones move more.
-DISTANCE, DISTANCE_OF = 0.01, {"adaptive_muon": 0.03}
+
+def distance(values: Values) -> float:
+    """How far a mode may end from fp32, as a fraction of what the training gained there.
+
+    Ten steps with 16-bit weights lose less than a hundredth. AdaptiveMuon divides each element of an update by its own
+    size, so that small ones, which are rounding errors, move as far as others. SGD's first steps are its largest, and
+    round most.
+    """
+    in_fp8 = values["numbers"] in IN_FP8
+    factor = 3 if values["rule"] == "adaptive_muon" else 4 if values["rule"] == "sgd" and in_fp8 else 1
+    return factor * (0.02 if in_fp8 else 0.01)
 
 
 class Trained(NamedTuple):
@@ -157,6 +171,8 @@ def build(values: Values, comm: Comm) -> tuple[CharGPT, Any]:
     model = CharGPT(**SIZE)
     model.load_state_dict(initial()[0])
     model.to(config.precision.params)
+    if config.fp8_recipe is not None:
+        quantize_linears_(model, config.fp8_recipe)
     return model, get_optimizer(config, [model], pg_collection=roles_over(comm))
 
 

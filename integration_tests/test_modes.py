@@ -6,7 +6,7 @@ from functools import cache
 import modes
 import pytest
 import torch
-from modes import AXES, DISTANCE, DISTANCE_OF, REFUSALS, Trained, Values, every_mode, name_of, pairwise, train
+from modes import AXES, REFUSALS, Trained, Values, distance, every_mode, name_of, pairwise, train
 
 from opt_config import ConfigError
 from opt_stack import Optimizer
@@ -39,7 +39,7 @@ def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
     plain, found = in_fp32(mode["rule"]), train(mode)
     gained = plain.before - plain.after
     assert gained > 0.3
-    assert abs(found.after - plain.after) < DISTANCE_OF.get(mode["rule"], DISTANCE) * gained
+    assert abs(found.after - plain.after) < distance(mode) * gained
     assert allocated(found.optimizer) == pytest.approx(found.optimizer.plan.state_bytes(), rel=0.01)
 
 

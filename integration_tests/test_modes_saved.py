@@ -11,7 +11,7 @@ import modes
 import pytest
 import torch
 from char_gpt import CharGPT
-from modes import AXES, DISTANCE, Values, advance, build, judged, name_of
+from modes import AXES, Values, advance, build, distance, judged, name_of
 from torch import Tensor
 
 from opt_checkpoint import load, save, sharded_model
@@ -20,7 +20,7 @@ from opt_distributed.comm.collectives import Alone
 BEFORE, AFTER = 6, 12  # steps until the save, and in all
 # Every value of both axes occurs, so that each is loaded into each.
 MODES = [
-    {"rule": "adam", "numbers": numbers, "moments": moments, "sharding": "replicated"}
+    {"rule": "adam", "numbers": numbers, "moments": moments, "sharding": "replicated", "placement": "device"}
     for numbers, moments in zip(AXES["numbers"], cycle(AXES["moments"]), strict=False)
 ]
 
@@ -100,4 +100,4 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, 
             far = error * want[key].abs().max().item()
             torch.testing.assert_close(state[key], want[key], rtol=0, atol=far)
     advance_to(AFTER, BEFORE, model, optimizer)
-    assert abs(judged(model) - found.after) < DISTANCE * found.gained
+    assert abs(judged(model) - found.after) < distance(into) * found.gained
