@@ -2,14 +2,17 @@
 `catalogue.pyi`, which `python -m opt_kernels.optim.stubs` writes."""
 
 from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.nadam import NADAM
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.optim.drop_ins import drop_in
+from opt_kernels.optim.nadam import NAdamOptimizer
 from opt_kernels.optim.sgd import MomentumOptimizer
 
 globals().update({formula.title: drop_in(formula) for formula in FORMULAS.values()})
 Adam = drop_in(ADAM, decoupled_weight_decay=False)
 AdamW = drop_in(ADAM, "AdamW", choices={"decoupled_weight_decay": True}, weight_decay=1e-2)
+NAdam = drop_in(NADAM, base=NAdamOptimizer)
 SGD = drop_in(SGD_FORMULA, base=MomentumOptimizer)
 
 __all__ = ["AdamW", *(formula.title for formula in FORMULAS.values())]

@@ -4,22 +4,23 @@ from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.averaged import AveragedOptimizer
-from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
+from opt_kernels.optim.nadam import NAdamOptimizer
 from opt_kernels.optim.sgd import MomentumOptimizer
+from opt_kernels.optim.base import Params
 
 __all__ = [
-    "SGD",
-    "AdEMAMix",
-    "Adam",
     "AdamW",
-    "AdamWScheduleFree",
-    "Adan",
-    "LaProp",
+    "Adam",
+    "SGD",
     "Lion",
+    "Adan",
+    "AdEMAMix",
+    "LaProp",
     "MARSAdamW",
     "NAdam",
     "RAdam",
+    "AdamWScheduleFree",
     "Signum",
 ]
 
@@ -221,7 +222,7 @@ class MARSAdamW(FormulaOptimizer):
         fused: bool | None = None,
     ) -> None: ...
 
-class NAdam(FormulaOptimizer):
+class NAdam(NAdamOptimizer):
     def __init__(
         self,
         params: Params,
