@@ -1,5 +1,7 @@
 """What ranks do in the tests of all elementwise rules: steps on gradients that are the same on every rank."""
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,12 +107,27 @@ def refused(case: Case) -> str:
 
 
 class Evaluated(NamedTuple):
-    """Weights of one rank, before, during and after an evaluation; what was refused meanwhile."""
+    """Weights of one rank, before, during and after an evaluation; what was refused meanwhile; weights after a resume
+    from what was saved meanwhile."""
 
     trained: dict[str, Tensor]
     shown: dict[str, Tensor]
     after: dict[str, Tensor]
     refusals: list[str]
+    resumed: dict[str, Tensor]
+
+
+def _resumed(case: Case, shown: dict[str, Tensor], trained: dict[str, Tensor], saved: Any, *, sharded: bool) -> Any:
+    """The weights of a run that goes on from a model saved in evaluation, as trainers save it."""
+    model, optimizer = begin(case, sharded=sharded)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            param.copy_(shown[key])
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert all(torch.equal(param, shown[key]) for key, param in model.named_parameters())
+    optimizer.train()
+    assert all(torch.equal(param, trained[key]) for key, param in model.named_parameters())
+    return train(model, optimizer, range(BEFORE, AFTER))
 
 
 def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evaluated]:
@@ -121,12 +138,15 @@ def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evalu
         optimizer.eval()
         shown = train(model, optimizer, range(0))
         refusals = []
-        for attempt in (optimizer.step, optimizer.state_dict, optimizer.reload_model_params):
+        for attempt in (optimizer.step, partial(optimizer.sharded_state_dict, {}), optimizer.reload_model_params):
             try:
                 attempt()
             except RuntimeError as error:
                 refusals.append(str(error))
+        resumed = _resumed(case, shown, trained, optimizer.state_dict(), sharded=sharded)
+        assert all(torch.equal(param, shown[key]) for key, param in model.named_parameters())
         optimizer.train()
         assert all(torch.equal(param, trained[key]) for key, param in model.named_parameters())
-        found[name] = Evaluated(trained, shown, train(model, optimizer, range(BEFORE, AFTER)), refusals)
+        after = train(model, optimizer, range(BEFORE, AFTER))
+        found[name] = Evaluated(trained, shown, after, refusals, resumed)
     return found

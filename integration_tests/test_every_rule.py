@@ -106,6 +106,7 @@ def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(name:
         assert_same(evaluated.shown, alone.shown)
         assert not any(torch.equal(evaluated.shown[key], weight) for key, weight in evaluated.trained.items())
         assert_same(evaluated.after, runs.on_one[name])
+        assert_same(evaluated.resumed, evaluated.after)
         assert len(evaluated.refusals) == 3
 
 

@@ -1,6 +1,7 @@
 """Entries of parameter groups: which of them something reads. An entry that nothing reads is refused."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +67,31 @@ def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
             rule.check_numbers({name: value for name, value in group.items() if value is not None})
         except NumberError as error:
             raise ConfigError(f"group {group['name']!r}: {error}") from None
+
+
+def check_loaded_numbers(
+    loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
+) -> None:
+    """Raises ConfigError for a number of a loaded group, beside the group that takes it, that no run could have saved.
+
+    `rules` are this rank's, by the groups' `optimizer`: those that are formulas say what they allow.
+    """
+    for group, saved in loaded:
+        rule = rules.get(group["optimizer"])
+        if rule is not None:
+            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": group["name"]}, rule)
+        declares = rule.formula.number_names if isinstance(rule, ElementwiseRule) else ()
+        for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
+            values = saved.get(key)
+            for value in values if isinstance(values, tuple | list) else (values,):
+                if value is not None and not _is_possible(key, float(value), is_declared=key in declares):
+                    allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
+                    raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
+
+
+def _is_possible(key: str, value: float, *, is_declared: bool) -> bool:
+    """Whether a number is finite and, where its rule did not check the bounds, within the usual ones."""
+    return math.isfinite(value) and (is_declared or (value >= 0 and (key != "betas" or value < 1)))
 
 
 def check_entries(

@@ -1,6 +1,7 @@
 """Weights to evaluate with, for rules that train others: `eval()` puts them into parameters, `train()` goes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,34 @@ class Evaluation:
                 "optimizer.eval() for evaluation"
             )
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the parameters hold the weights to evaluate with."""
+        return self._trained is not None
+
+    def replaces_weights_of(self, unit: Unit) -> bool:
+        """Whether parameters of `unit` hold other weights than those that are trained."""
+        return self.is_evaluating and self._formulas[unit.name] is not None
+
+    @contextmanager
+    def with_trained_weights(self) -> Iterator[None]:
+        """The parameters of this rank hold the trained weights inside; nothing is communicated."""
+        trained = self._trained or {}
+        shown = {param: local(param).detach().clone() for param in trained}
+        try:
+            _write_(trained)
+            yield
+        finally:
+            _write_(shown)
+
+    @torch.no_grad()
+    def resume_(self, groups: Groups) -> None:
+        """Begins evaluation after a load that set only the main values of each rank's own pieces."""
+        for unit in self.stepper.units:
+            for source in unit.completes if self._formulas[unit.name] is not None else ():
+                source.publish_()
+        self.begin_(groups)
+
     @torch.no_grad()
     def begin_(self, groups: Groups) -> None:
         """Puts the weights to evaluate with into the parameters of all ranks, which call it together."""
@@ -52,12 +81,17 @@ class Evaluation:
             for source in unit.completes:
                 source.publish_()
 
-    @torch.no_grad()
     def end_(self) -> None:
         """Puts the trained weights back into the parameters, bit for bit; nothing is communicated."""
-        for param, trained in (self._trained or {}).items():
-            local(param).copy_(trained)
+        _write_(self._trained or {})
         self._trained = None
+
+
+@torch.no_grad()
+def _write_(weights: Mapping[Tensor, Tensor]) -> None:
+    """Copies to each parameter the values of its local part."""
+    for param, values in weights.items():
+        local(param).copy_(values)
 
 
 def _formula(unit: Unit) -> Formula | None:

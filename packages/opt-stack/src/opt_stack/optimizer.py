@@ -14,7 +14,10 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper, StepResult
+from opt_kernels.hooks import bare
+from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
+from opt_stack.entries import check_loaded_numbers
 from opt_stack.evaluation import Evaluation
 from opt_stack.gradient_statistics import GradientStatistics, InBackward
 from opt_stack.hooks import warn_of_other_hooks
@@ -33,6 +36,7 @@ from opt_stack.plan import Plan
 from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
+EVALUATING = "evaluating"  # in a state_dict of evaluation mode
 
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -150,8 +154,9 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
     def eval(self) -> None:
         """Puts the weights to evaluate with into the parameters, for rules that train others (schedule_free).
 
-        All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped, saved or
-        loaded: a checkpoint always holds the weights that are trained.
+        All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped or loaded
+        and no `sharded_state_dict` made: such a checkpoint always holds the trained weights. `state_dict()` may be
+        saved, and has the copy.
         """
         self.offload.check_restored("eval()")
         self.evaluation.begin_(self.param_groups)
@@ -261,17 +266,22 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         other world sizes. State of plain parameters is this rank's part and loads on the same layout only; where
         ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
         would keep one rank's. Live tensors, as torch's own.
+
+        In evaluation mode the trained weights are in it as well, as copies, since a model that is saved then holds
+        averaged ones. Loading it begins evaluation mode, so that `train()` restores them.
         """
-        self.check_ready("state_dict()")
+        self.offload.check_restored("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
             "version": VERSION,
-            "state": {i: self._read(id) for i, id in enumerate(self._ids) if id in self._held},
+            "state": self._read_all(),
             "param_groups": packed_groups(self.param_groups, rank_local=self._rank_local),
             "grad_scaler": self.stepper.scaler.state_dict(),
             "layout": {self._layout_id: True},  # a key, since DCP takes equal keys of several ranks for replicas
         }
+        if self.evaluation.is_evaluating:
+            state_dict[EVALUATING] = True
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = _replaced(after(self, state_dict), state_dict)
         return state_dict
@@ -317,6 +327,8 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
         self.stepper.publish_set_()
+        if state_dict.get(EVALUATING):
+            self.evaluation.resume_(self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -336,15 +348,23 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             self._everyone,
             on_conflict=on_conflict,
             override=override,
+            rules=self._rules(),
         )
 
+    def _read_all(self) -> dict[int, dict[str, Tensor]]:
+        """This rank's state by the parameters' indices."""
+        with self.evaluation.with_trained_weights():
+            return {i: self._read(id) for i, id in enumerate(self._ids) if id in self._held}
+
     def _read(self, id: ParamId) -> dict[str, Tensor]:
-        return read_state(*self._held[id])
+        unit, piece = self._held[id]
+        return read_state(unit, piece, copies_main=self.evaluation.replaces_weights_of(unit))
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
         check_form(state_dict, version=VERSION, layout_id=self._layout_id)
         saved_groups = match_groups(state_dict, self.param_groups)
         by_id = match_state(state_dict, self.param_groups, saved_groups)
+        check_loaded_numbers(zip(self.param_groups, saved_groups), self._rules())
         for id, (unit, piece) in self._held.items():
             check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
         scaler = saved_scaler(state_dict, self.stepper.scaler)
@@ -355,6 +375,10 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
             set_group_(group, saved)
         if scaler:
             self.stepper.scaler.load_state_dict(scaler)
+
+    def _rules(self) -> dict[str, Rule]:
+        """The rules of this rank's units by the names that groups have for them."""
+        return {unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -22,7 +22,9 @@ from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece
 from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
+from opt_stack.entries import check_loaded_numbers
 from opt_stack.hooks import HOOKS, warn_of_other_hooks
 
 logger = logging.getLogger(__name__)
@@ -99,12 +101,13 @@ def load_sharded_(
     *,
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
+    rules: Mapping[str, Rule],  # of this rank's units, by the groups' `optimizer`
 ) -> None:
     """Sets everything from what `opt_checkpoint.load` gave back; all ranks call it together.
 
     Raises:
-        ValueError: saved groups contradict each other on a parameter's new group, or a part of a parameter's state was
-            not loaded; on every rank, and then nothing was set but what the load itself wrote.
+        ValueError: saved groups contradict each other on a parameter's new group or have impossible numbers, or a part
+            of a parameter's state was not loaded; on every rank, and nothing was set but what the load itself wrote.
     """
     names = [[own.name for own in of_group] for of_group in described]
     saved = _of_same_rule(loaded["groups"], groups, names)
@@ -116,6 +119,7 @@ def load_sharded_(
             check_loaded(unit, piece, values)
         untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
         apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
+        check_loaded_numbers(zip(groups, untouched, strict=True), rules)
     except ValueError as refusal:
         error = refusal
     agree(everyone, error)

@@ -64,17 +64,22 @@ class PieceState(dict[str, Tensor]):
         return OrderedDict, (list(self.items()),)
 
 
-def read_state(unit: Unit, piece: OwnedPiece) -> dict[str, Tensor]:
+def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> dict[str, Tensor]:
     """`step` (0-d fp32), the rule's state, and the main values where they live beside the parameter.
 
     Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
     DTensor parameter: copy what must outlast the next step. A `PieceState` where names carry a part, else a plain dict,
-    since torch's pytrees do not look into subclasses.
+    since torch's pytrees do not look into subclasses. With `copies_main` the main values are there wherever they live,
+    and are a copy.
     """
     found = {STEP: torch.tensor(float(piece.step))}
     entries = list(_entries(unit, piece))
+    if copies_main and piece.main.numbers is Numbers.DIRECT:
+        entries.append(_main_entry(piece))
     for spec, saved_name in entries:
         value = _value(unit, piece, spec)
+        if copies_main and spec is _OF_MAIN:
+            value = value.detach().clone()
         found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
     has_parts = any(saved_name != spec.name for spec, saved_name in entries)
     return PieceState(found) if has_parts else found

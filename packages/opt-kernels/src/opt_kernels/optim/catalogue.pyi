@@ -4,23 +4,23 @@ from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.averaged import AveragedOptimizer
+from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.nadam import NAdamOptimizer
 from opt_kernels.optim.sgd import MomentumOptimizer
-from opt_kernels.optim.base import Params
 
 __all__ = [
-    "AdamW",
-    "Adam",
     "SGD",
-    "Lion",
-    "Adan",
     "AdEMAMix",
+    "Adam",
+    "AdamW",
+    "AdamWScheduleFree",
+    "Adan",
     "LaProp",
+    "Lion",
     "MARSAdamW",
     "NAdam",
     "RAdam",
-    "AdamWScheduleFree",
     "Signum",
 ]
 

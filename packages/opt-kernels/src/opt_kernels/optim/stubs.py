@@ -30,9 +30,8 @@ def _header(classes: dict[str, type[FormulaOptimizer]]) -> Iterator[str]:
     yield "from torch import Tensor"
     yield ""
     yield "from opt_kernels.hooks import GivenHooks"
-    for base in sorted({cls.__mro__[1] for cls in classes.values()}, key=lambda base: base.__module__):
-        yield f"from {base.__module__} import {base.__name__}"
-    yield "from opt_kernels.optim.base import Params"
+    bases = {f"from {base.__module__} import {base.__name__}" for base in (cls.__mro__[1] for cls in classes.values())}
+    yield from sorted({*bases, "from opt_kernels.optim.base import Params"})
     yield ""
     yield f"__all__ = [{', '.join(repr(name) for name in classes)}]"
 
