@@ -29,6 +29,7 @@ copybutton_prompt_text = "$ "
 suppress_warnings = ["misc.highlighting_failure"]  # formulas in docstrings are not Python
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own underlines the names of modules
 html_title = "opt-stack"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

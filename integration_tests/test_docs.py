@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "make"))
 
 import blocks  # noqa: E402  (of docs/make, which is only now on the path)
+import tables  # noqa: E402
 
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
 WITH_CODE = [page for page in PAGES if {block.language for block in blocks.blocks(page.read_text())} & blocks.RUN]
@@ -71,6 +72,17 @@ def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
     page.write_text("```{tab-item} A\n:::\n```\n\n:::{note}\n```python\n1 / 0\n```\n:::\n")
     with pytest.raises(ZeroDivisionError):
         blocks.run(page, tmp_path)
+
+
+def test_the_page_on_rules_has_the_leaderboard_once_it_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    assert "No full run" in tables.leaderboard(tmp_path, tmp_path / "results")
+    (tmp_path / "results" / "leaderboard.md").write_text("| rule | loss |\n")
+    (tmp_path / "results" / "leaderboard.svg").write_text("<svg/>")
+    text = tables.leaderboard(tmp_path, tmp_path / "results")
+    assert "| rule | loss |" in text
+    assert "{image} /generated/leaderboard.svg" in text
+    assert (tmp_path / "leaderboard.svg").exists()
 
 
 @pytest.mark.skipif(find_spec("sphinx") is None, reason="sphinx is not installed: `nox -s docs` installs it")

@@ -56,6 +56,8 @@ def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_pat
         assert sorted(ours) == sorted(f"{name}=={stage.version()}" for name in declared(package))
         assert project["urls"]["Homepage"] == "https://example.org/o/r"
         readme = (tmp_path / "staged" / package / "README.md").read_text()
+        images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
+        assert all(f"/raw/v{stage.version()}/packages/{package}/" in image for image in images)
         assert [link for link in re.findall(r"\]\(([^)\s]+)\)", readme) if not link.startswith(("http", "#"))] == []
 
 

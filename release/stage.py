@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 SIBLING = re.compile(r'"(opt-[a-z]+)>=[\d.]+,<[\d.]+"')
-LINK = re.compile(r"(\]\()(?!https?://|#|mailto:)([^)\s]+)(\))")
+LINK = re.compile(r"(?P<image>!?)(?P<text>\[[^\]]*\])\((?!https?://|#|mailto:)(?P<path>[^)\s]+)\)")
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "dist", "build", ".*cache")
 
 
@@ -76,7 +76,7 @@ def stage(folder: Path, *, tag: str | None = None, url: str = "") -> None:
         project, readme = copy / "pyproject.toml", copy / "README.md"
         project.write_text(pinned(project.read_text(), of_all, url=url, name=package.name))
         if url:
-            readme.write_text(with_absolute_links(readme.read_text(), f"{url}/blob/v{of_all}/packages/{package.name}"))
+            readme.write_text(with_absolute_links(readme.read_text(), url, f"v{of_all}/packages/{package.name}"))
 
 
 def pinned(project: str, of_all: str, *, url: str = "", name: str = "") -> str:
@@ -92,9 +92,14 @@ def pinned(project: str, of_all: str, *, url: str = "", name: str = "") -> str:
     return text
 
 
-def with_absolute_links(readme: str, base: str) -> str:
+def with_absolute_links(readme: str, url: str, folder: str) -> str:
     """Links to files of the repository as links to its page: an index shows a README without them."""
-    return LINK.sub(lambda found: f"{found[1]}{base}/{found[2]}{found[3]}", readme)
+
+    def absolute(found: re.Match[str]) -> str:
+        kind = "raw" if found["image"] else "blob"
+        return f"{found['image']}{found['text']}({url}/{kind}/{folder}/{found['path']})"
+
+    return LINK.sub(absolute, readme)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ MODES = [
     Mode("fp32, Adam", {}),
     Mode("fp32, Adam, bf16 moments", {"use_precision_aware_optimizer": True, **BF16}),
     Mode("bf16, Adam, fp32 main parameters (the usual way)", {"bf16": True}),
+    Mode("bf16, Adam, fp16 main parameters", {**AWARE, "main_params_dtype": torch.float16}),
     Mode("bf16, Adam, 16-bit remainders", AWARE),
     Mode("bf16, Adam, 16-bit remainders, bf16 moments", {**AWARE, **BF16}),
     Mode("bf16, Adam, 16-bit remainders, scaled fp16 moments", {**AWARE, **FP16}),
@@ -49,7 +50,8 @@ MODES = [
 
 
 def write(folder: Path) -> None:
-    """Write `memory.md`, `benchmarks.md` and `leaderboard.md`, with its plot where it has been recorded."""
+    """Write `memory.md`, `benchmarks.md`, `leaderboard.md` with its plot where it is recorded, and copy the gallery."""
+    shutil.copy(ROOT / "packages/opt-scheduler/docs/gallery.svg", folder)
     (folder / "memory.md").write_text(memory_table())
     (folder / "benchmarks.md").write_text("\n".join(benchmarks()))
     (folder / "leaderboard.md").write_text(leaderboard(folder))
@@ -119,9 +121,9 @@ def _figures(figures: dict[str, float] | list[dict[str, float]]) -> list[str]:
     return rows
 
 
-def leaderboard(folder: Path) -> str:
-    """The recorded table and its plot; a sentence where none has been recorded."""
-    table, plot = (ROOT / "kernels" / "results" / f"leaderboard.{kind}" for kind in ("md", "svg"))
+def leaderboard(folder: Path, results: Path = ROOT / "kernels" / "results") -> str:
+    """The recorded table, with its plot copied into `folder`; a sentence where none has been recorded."""
+    table, plot = (results / f"leaderboard.{kind}" for kind in ("md", "svg"))
     if not table.exists():
         return "No full run of the leaderboard has been recorded yet. `nox -s leaderboard` makes one.\n"
     text = table.read_text()
