@@ -16,6 +16,7 @@ from opt_distributed.buffers.binding import (
     is_rebound,
 )
 from opt_distributed.buffers.large_grads import LargestNorm
+from opt_distributed.buffers.nonfinite import NonfiniteGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, Wire
 from opt_distributed.comm.collectives import Op
@@ -69,6 +70,7 @@ class GradBucket:
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
         self.norm: Tensor | None = None  # (1,) see `LargestNorm`, if large gradients are refused
         self._largest_norm: LargestNorm | None = None
+        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, where the step reads it
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
 
@@ -138,7 +140,7 @@ class GradBucket:
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
         if self.travel.check_for_nan:
-            self.problem = self.problem or self._find_nonfinite(full)
+            self._check_for_nan(full)
         if self.travel.check_for_large:
             self._largest_norm = LargestNorm(full, self.travel.axes, f"norm of {self.name}", device=self.memory.queues)
         if self.travel.scale_before != 1.0:
@@ -150,8 +152,9 @@ class GradBucket:
 
     def advance(self) -> None:
         """Lets a reduction of several stages go on to the next, if such a one is under way."""
-        if self._largest_norm is not None:
-            self._largest_norm.advance()
+        for check in (self._largest_norm, self.nonfinite):
+            if check is not None:
+                check.advance()
         if self._flight is not None and self.travel.wire.is_staged:
             self._flight.advance()
 
@@ -176,7 +179,7 @@ class GradBucket:
         """A new iteration."""
         self._land()
         self.state = BucketState.ACCUMULATING
-        self.problem = self.norm = None
+        self.problem = self.norm = self.nonfinite = None
         self.arrivals = {}
         self._missing = len(self.ids)
 
@@ -213,6 +216,8 @@ class GradBucket:
         largest_norm, self._largest_norm = self._largest_norm, None
         if largest_norm is not None:
             self.norm = largest_norm.finish()
+        if self.nonfinite is not None:
+            self.nonfinite.finish()
         if flight is not None:
             flight.finish()
 
@@ -235,6 +240,14 @@ class GradBucket:
             f"main_grad of {rebound[0]} was replaced while its bucket was on the wire, where it has no value yet; "
             "call finish_grad_sync() first"
         )
+
+    def _check_for_nan(self, full: Tensor) -> None:
+        """On an accelerator the step reads what is found; elsewhere it is known at once."""
+        queues = self.memory.queues
+        if queues.is_asynchronous:
+            self.nonfinite = NonfiniteGrads(self.views, self.travel.axes, self.name, device=queues)
+        else:
+            self.problem = self.problem or self._find_nonfinite(full)
 
     def _find_nonfinite(self, full: Tensor) -> UnusableGradientError | None:
         """One reduction over the bucket, one verdict of all replicas; parameters are looked at only to name them."""

@@ -10,6 +10,7 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.large_grads import LargeGrads
 from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
+from opt_distributed.buffers.nonfinite import are_bad
 from opt_paramgroups import ParamId
 
 
@@ -131,6 +132,7 @@ class GradSync:
             self._learn()
         if not self._finished:
             self._refused = [problem for large in self._large_grads if (problem := large.verdict()) is not None]
+            self._judge_nonfinite()
         self._finished = True
         problems = [self.buckets[index].problem for index in self.order]
         for problem in (*problems, *self._refused):
@@ -150,6 +152,15 @@ class GradSync:
         self.iteration += self._finished
         self._refused = []
         self._completed, self._finished, self._has_run, self.is_started = {}, False, False, False
+
+    def _judge_nonfinite(self) -> None:
+        checked = [bucket for index in self.order if (bucket := self.buckets[index]).nonfinite is not None]
+        checks = [bucket.nonfinite for bucket in checked if bucket.nonfinite is not None]
+        if not checks:
+            return
+        for bucket, check, is_bad in zip(checked, checks, are_bad(checks, checked[0].memory.queues), strict=True):
+            if is_bad:
+                bucket.problem = bucket.problem or check.problem()
 
     def _check_here(self) -> None:
         for bucket in self.buckets:
