@@ -38,7 +38,7 @@ class LaunchedRule:
         return getattr(self._rule, name)
 
     def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
-        assert isinstance(grad_scale, Tensor)
+        assert isinstance(grad_scale, Tensor) or grad_scale == 1.0  # hooks scale gradients themselves
         assert isinstance(skip, Tensor)
         device = devices.device_of(skip.device)
         assert isinstance(device, DeferredDevice)

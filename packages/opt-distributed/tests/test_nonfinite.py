@@ -1,4 +1,4 @@
-"""`check_for_nan_in_grad` on an accelerator: nothing is read in backward, and all ranks have one verdict in the step."""
+"""`check_for_nan_in_grad` on an accelerator: nothing is read in backward, all ranks have one verdict in the step."""
 
 from functools import partial
 from typing import Any
