@@ -42,12 +42,12 @@ CHANGED: dict[str, tuple[Schedules, Schedules, str]] = {
     "a-lambda": (
         {"lr": lambda step: 1.0},
         {"lr": lambda step: 1.0 - step / 100},
-        "lr: its callable gives 0.88 at step 12 here, and 1 in the checkpoint",
+        "lr: its callable gives 0.88 at step 12 here, and gave 1 in the saved run",
     ),
     "a-lambda-inside": (
         warmup(lambda step: 1.0, steps=10),
         warmup(lambda step: 1.0 - step / 100, steps=10),
-        "lr: its callable gives 0.98 at step 12 here, and 1 in the checkpoint",
+        "lr: its callable gives 0.98 at step 12 here, and gave 1 in the saved run",
     ),
     "a-curve-for-a-lambda": ({"lr": lambda step: 1.0}, HUNDRED, "lr: its schedule changed; here it is {'kind': 'ramp'"),
     "a-lambda-for-a-curve": (
@@ -112,10 +112,41 @@ def test_a_callable_is_recorded_at_steps_that_the_run_has_passed() -> None:
     assert run.state_dict()["schedules"][0]["values"] == [[0, 1.0], [1, 0.5], [2, 0.25]]
 
 
-def test_a_callable_that_fails_at_the_saved_step_changes_nothing() -> None:
+def test_a_save_does_not_fail_where_a_callable_is_not_defined(caplog: pytest.LogCaptureFixture) -> None:
+    # Steps in samples: the run visits multiples of 256 only.
+    def build(table: dict[float, float]) -> FieldScheduler:
+        return scheduler({"lr": lambda step: table[step]})
+
+    run = build({0: 1.0, 256: 0.5, 512: 0.25, 768: 0.125})
+    for _ in range(3):
+        run.step(256)
+    state = run.state_dict()
+    assert state["schedules"][0]["values"] == [[0, 1.0], [768, 0.125]]
+    build({0: 1.0, 768: 0.125}).load_state_dict(state)
+    assert not caplog.records
+    build({0: 2.0, 768: 0.125}).load_state_dict(state)
+    assert "lr: its callable gives 2 at step 0 here, and gave 1 in the saved run" in caplog.text
+
+
+def test_the_state_is_plain_whatever_chooses_the_groups(caplog: pytest.LogCaptureFixture) -> None:
+    def build() -> FieldScheduler:
+        target = SimpleNamespace(param_groups=[{"lr": 1.0, "kind": complex(1, 2), "shape": (1, 2)}])
+        where = {"kind": complex(1, 2), "shape": (1, 2)}
+        return FieldScheduler(target, [FieldSchedule(field="lr", schedule=HUNDRED, where=where)])
+
+    state = json.loads(json.dumps(build().state_dict()))
+    build().load_state_dict(state)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["with-schedules", "from-before"])
+def test_a_callable_that_fails_at_the_saved_step_changes_nothing(keep: bool) -> None:
     resumed = scheduler({"lr": lambda step: 1.0 if step < 5 else float("nan")}, relative=True)
     resumed.param_groups[0]["initial_lr"] = 3.0
     before = dict(resumed.param_groups[0])
+    state = saved(HUNDRED, relative=True)
+    if not keep:
+        del state["schedules"]
     with pytest.raises(ScheduleError, match="returned nan"):
-        resumed.load_state_dict(saved(HUNDRED, relative=True))
+        resumed.load_state_dict(state)
     assert (resumed.num_steps, resumed.param_groups) == (0, [before])

@@ -267,8 +267,8 @@ class TestCallables:
             assert resumed.param_groups[0]["lr"] == value
             assert len(caplog.records) == num_warnings
         assert caplog.records[0].getMessage() == (
-            "OptimizerParamScheduler, resumed at step 20: lr: its callable gives 0.25 at step 0 here, and 0.5 in the "
-            "checkpoint"
+            "OptimizerParamScheduler, resumed at step 20: lr: its callable gives 0.25 at step 0 here, and gave 0.5 in "
+            "the saved run"
         )
 
     def test_one_that_is_not_here_is_refused_with_the_way_out(self) -> None:

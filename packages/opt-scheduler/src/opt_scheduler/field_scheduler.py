@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from .errors import ScheduleError
 from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
 from .group_scheduler import GroupScheduler
-from .saved_schedules import changes, saved_form
+from .saved_schedules import changes, in_plain_types, saved_form
 from .schedule import ScheduleLike, as_schedule, is_number
 
 logger = logging.getLogger("opt_scheduler")
@@ -79,7 +79,7 @@ class FieldScheduler(GroupScheduler):
         state: dict[str, Any] = {
             "version": _VERSION,
             "num_steps": self.num_steps,
-            "schedules": saved_form(self.schedules, self.num_steps),
+            "schedules": [in_plain_types(each) for each in saved_form(self.schedules, self.num_steps)],
         }
         keys = {schedule.initial for schedule in self.schedules if schedule.relative}
         if keys:
@@ -106,10 +106,10 @@ class FieldScheduler(GroupScheduler):
                 f"FieldScheduler: the state has {len(initial)} groups and the optimizer {len(groups)}; build the "
                 "optimizer with the groups of the saved run"
             )
-        # Before anything is written: a callable may fail.
-        changed = changes(
-            state_dict.get("schedules", [each.to_dict() for each in self.schedules]), self.schedules, num_steps
-        )
+        for each in self.schedules:
+            each.schedule(num_steps)  # a callable may fail, and must do so before anything is written
+        saved = state_dict.get("schedules")  # states of earlier versions have none
+        changed = [] if saved is None else changes(saved, self.schedules, num_steps)
         if initial is not None and any(schedule.relative for schedule in self.schedules):
             for group, values in zip(groups, initial, strict=True):
                 group.update(values)

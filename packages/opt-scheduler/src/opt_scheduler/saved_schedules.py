@@ -23,9 +23,15 @@ def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dic
         if _has_function(plain["schedule"]):
             # Steps that the run has passed: a callable need not be defined beyond them, nor at fractions.
             steps = sorted({num_steps * i // _POINTS for i in range(_POINTS)} | {num_steps})
-            plain["values"] = [[step, each.schedule(step)] for step in steps]
+            values = ([step, _value(each.schedule, step)] for step in steps)
+            plain["values"] = [pair for pair in values if pair[1] is not None]
         saved.append(plain)
     return saved
+
+
+def in_plain_types(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved schedule whose `where` holds plain types only: another object is replaced by its repr."""
+    return {**saved, "where": {key: _plain_or_repr(value) for key, value in saved["where"].items()}}
 
 
 def changes(saved: Sequence[Mapping[str, Any]], schedules: Sequence[FieldSchedule], num_steps: float) -> list[str]:
@@ -51,8 +57,9 @@ def _difference(each: FieldSchedule, there: Mapping[str, Any], num_steps: float)
         yield f"{_label(here)}: {summary}; here it is {here['schedule']!r}, in the checkpoint {there['schedule']!r}"
         return
     for step, value in there.get("values", ()):
-        if (now := each.schedule(step)) != value:
-            yield f"{_label(here)}: its callable gives {now:g} at step {step:g} here, and {value:g} in the checkpoint"
+        if (now := _value(each.schedule, step)) != value:
+            found = "fails" if now is None else f"gives {now:g}"
+            yield f"{_label(here)}: its callable {found} at step {step:g} here, and gave {value:g} in the saved run"
             return
 
 
@@ -78,6 +85,22 @@ def _summary(schedule: Schedule, there: Mapping[str, Any], num_steps: float) -> 
     )
     values = f"at step {num_steps:g} it is {schedule(num_steps):g} here and {saved(num_steps):g} in the checkpoint"
     return f"its schedule {ends}; {values}"
+
+
+def _value(schedule: Schedule, step: float) -> float | None:
+    """The value at a step, or None if the callable fails: its author may have defined it for some steps only."""
+    try:
+        return schedule(step)
+    except Exception:  # a save must not fail for the sake of a record
+        return None
+
+
+def _plain_or_repr(value: object) -> object:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def _end(schedule: Schedule) -> str:
