@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.quantized import is_quantized, stand_in
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
 
@@ -98,6 +100,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._names: dict[Path, str] = {}
         self._made: dict[Path, dict[Path, ShardedTensor]] = {}
         self._to_copy: list[tuple[Tensor, Tensor]] = []
+        self._to_quantize: list[tuple[Tensor, Tensor]] = []
         self.missing: list[str] = []
         self.unexpected: tuple[str, ...] = ()
         self.cast: list[str] = []
@@ -167,7 +170,8 @@ class ShardedLoadPlanner(LoadPlanner):
         absent += [(p, path_text(p)) for p in self.flat.common if p not in self._made]
         absent = [(path, key) for path, key in absent if path not in self._plain]
         self.dropped = {path for path, _ in absent}
-        self.missing = [key for _, key in absent]
+        optional = {path for path, tensor in self.flat.tensors.items() if tensor.optional}
+        self.missing = [key for path, key in absent if path not in optional]
 
     def _plain_values(self) -> Iterator[tuple[Path, Any]]:
         """The stored ones: in the common state, as tensors, or, from stock writers, as objects by path."""
@@ -218,6 +222,8 @@ class ShardedLoadPlanner(LoadPlanner):
         self._check_description(shard, stored)
         if shard.data is None:
             shard.init_data("cpu")
+        elif is_quantized(shard.data):
+            shard = self._dense(shard, shard.data)
         boxes = self._boxes_of(key, stored)
         items: list[ReadItem] = []
         for held in boxes_of(shard):
@@ -226,6 +232,12 @@ class ShardedLoadPlanner(LoadPlanner):
             items += [self._read_item(key, len(self._targets), stored, copy) for copy in copies]
             self._targets.append(_Target(shard, held))
         return items
+
+    def _dense(self, shard: ShardedTensor, quantized: Tensor) -> ShardedTensor:
+        """The same with dense memory, whose values are quantised once they are complete."""
+        dense = stand_in(quantized)
+        self._to_quantize.append((quantized, dense))
+        return replace(shard, data=dense)
 
     def _boxes_of(self, key: str, stored: StoredTensor) -> StoredBoxes:
         """The stored boxes of a tensor, proven disjoint; the proof of coverage counts on that."""
@@ -326,7 +338,10 @@ class ShardedLoadPlanner(LoadPlanner):
         """Nothing to do: reads went straight to their memory."""
 
     def assemble(self) -> None:
-        """Assemble the loaded state: replace every description by its loaded value, and merge factories."""
+        """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""
+        with torch.no_grad():
+            for quantized, dense in self._to_quantize:
+                quantized.copy_(dense)
         objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
         plain = dict(self._plain)
         for path, tensors in self._made.items():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.quantized import is_quantized
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
 
 BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
@@ -188,6 +189,8 @@ class ShardedTensorFactory(ShardedBase):
             return merged if self.data is None else self.data.copy_(merged)
         if self.data is None:
             raise CheckpointingException(f"factory {self.key} has no data to merge into")
+        if is_quantized(self.data):  # its segments are copies
+            self.data.copy_(torch.cat(list(loaded)))
         return self.data
 
 

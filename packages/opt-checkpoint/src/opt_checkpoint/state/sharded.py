@@ -75,6 +75,7 @@ class ShardedTensor(ShardedBase):
         may_repeat: other ranks may hold this block as their main replica, too; one is saved if all values are equal.
         has_mains: an optimizer keeps fp32 main values of this parameter, or did: where they are stored and this is
             asked for as fp32, they are read; where fp32 is stored, this may be asked for in 16 bits.
+        optional: where this is not stored, it is left out of what is loaded, whatever missing keys mean otherwise.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -93,6 +94,7 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
     may_repeat: bool = field(default=False, kw_only=True)
     has_mains: bool = field(default=False, kw_only=True)
+    optional: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)

@@ -37,6 +37,7 @@ class QuantizedMain:
     of_param: slice
     copy: Tensor  # fp32, the piece's shape
     is_moved: bool = False  # since it was last quantised
+    keeps_scale: bool = False  # quantise once by the present scale, which belongs to these values
     skip: Tensor | None = None  # 0-d on the device; where it is set, it was not moved after all
 
     @classmethod
@@ -88,6 +89,20 @@ class QuantizedMain:
         self.close_()
 
     @torch.no_grad()
+    def restore_(self, saved: Mapping[str, Tensor]) -> None:
+        """Takes what else there is of the parameter, `extra`, as it was saved beside the main values that were set.
+
+        What was not saved begins anew.
+        """
+        extra = self.param.extra()
+        self.keeps_scale = bool(extra) and extra.keys() <= saved.keys()
+        for name, memory in extra.items():
+            if self.keeps_scale:
+                memory.copy_(saved[name].view(memory.shape))
+            else:
+                memory.zero_()
+
+    @torch.no_grad()
     def reload_(self) -> None:
         """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
         self.copy.copy_(self.param.values().view(-1)[self.of_param].view(self.copy.shape))
@@ -136,7 +151,7 @@ class QuantizedSource:
             self._rescale_(moved)
         for main in moved:
             main.param.encode_(main.copy.reshape(-1), main.of_param.start, skip=main.skip)
-            main.is_moved, main.skip = False, None
+            main.is_moved, main.keeps_scale, main.skip = False, False, None
         if self.comm.size == 1:
             for param in self.params.values():
                 param.finish_()
@@ -146,16 +161,41 @@ class QuantizedSource:
         device = next(iter(self.params.values())).codes.device
         largest = torch.full((self._num_scales,), -1.0, dtype=torch.float32, device=device)
         for main in moved:
+            if main.keeps_scale:
+                continue
             part = largest[self._at[main.id]]
             main.param.largest_(part, main.copy.reshape(-1), main.of_param.start)
             if main.skip is not None:
                 part.copy_(torch.where(main.skip, -1.0, part))
-        try:
-            self.comm.all_reduce_(largest, op=Op.MAX)
-        except Exception as error:  # whatever a backend raises when a peer is gone
-            raise CollectiveError(f"largest magnitudes of fp8 parameters: {error}") from error
+        self._reduce_(largest, "largest magnitudes")
         for id, param in self.params.items():
             param.rescale_(largest[self._at[id]])
+
+    @torch.no_grad()
+    def share_extra_(self) -> None:
+        """Gives what else there is of parameters, `extra`, from the ranks that own parts of them to the others, after
+        it was loaded there. Collective.
+
+        Raises:
+            CollectiveError: a peer is lost.
+        """
+        held = {main.id for main in self._mains}
+        extras = {id: list(param.extra().values()) for id, param in self.params.items()}
+        parts = [
+            part if id in held else torch.full_like(part, -1.0) for id, of_param in extras.items() for part in of_param
+        ]
+        if parts:
+            shared = torch.cat([part.view(-1) for part in parts])
+            self._reduce_(shared, "histories")
+            memories = [part for of_param in extras.values() for part in of_param]
+            for memory, part in zip(memories, torch.split(shared, [part.numel() for part in parts]), strict=True):
+                memory.copy_(part.view(memory.shape))
+
+    def _reduce_(self, values: Tensor, what: str) -> None:
+        try:
+            self.comm.all_reduce_(values, op=Op.MAX)
+        except Exception as error:  # whatever a backend raises when a peer is gone
+            raise CollectiveError(f"{what} of fp8 parameters: {error}") from error
 
     def publish_(self) -> None:
         """Quantises, then publishes."""
@@ -197,6 +237,11 @@ class QuantizedSource:
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
         """See `Source`."""
         return self.inner.reader(id, of_param)
+
+
+def extra_of(main: object) -> Mapping[str, Tensor]:
+    """What else a checkpoint must hold of a parameter in fp8: the memory itself. Nothing of any other."""
+    return main.param.extra() if isinstance(main, QuantizedMain) else {}
 
 
 def quantized_sources(completes: Sequence[Source]) -> Iterator[QuantizedSource]:

@@ -25,6 +25,7 @@ from opt_checkpoint import (
     make_sharded_state,
 )
 from opt_distributed.step.mains import Numbers
+from opt_distributed.step.quantized import QuantizedMain, extra_of
 from opt_distributed.step.state import MAIN, STEP, StateError
 from opt_distributed.step.stored import decoded, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
@@ -57,6 +58,10 @@ class SavedPiece:
                 found[name] = make_sharded_state(whole, tensor, name, self.specs[name])
             else:
                 found[name] = make_sharded_state(held, tensor, name, _bound(self.piece))
+        for name in extra_of(self.piece.main):
+            made = found[name]
+            assert isinstance(made, ShardedTensor)
+            made.optional = True  # a checkpoint of a run without fp8 parameters has none
         return found
 
     @torch.no_grad()
@@ -68,6 +73,8 @@ class SavedPiece:
             piece.main.set_(loaded[MAIN].view(piece.main.shape))
         else:
             piece.main.reload_()
+        if isinstance(piece.main, QuantizedMain):
+            piece.main.restore_({name: loaded[name] for name in extra_of(piece.main) if name in loaded})
         names = [spec.name for spec in kept_states(self.unit, piece)]
         if any(name not in loaded for name in (*names, STEP)):
             piece.step = 0
@@ -103,6 +110,11 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
             saved.of_whole.add(spec.name)
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
+    for name, tensor in extra_of(piece.main).items():
+        # Each tensor-parallel rank scales its own part; that means nothing for a part of another size.
+        of_part = LayoutBound(fingerprint=f"fp8tp{piece.part.rpartition('of')[2]}") if piece.part else PerParam()
+        # A copy: where the parameter itself is loaded too, quantising that writes the memory.
+        saved.tensors[name], saved.specs[name] = tensor.clone(), of_part
     return saved
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
 from opt_distributed.step.mains import Numbers
+from opt_distributed.step.quantized import QuantizedMain, extra_of
 from opt_distributed.step.stored import decoded, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.works import StateKind, StateSpec
@@ -81,6 +82,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
         if copies_main and spec is _OF_MAIN:
             value = value.detach().clone()
         found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
+    found.update(extra_of(piece.main))
     has_parts = any(saved_name != spec.name for spec, saved_name in entries)
     return PieceState(found) if has_parts else found
 
@@ -106,7 +108,7 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
             "fp32 weights, or pass main_values='parameters' to load_state_dict and call "
             "reload_model_params(fp32_state_dict) after it"
         )
-    known = {STEP, *(_key(entry, saved) for entry in (*entries, main))}
+    known = {STEP, *extra_of(piece.main), *(_key(entry, saved) for entry in (*entries, main))}
     unknown = [name for name in saved if name not in known]
     if unknown:
         raise StateError(
@@ -141,6 +143,8 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
         piece.main.reload_()
     else:
         piece.main.set_(main)
+    if isinstance(piece.main, QuantizedMain):
+        piece.main.restore_({name: saved[name] for name in extra_of(piece.main) if name in set(saved)})
 
 
 def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:

@@ -138,7 +138,10 @@ class Stepper:
 
         Raises CollectiveError where a peer is lost.
         """
-        if any(True for unit in self.units for _ in quantized_sources(unit.completes)):
+        sources = [source for unit in self.units for source in quantized_sources(unit.completes)]
+        for fp8 in sources:
+            fp8.share_extra_()
+        if sources:
             for unit in self.units:
                 for source in unit.completes:
                     source.publish_()

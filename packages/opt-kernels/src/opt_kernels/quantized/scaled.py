@@ -17,7 +17,7 @@ from opt_kernels.quantized.recipes import (
 )
 from opt_kernels.quantized.tiles import raise_to_largest_, spread
 
-HISTORY = "fp8_amax_history"
+HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,8 +101,8 @@ class ScaledCodes:
         self.encode_(flat, 0)
 
     def extra(self) -> Mapping[str, Tensor]:
-        """The history, where there is one."""
-        return {} if self.history is None else {HISTORY: self.history}
+        """The history, where there is one, and the present scale, which followed from it before its newest entry."""
+        return {} if self.history is None else {HISTORY: self.history, SCALE: self.scales}
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
         """Moves into the given memory."""
