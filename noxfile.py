@@ -374,6 +374,15 @@ def leaderboard(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def numbers(session: nox.Session) -> None:
+    """Which numbers should I use: a small GPT trained in every format, half a minute each; resumes where it was."""
+    install_torch(session)
+    install_packages(session, *PACKAGES, groups=("examples",))
+    for options in ((), ("--report", "kernels/results")):
+        session.run("python", "examples/which_numbers.py", *options, *session.posargs)
+
+
+@nox.session(default=False)
 def faults(session: nox.Session) -> None:
     """Checkpoints under kill -9, corruption and full disks, at full counts."""
     install_torch(session)

@@ -29,11 +29,12 @@ def torchrun(name: str, *options: object, ranks: int = 2) -> str:
 
 def test_every_example_is_run_by_some_test() -> None:
     ran_here = set(re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text()))
-    # Imported by the others; run by the nox session of its name; tested by test_leaderboard.py.
+    # Imported by the others; run by a nox session; tested in test_leaderboard.py and test_which_numbers.py.
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | {
         "char_gpt.py",
         "quickstart.py",
         "leaderboard.py",
+        "which_numbers.py",
     }
 
 

@@ -1,4 +1,4 @@
-"""Tables of the site that are computed: bytes per parameter, benchmarks with their machines, the leaderboard."""
+"""Tables of the site that are computed or recorded: bytes per parameter, modes, benchmarks with their machines."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from modes import REFUSALS
 from torch import nn
 
 from opt_config import OptimizerConfig
@@ -54,7 +55,9 @@ def write(folder: Path) -> None:
     shutil.copy(ROOT / "packages/opt-scheduler/docs/gallery.svg", folder)
     (folder / "memory.md").write_text(memory_table())
     (folder / "benchmarks.md").write_text("\n".join(benchmarks()))
-    (folder / "leaderboard.md").write_text(leaderboard(folder))
+    (folder / "leaderboard.md").write_text(recorded(folder, "leaderboard", "Loss over steps for every rule"))
+    (folder / "numbers.md").write_text(recorded(folder, "numbers", "Bytes and loss of every number format"))
+    (folder / "refused_modes.md").write_text(refused_modes())
 
 
 def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
@@ -121,13 +124,21 @@ def _figures(figures: dict[str, float] | list[dict[str, float]]) -> list[str]:
     return rows
 
 
-def leaderboard(folder: Path, results: Path = ROOT / "kernels" / "results") -> str:
-    """The recorded table, with its plot copied into `folder`; a sentence where none has been recorded."""
-    table, plot = (results / f"leaderboard.{kind}" for kind in ("md", "svg"))
+def recorded(folder: Path, name: str, alt: str) -> str:
+    """The table and the plot that the nox session `name` recorded; a sentence where there is none."""
+    table, plot = (ROOT / "kernels" / "results" / f"{name}.{kind}" for kind in ("md", "svg"))
     if not table.exists():
-        return "No full run of the leaderboard has been recorded yet. `nox -s leaderboard` makes one.\n"
+        return f"No full run has been recorded yet. `nox -s {name}` makes one.\n"
     text = table.read_text()
     if plot.exists():
-        shutil.copy(plot, folder / "leaderboard.svg")
-        text += "\n```{image} /generated/leaderboard.svg\n:class: on-white\n:alt: Loss over steps for every rule\n```\n"
+        shutil.copy(plot, folder / plot.name)
+        text += f"\n```{{image}} /generated/{plot.name}\n:class: on-white\n:alt: {alt}\n```\n"
     return text
+
+
+def refused_modes() -> str:
+    """Which values of two options do not go together: the table by which the tests of all modes expect a refusal."""
+    lines = ["| this | does not go with |", "|---|---|"]
+    for refusal in REFUSALS:
+        lines.append("| " + " | ".join(f"{axis}: {'; '.join(values)}" for axis, values in refusal.when.items()) + " |")
+    return "\n".join(lines) + "\n"
