@@ -32,7 +32,7 @@ def groups(overridden: bool) -> list[dict[str, Any]]:
     """200 groups as an optimizer has them, all alike or each with bounds of its own."""
     plain = [{"params": [], "lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8} for _ in range(GROUPS)]
     own = ({"max_lr": 1e-3 + i * 1e-6, "min_lr": 1e-4, "wd_mult": i % 2} if overridden else {} for i in range(GROUPS))
-    return [group | mine for group, mine in zip(plain, own, strict=True)]
+    return [group | bounds for group, bounds in zip(plain, own, strict=True)]
 
 
 def by_hand(param_groups: list[dict[str, Any]]) -> Callable[[], None]:
@@ -71,10 +71,10 @@ def microseconds(step: Callable[[], None]) -> float:
 def measure(case: Case) -> None:
     """Both ways in turn, so that a busy machine slows them alike; medians, and the best of each."""
     pairs = [(microseconds(case.ours), microseconds(case.by_hand)) for _ in range(ROUNDS)]
-    mine, hand = (sorted(times) for times in zip(*pairs, strict=True))
+    package, hand = (sorted(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
     print(
-        f"{case.name:<28} ours {statistics.median(mine):6.1f} us (best {mine[0]:.1f})   "
+        f"{case.name:<28} ours {statistics.median(package):6.1f} us (best {package[0]:.1f})   "
         f"by hand {statistics.median(hand):6.1f} us (best {hand[0]:.1f})   ratio {ratio:.2f}"
     )
 

@@ -73,7 +73,7 @@ def test_a_file_may_hold_any_schedules(tmp_path: Path, capsys: pytest.CaptureFix
         (["table", *FLAGS, "--min-lr", "1"], "max_lr=0.001 must be at least min_lr=1.0"),
         (["table", *FLAGS, "--at", "0;5"], "--at='0;5' must be numbers separated by commas"),
         (["plot", *FLAGS, "--width", "1"], "need steps > 0 and at least 2 x 2"),
-        (["table", "cosin", "peak=1", "steps=9"], "did you mean 'cosine'?"),
+        (["table", "cosin", "peak=1"], "did you mean 'cosine'?"),
         (["table", "cosine", "peak=1"], "[cosine]: steps is missing"),
         (["table", "cosine", "peak", "steps=9"], "'peak' must be KEY=VALUE, for example peak=1e-3"),
         (["table", "cosine", "peak=high", "steps=9"], "cosine: peak='high' must be a finite number"),

@@ -93,7 +93,7 @@ def test_the_same_schedules_are_not_reported(same: Any, caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_relative_and_absolute_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_from_absolute_to_relative_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     scheduler(HUNDRED, relative=True).load_state_dict(saved(HUNDRED))
     assert "lr: relative=True here, and False in the checkpoint" in caplog.text
 

@@ -1,4 +1,4 @@
-"""The command `optsched`: look at schedules before a run pays for them."""
+"""The command `optsched`: shows schedules as tables and plots."""
 
 import argparse
 import sys
@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     as_table = commands.add_parser("table", help="numbers, one row per step")
     as_table.add_argument("--at", metavar="0,10,20", help="these steps only")
-    as_table.add_argument("--rows", type=int, default=11, help="number of rows, besides the boundaries (%(default)s)")
+    as_table.add_argument(
+        "--rows", type=int, default=11, help="number of rows, in addition to the boundaries (%(default)s)"
+    )
     as_plot = commands.add_parser("plot", help="curves in the terminal, or as a PNG")
     as_plot.add_argument("--png", type=Path, help="write a PNG; needs opt-scheduler[plot]")
     as_plot.add_argument("--steps", type=float, help="last step; by default a little past the end")
@@ -112,9 +114,10 @@ def _from_table(label: str, plain: object) -> Schedule:
         raise ScheduleError(f"{label}={plain!r} is outside of a table: put it under [scheduler], or under [lr]")
     if "name" not in plain:
         return Schedule.from_dict(plain)
-    missing = [name for name in ("peak", "steps") if name not in plain]
+    known = plain["name"] in SCHEDULE_NAMES  # get_schedule refuses another name, with a suggestion
+    missing = [name for name in ("peak", "steps") if known and name not in plain]
     refuse([f"{name} is missing" for name in missing], where=f"[{label}]")
-    return get_schedule(**plain)
+    return get_schedule(**{"peak": 1.0, "steps": 1, **plain})
 
 
 def _from_words(words: Sequence[str]) -> Schedule:

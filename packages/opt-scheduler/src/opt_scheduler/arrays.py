@@ -31,6 +31,6 @@ def usable_steps(step: Any) -> Any:
 def exact(value: float) -> float:
     """Return a whole number as an int: subtracted from steps that are integers, it leaves them integers.
 
-    JAX computes in float32 unless told otherwise, which counts exactly only up to 2**24.
+    JAX computes in float32 by default, which counts exactly only up to 2**24.
     """
     return int(value) if value == int(value) and abs(value) < 2**31 else value

@@ -58,7 +58,7 @@ class GroupScheduler(ABC):
 
     @property
     def base_lrs(self) -> list[float]:
-        """The learning rate of each group that its schedule is a multiple of."""
+        """The base learning rate of each group: the value that its schedule multiplies, or begins with."""
         return [self._base_lr(group) for group in self.param_groups]
 
     def get_last_lr(self) -> list[float]:

@@ -64,7 +64,7 @@ class Restarts(Schedule):
         return self.decay**period * self.schedule.array_at(xp.minimum(local, exact(self.schedule.length)), xp)
 
     def _starts(self) -> list[float]:
-        """The starts of all periods, or of those within 2**53 steps, beyond which a float does not count."""
+        """The starts of all periods, or of those within 2**53 steps, up to which a float counts exactly."""
         starts = [0.0]
         while len(starts) != self.times and starts[-1] < 2**53:
             starts.append(self.start_of(len(starts)))

@@ -1,4 +1,4 @@
-"""Schedules in a saved state: how they are recorded, and in what the present ones differ from them."""
+"""Records schedules in a saved state, and reports how the present ones differ from them."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from .errors import ScheduleError
 from .fields import FieldSchedule
 from .schedule import Schedule
 
-_POINTS = 4  # a callable is recorded by its values at the start, the present step and these parts between
+_POINTS = 4  # a callable is recorded by its values at the present step and at this many evenly spaced ones before
 
 
 def saved_form(schedules: Sequence[FieldSchedule], num_steps: float) -> list[dict[str, Any]]:
@@ -122,5 +122,5 @@ def _label(plain: Mapping[str, Any]) -> str:
 
 
 def _text(plain: object) -> str:
-    """`plain` in one spelling, whether or not it has been through JSON."""
+    """Return `plain` as text, the same before and after a round trip through JSON."""
     return json.dumps(plain, sort_keys=True, default=repr)

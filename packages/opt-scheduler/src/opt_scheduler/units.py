@@ -58,10 +58,10 @@ class Batch:
         return math.ceil(self.convert(amount, unit, to=Unit.STEPS))
 
     def epoch_steps(self, epochs: int, *, drop_last: bool = False) -> int:
-        """Return the number of updates of `epochs` passes, each of which begins with a full batch, as a DataLoader's.
+        """Return the number of updates in `epochs` passes of a `DataLoader`, which begins each with a new batch.
 
-        The last batch of a pass is smaller, or missing with `drop_last`. With gradient accumulation, `samples` is the
-        batch of an update and a pass may end in the middle of one; use `whole_steps` then.
+        The last batch of a pass is smaller, or left out with `drop_last`. With gradient accumulation, a pass may end
+        within an update; use `whole_steps` then.
         """
         full, rest = divmod(self._samples_in(Unit.EPOCHS), self.samples)
         return epochs * int(full + (rest > 0 and not drop_last))
