@@ -55,7 +55,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self._current = memory, current
         self.forbids_reads = False
-        self.is_on_host = False  # whether the host computes, and new tensors are its own
+        self.is_on_host = False  # whether what is made of no other tensor is the host's
         self.recording: Recording | None = None  # while a graph is captured
 
     def __torch_dispatch__(
@@ -65,11 +65,13 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = list(_tensors((args, kwargs)))
         kind = _kind(func)
         on_host = [self.memory.is_on_host(tensor) for tensor in tensors]
+        if func.overloadpacket is _ATEN.lift_fresh:  # what `torch.tensor` has made
+            self.memory.allocated(args[0], self._current(), on_host=self.is_on_host)
         if kind is _Kind.VIEWS:
             return func(*args, **kwargs)
         if all(on_host) and (tensors or self.is_on_host):
             return self._computed_on_host(func, args, kwargs)
-        if (any(on_host) or self.is_on_host) and func.overloadpacket is not _ATEN.copy_:
+        if any(on_host) and func.overloadpacket is not _ATEN.copy_:
             raise HostReadError(f"{func} takes memory of the host and of the device")
         if kind is _Kind.READS:
             self.read(str(func))

@@ -1,0 +1,365 @@
+"""Offload in every layout, with every kind of rule and state: the step, and what is saved, are those without it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_experts
+import test_laid_out
+import test_tensor_parallel
+import torch
+from laid_out_ranks import train_fsdp
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over, train
+from test_offload_on_device import built, iterate
+from test_step_on_device import SHAPES, SIZE, STEPS, Trained, equal, launched, outcome
+from torch import Tensor, nn
+from tp_model import Grid
+from worlds import Job, run_jobs
+
+from opt_checkpoint import load, save, sharded_model
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.deferred import DeferredRank, run_deferred
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_kernels import hooks
+from opt_stack import Optimizer, get_optimizer
+
+pytestmark = pytest.mark.usefixtures(launched.__name__)
+
+HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
+MASK = (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))
+
+
+def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# --- layouts, on a CPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
+@pytest.mark.parametrize("rule", ["adam", "muon", "soap"])
+def test_tensor_parallel_ranks_have_the_step_without_offload(rule: str, mode: str) -> None:
+    """Which matrices are on the host is the same on all ranks that hold parts of them, or they would not meet."""
+    if rule != "muon" and mode != "blockwise":
+        pytest.skip("the mode is muon's")
+    for whole in (False, True):
+        config = test_tensor_parallel.config(
+            optimizer=rule, muon_tp_mode=mode, use_layer_wise_distributed_optimizer=whole, clip_grad=0.0
+        )
+        expected = test_tensor_parallel.run_grid(partial(test_tensor_parallel.train, config))
+        found = test_tensor_parallel.run_grid(partial(test_tensor_parallel.train, replace(config, **HALF)))
+        assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
+        assert [one.norms for one in found] == [one.norms for one in expected]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("spread", test_experts.SPREADS)
+def test_experts_have_the_step_without_offload(spread: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against one process that holds everything, as without."""
+    plain = test_experts.config
+    monkeypatch.setattr(test_experts, "config", lambda **changes: plain(**changes, **HALF))
+    test_experts.test_expert_and_tensor_parallel_ranks_have_the_step_of_one(spread, 1, wrapped)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("spread", [Spread.REPLICATED, Spread.FLAT])
+def test_norms_of_hooks_are_sums_over_pieces_on_either_side(spread: Spread, fraction: float) -> None:
+    """Of one parameter a rank may have a piece on the device, and another rank one on the host."""
+    case = Case(
+        size=2, spread=spread, numbers=Numbers.BF16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
+    )  # fmt: skip
+    expected = train(case, MASK)
+    found = train(case, MASK, **HALF | {"optimizer_offload_fraction": fraction})
+    assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
+
+
+NARROW: Mapping[str, dict[str, Any]] = {
+    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+    "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    "fp16 mains": {"main_params_dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_moments_stay_narrow(name: str) -> None:
+    case = Case(
+        size=2, spread=Spread.FLAT, numbers=Numbers.REMAINDER, rule="adam", clips=True, wrapping=Wrapping.PLAIN
+    )  # fmt: skip
+    expected, found = train(case, **NARROW[name]), train(case, **NARROW[name], **HALF)
+    assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
+    without, with_it = (
+        get_optimizer(replace(case.config, **NARROW[name], **of), [Net(torch.bfloat16)], {}, pg_collection=ALONE)
+        for of in ({}, HALF)
+    )
+    assert with_it.plan.state_bytes() == without.plan.state_bytes()
+    assert sum(unit.state_bytes() for unit in with_it.stepper.units) == with_it.plan.state_bytes()
+    host = [unit.state_bytes() for unit in with_it.stepper.units if unit.name.endswith("/host")]
+    assert sum(host) == with_it.plan.state_bytes(on_host=True) > 0
+
+
+ALONE = roles_over(Alone())
+
+
+class Chunk(nn.Module):
+    """Frozen, empty and unused parameters beside one that is trained."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, size in (("weight", 130), ("frozen", 5), ("empty", 0), ("unused", 64)):
+            self.register_parameter(name, nn.Parameter(torch.randn(size, generator=generator)))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.weight * x).sum() + self.frozen.sum() + self.empty.sum()).square()
+
+
+def train_chunks(fields: dict[str, Any], comm: Comm) -> list[Tensor]:
+    chunks = [Chunk(0), Chunk(1)]
+    config = OptimizerConfig(lr=0.1, use_distributed_optimizer=True, **fields)
+    optimizer = get_optimizer(config, chunks, {}, pg_collection=roles_over(comm))
+    for step in range(3):
+        x = torch.randn(130, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        torch.stack([chunk(x) for chunk in chunks]).sum().backward()
+        assert optimizer.step().success
+        optimizer.zero_grad()
+    return [param.detach().clone() for chunk in chunks for param in chunk.parameters()]
+
+
+@pytest.mark.parametrize("offload", [HALF, ALL], ids=["half", "all"])
+def test_chunks_with_parameters_that_are_frozen_empty_or_unused(offload: dict[str, Any]) -> None:
+    expected = run_threads(3, partial(train_chunks, {}))
+    for here, there in zip(run_threads(3, partial(train_chunks, offload)), expected, strict=True):
+        assert all(map(torch.equal, here, there))
+
+
+def test_parameters_that_torch_sharded_have_the_step_without_offload() -> None:
+    """FSDP2 on two processes: elementwise rules on local shards, Muon on matrices that are brought together."""
+    rules = {rule: test_laid_out.config(rule, clip_grad=0.0) for rule in ("adam", "muon", "soap")}
+    jobs = {rule: Job(train_fsdp, (config,)) for rule, config in rules.items()}
+    jobs |= {f"{rule}, offloaded": Job(train_fsdp, (replace(config, **HALF),)) for rule, config in rules.items()}
+    made = run_jobs(2, jobs)
+    for rule in rules:
+        for found, expected in zip(made[f"{rule}, offloaded"], made[rule], strict=True):
+            assert same_bits(found.weights, expected.weights)
+            assert (found.norms, found.state_bytes) == (expected.norms, expected.state_bytes)
+
+
+# --- saved and loaded -------------------------------------------------------------------------------------------------
+
+
+def state_of(net: Net, optimizer: Optimizer) -> dict[str, Any]:
+    weights = sharded_model(net)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+
+@pytest.mark.parametrize("numbers", Numbers, ids=lambda numbers: numbers.value)
+@pytest.mark.parametrize(("saved_with", "loaded_with"), [(HALF, {}), ({}, ALL), (HALF, ALL)])
+def test_a_sharded_checkpoint_goes_on_with_another_fraction_and_on_other_ranks(
+    numbers: Numbers, saved_with: dict[str, Any], loaded_with: dict[str, Any], tmp_path: Path
+) -> None:
+    """Saved by one rank after two steps, loaded by one and by two, for two more."""
+    case = Case(
+        size=1, spread=Spread.FLAT, numbers=numbers, rule="adam", clips=False, wrapping=Wrapping.PLAIN
+    )  # fmt: skip
+
+    def begin(comm: Comm, offload: dict[str, Any]) -> tuple[Net, Optimizer]:
+        net = Net(case.numbers.dtype)
+        return net, get_optimizer(replace(case.config, **offload), [net], {}, pg_collection=roles_over(comm))
+
+    def go_on(net: Net, optimizer: Optimizer, comm: Comm, steps: range) -> list[Tensor]:
+        for step in steps:
+            optimizer.scale_loss(net(grads_of(step, comm.rank, comm.size))).backward()
+            assert optimizer.step().success
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in net.parameters()]
+
+    def resume(comm: Comm) -> list[Tensor]:
+        net, optimizer = begin(comm, loaded_with)
+        go_on(net, optimizer, comm, range(1))  # of which nothing is left
+        optimizer.load_state_dict(load(state_of(net, optimizer), tmp_path / "saved").state["optimizer"])
+        return go_on(net, optimizer, comm, range(2, 4))
+
+    net, optimizer = begin(Alone(), saved_with)
+    go_on(net, optimizer, Alone(), range(2))
+    save(state_of(net, optimizer), tmp_path / "saved")
+    expected = go_on(net, optimizer, Alone(), range(2, 4))
+    for size in (1, 2):
+        for found in run_threads(size, resume):
+            assert all(map(torch.equal, found, expected))
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+def on_both_sides(case: Case, program: Any, *, seeds: int = 3, **fields: Any) -> None:
+    """`program(model, optimizer, comm)` returns the same on a CPU without offload and on devices with all of it."""
+
+    def on_host(comm: Comm) -> Any:
+        net = Net(case.numbers.dtype, SHAPES)
+        config = replace(case.config, log_num_zeros_in_grad=True)
+        given = fields.get("hooks", ())
+        others = {name: value for name, value in fields.items() if name != "hooks"}
+        optimizer = get_optimizer(replace(config, **others), [net], {}, pg_collection=roles_over(comm), hooks=given)
+        return program(net, optimizer, comm)
+
+    def on_device(one: DeferredRank) -> Any:
+        return program(*built(case, one.comm, **ALL, **fields), one.comm)
+
+    expected = run_threads(SIZE, on_host)
+    for seed in range(seeds):
+        found = run_deferred(SIZE, on_device, seed=seed)
+        assert all(map(equal, found, expected)), f"seed {seed}"
+
+
+def flat(numbers: Numbers, rule: str = "adam") -> Case:
+    return Case(
+        size=SIZE, spread=Spread.FLAT, numbers=numbers, rule=rule, clips=True, wrapping=Wrapping.PLAIN
+    )  # fmt: skip
+
+
+every_precision = pytest.mark.parametrize(
+    "numbers", [Numbers.FP32, Numbers.BF16, Numbers.REMAINDER], ids=lambda numbers: numbers.value
+)
+
+
+def steps(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
+
+
+@every_precision
+def test_hooks_with_norms_over_ranks_run_on_the_host(numbers: Numbers) -> None:
+    on_both_sides(flat(numbers), steps, hooks=MASK)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp16 mains"])
+def test_narrow_state_moves_on_the_host(name: str) -> None:
+    on_both_sides(flat(Numbers.REMAINDER), steps, **NARROW[name])
+
+
+@pytest.mark.parametrize("rule", ["soap", "adaptive_muon", "lion"])
+def test_any_rule_moves_on_the_host(rule: str) -> None:
+    case = replace(flat(Numbers.BF16, rule), spread=Spread.FLAT if rule == "lion" else Spread.WHOLE)
+    on_both_sides(case, steps)
+
+
+def test_a_refused_norm_changes_nothing() -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        found = steps(model, optimizer, comm)
+        assert [result[0] for result in found.results] == [False] * STEPS
+        assert set(found.steps) == {0.0}
+        return found
+
+    on_both_sides(flat(Numbers.REMAINDER), program, grad_norm_skip_threshold=1e-3)
+
+
+def test_the_two_halves_of_a_step_are_the_whole() -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        results = []
+        for step in (0, 2):
+            optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, SHAPES))).backward()
+            halves = (optimizer.prepare_grads(), optimizer.clip_grad_norm(1.0), optimizer.step_with_ready_grads())
+            results.append(halves)
+            optimizer.zero_grad()
+        return outcome(model, optimizer, results)
+
+    on_both_sides(flat(Numbers.BF16), program)
+
+
+@every_precision
+def test_a_parameter_that_the_user_writes_counts(numbers: Numbers) -> None:
+    """Through `.data`, which no version counter sees; where mains are a copy, `reload_model_params` tells of it."""
+
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        results = []
+        for step in (0, 2, 3):
+            results.append(iterate(model, optimizer, step, comm))
+            for param in model.parameters():
+                param.data.mul_(0.5)
+            if numbers is Numbers.BF16:
+                optimizer.reload_model_params()
+        return outcome(model, optimizer, results)
+
+    on_both_sides(flat(numbers), program)
+
+
+def with_copies(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {name: with_copies(value) for name, value in tree.items()}
+    return [with_copies(one) for one in tree] if isinstance(tree, list) else tree
+
+
+@every_precision
+def test_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        results = [iterate(model, optimizer, 0, comm)]
+        saved = with_copies(optimizer.state_dict())
+        weights = [param.detach().clone() for param in model.parameters()]
+        iterate(model, optimizer, 2, comm)
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), weights, strict=True):
+                param.copy_(value)
+        optimizer.load_state_dict(saved)
+        results.append(iterate(model, optimizer, 3, comm))
+        for param in optimizer.state:
+            optimizer.state[param] = {}
+        results.append(iterate(model, optimizer, 4, comm))
+        return outcome(model, optimizer, results)
+
+    on_both_sides(flat(numbers), program)
+
+
+def test_a_learning_rate_on_the_device_is_read() -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.tensor(group["lr"])
+        return steps(model, optimizer, comm)
+
+    on_both_sides(flat(Numbers.BF16), program)
+
+
+def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        results = []
+        for step in (0, 2, 3):
+            left_out = {"router"} if comm.rank == 1 else {"router", "first"}
+            grads = grads_of(step, comm.rank, comm.size, SHAPES)
+            used = [module(grads[name]) for name, module in model.named_children() if name not in left_out]
+            optimizer.scale_loss(torch.stack(used).sum()).backward()
+            results.append(optimizer.step())
+            optimizer.zero_grad()
+        return outcome(model, optimizer, results)
+
+    on_both_sides(flat(Numbers.BF16), program)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": "muon", "muon_tp_mode": "distributed"},
+        {"optimizer": "muon", "muon_tp_mode": "duplicated"},
+        {"optimizer": "soap"},
+    ],
+    ids=["distributed", "duplicated", "soap"],
+)
+def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[str, Any]) -> None:
+    config = test_tensor_parallel.config(**fields, clip_grad=0.0)
+
+    def on_host(comm: ThreadComm) -> Any:
+        return test_tensor_parallel.train(config, Grid(tp=comm, dp=Alone(), world=comm))
+
+    def on_device(one: DeferredRank) -> Any:
+        return test_tensor_parallel.train(replace(config, **ALL), Grid(tp=one.comm, dp=Alone(), world=one.comm))
+
+    expected = run_threads(2, on_host)
+    for seed in range(3):
+        found = run_deferred(2, on_device, seed=seed)
+        assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
