@@ -133,7 +133,7 @@ def test_a_layer_decay_in_lr_scale_multiplies(relative: bool) -> None:
     groups: list[dict[str, Any]] = [{"lr": 0.5, "lr_scale": 0.25}, {"lr": 0.5, "lr_scale": 1.0}, {"lr": 0.5}]
     scheduler = FieldScheduler(optimizer(*groups), HALVING, relative=relative)
     base = 0.5 if relative else 1.0
-    assert scheduler.base_lrs == [base / 4, base, base]
+    assert scheduler.base_lrs == [base, base, base]
     for step, left in ((0, 1.0), (2, 0.5), (1, 0.75)):
         scheduler.seek(step)
         assert scheduler.get_last_lr() == [left * base / 4, left * base, left * base]

@@ -260,6 +260,21 @@ class TestOneCall:
             used.append(values)
         assert used[0] == used[1]
 
+    @pytest.mark.parametrize("relative", [False, True])
+    def test_a_layer_decay_in_lr_scale_is_applied_once(self, relative: bool) -> None:
+        # torch's initial_lr is the adapter's base_lrs: with the factor in it, a relative schedule applied it twice.
+        optimizer = adamw()
+        optimizer.param_groups[1]["lr_scale"] = 0.25
+        adapter = as_lr_scheduler(optimizer, linear(1.0, 0.0, steps=4), relative=relative)
+        for left in (0.75, 0.5):
+            optimizer.step()
+            adapter.step()
+            assert adapter.get_last_lr() == [left, left / 4]
+        state = adapter.state_dict()
+        resumed = as_lr_scheduler(optimizer, linear(1.0, 0.0, steps=4), relative=relative)
+        resumed.load_state_dict(state)
+        assert resumed.get_last_lr() == [0.5, 0.125]
+
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

@@ -67,8 +67,8 @@ class FieldScheduler(GroupScheduler):
     def _base_lr(self, group: Group) -> float:
         for schedule in self.schedules:
             if schedule.field == "lr" and schedule.matches(group):
-                base = float(group[schedule.initial]) if schedule.relative else schedule.schedule(0)
-                return base * lr_scale_of(group)
+                # Without lr_scale: torch stores this as initial_lr, and a relative schedule would apply it twice.
+                return float(group[schedule.initial]) if schedule.relative else schedule.schedule(0)
         return float(group["lr"])
 
     def writes_lr(self, group: Group) -> bool:

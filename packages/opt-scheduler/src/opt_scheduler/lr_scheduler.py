@@ -80,12 +80,11 @@ class _Adapter(LRScheduler):
 def as_lr_scheduler(scheduler: GroupScheduler, /, *, increment: float = 1) -> LRScheduler: ...
 @overload
 def as_lr_scheduler(
-    optimizer: Optimizer, schedules: Schedules, /, *, relative: bool = False, increment: float = 1
+    optimizer: Optimizer, schedule: Schedules, *, relative: bool = False, increment: float = 1
 ) -> LRScheduler: ...
 def as_lr_scheduler(
-    given: GroupScheduler | Optimizer,
-    schedules: Schedules | None = None,
-    /,
+    optimizer: GroupScheduler | Optimizer,
+    schedule: Schedules | None = None,
     *,
     relative: bool = False,
     increment: float = 1,
@@ -93,9 +92,10 @@ def as_lr_scheduler(
     """Return a torch `LRScheduler`, from an optimizer and schedules or from a scheduler of this package.
 
     `as_lr_scheduler(optimizer, schedule)` is `as_lr_scheduler(FieldScheduler(optimizer, schedule))`, and takes the
-    same schedules. They are learning rates; with `relative=True` they multiply those of the groups, as with torch's
-    `LambdaLR`. Each `step()` advances by `increment`: the global batch size if the schedules count samples. The
-    scheduler of this package, with `seek` and `lr_at`, is the attribute `scheduler` of the result.
+    same schedules: one for the learning rate, or a dict by field. They are learning rates; with `relative=True` they
+    multiply those of the groups, as with torch's `LambdaLR`. Each `step()` advances by `increment`, which is the global
+    batch size if the schedules count samples. The result has the scheduler of this package, with `seek` and `lr_at`, as
+    its attribute `scheduler`.
 
     >>> import torch
     >>> from opt_scheduler import linear
@@ -112,20 +112,20 @@ def as_lr_scheduler(
     """
     if not increment > 0:
         raise ScheduleError(f"as_lr_scheduler: increment={increment!r} must be positive")
-    if isinstance(given, GroupScheduler):
-        if schedules is not None or relative:
+    if isinstance(optimizer, GroupScheduler):
+        if schedule is not None or relative:
             raise ScheduleError(
-                f"as_lr_scheduler: {type(given).__name__} has its schedules already; give it alone, or pass an "
-                "optimizer and schedules"
+                f"as_lr_scheduler: {type(optimizer).__name__} has its schedules already; give it alone, or pass an "
+                "optimizer and a schedule"
             )
-        return _Adapter(given, _torch_optimizer(given.optimizer), increment=increment)
-    if schedules is None:
+        return _Adapter(optimizer, _torch_optimizer(optimizer.optimizer), increment=increment)
+    if schedule is None:
         raise ScheduleError(
-            f"as_lr_scheduler: {given!r} must be an optimizer followed by a schedule, as in "
+            f"as_lr_scheduler: {optimizer!r} must be an optimizer followed by a schedule, as in "
             "as_lr_scheduler(optimizer, schedule), or a FieldScheduler, an OptimizerParamScheduler or a Plateau"
         )
-    optimizer = _torch_optimizer(given)
-    return _Adapter(FieldScheduler(optimizer, schedules, relative=relative), optimizer, increment=increment)
+    torch_optimizer = _torch_optimizer(optimizer)
+    return _Adapter(FieldScheduler(torch_optimizer, schedule, relative=relative), torch_optimizer, increment=increment)
 
 
 def _torch_optimizer(optimizer: object) -> Optimizer:
