@@ -84,11 +84,10 @@ def build(
         sharded = config.use_distributed_optimizer or config.use_layer_wise_distributed_optimizer
         whole = matrices_whole if config.use_layer_wise_distributed_optimizer else nothing_whole
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
             use_distributed_optimizer=sharded,
             fp8_param_gather=sharded and recipe is not None,
             overlap_param_gather=config.overlap_param_gather,
-            **(wrapping or {}),
+            **{"grad_reduce_in_fp32": True, **(wrapping or {})},
         )
         chunk = DistributedDataParallel(ddp_config, model, groups=roles, is_whole=whole)
     return model, chunk, get_optimizer(config, [chunk], pg_collection=roles)

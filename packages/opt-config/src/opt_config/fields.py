@@ -21,6 +21,7 @@ _BUILD = "opt_stack.build"
 _RULES = "opt_stack.built_in"
 _FP8 = "opt_stack.fp8"
 _FP8_TESTS = "integration_tests/test_fp8_params.py"
+_REUSE_TESTS = "integration_tests/test_fp8_through_grads.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
 _OFFLOAD_TESTS = "integration_tests/test_offload.py"
@@ -65,7 +66,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "fp8_recipe": FieldUse(_FP8, f"{_FP8_TESTS}::test_one_process_and_shards_have_the_same_codes"),
         "fp16": _precision(),
         "bf16": _precision(),
-        "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_BUILD),
+        "reuse_grad_buf_for_mxfp8_param_ag": FieldUse(
+            "opt_stack.wrapped", f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made"
+        ),
         "params_dtype": _precision(),
         "use_precision_aware_optimizer": _precision(),
         "store_param_remainders": _precision(),
@@ -186,7 +189,10 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "fp8_param_gather": FieldUse(
             "opt_distributed.buffers.fp8_memory", f"{_FP8_TESTS}::test_one_byte_an_element_and_scales_are_gathered"
         ),
-        "reuse_grad_buf_for_mxfp8_param_ag": _not_built(_WRAPPER),
+        "reuse_grad_buf_for_mxfp8_param_ag": FieldUse(
+            "opt_distributed.buffers.chunk_buffers",
+            f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made",
+        ),
     }
 )
 

@@ -29,7 +29,7 @@ from opt_paramgroups import (
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.entries import check_entries, check_numbers, checked_hyper
-from opt_stack.fp8 import check_recipes
+from opt_stack.fp8 import check_recipes, check_reused
 from opt_stack.given_groups import complete_groups
 from opt_stack.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.optimizer import Optimizer
@@ -292,6 +292,7 @@ def plan_of(
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made, mains=config.precision.mains)
     trained = {id for group in groups for id in group["param_ids"]}
+    check_reused(chunks, trained)
     ready = [buffer.plan for buffer in wrapped_buffers(chunks, trained=trained)]
     return make_plan(
         config,

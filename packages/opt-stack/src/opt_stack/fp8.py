@@ -1,6 +1,6 @@
 """Parameters in fp8: what configuration, rules and tensors must agree on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -57,6 +57,19 @@ def check_recipes(config: OptimizerConfig, chunks: Sequence[nn.Module], everyone
             f"{asks}, but no parameter is stored in fp8 on any rank; make them so before the model is wrapped "
             "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave it out"
         )
+
+
+def check_reused(chunks: Sequence[nn.Module], trained: Collection[ParamId]) -> None:
+    """Raises ConfigError where gradients of another optimizer share a buffer that parameters travel in."""
+    for index, chunk in enumerate(chunks):
+        for buffer in chunk.synced_buffers if isinstance(chunk, DistributedDataParallel) else ():
+            others = [id for id in buffer.params if id not in trained]
+            if buffer.through_grads is not None and others and len(others) < len(buffer.params):
+                raise ConfigError(
+                    f"model chunk {index} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which overwrites "
+                    f"gradients when an optimizer has used them, but {str(others[0])!r} is not trained by this one; "
+                    "give one optimizer all mxfp8 parameters, or set it to False"
+                )
 
 
 def _recipes(chunks: Sequence[nn.Module]) -> Iterator[tuple[ParamId, str]]:

@@ -52,6 +52,12 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
             _check_plain(index, chunk)
+            if config.reuse_grad_buf_for_mxfp8_param_ag:
+                raise ConfigError(
+                    f"reuse_grad_buf_for_mxfp8_param_ag=True, but model chunk {index} is a plain "
+                    f"{type(chunk).__name__}, which has no gradient buffer; wrap it in DistributedDataParallel, or "
+                    "leave it at False"
+                )
             if config.overlap_param_gather:
                 raise ConfigError(
                     f"overlap_param_gather=True, but model chunk {index} is a plain {type(chunk).__name__}: gathers "
@@ -68,6 +74,11 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         for name, ours, theirs in (
             ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
             ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),
+            (
+                "reuse_grad_buf_for_mxfp8_param_ag",
+                config.reuse_grad_buf_for_mxfp8_param_ag,
+                chunk.config.reuse_grad_buf_for_mxfp8_param_ag,
+            ),
         ):
             if ours != theirs:
                 raise ConfigError(

@@ -198,6 +198,25 @@ class GradBucket:
         for tensor in (self.memory.grad_bucket(self.index), *self.sums.values()):
             tensor.mul_(factor)
 
+    def lend_(self) -> None:
+        """The gradients are about to be overwritten. Whoever would use them again meets `problem`, until `begin`.
+
+        Raises:
+            GradientError: they have not been used, since they are accumulating or on the wire.
+        """
+        self.check_here()
+        if self.state is BucketState.IN_FLIGHT or (self.state is BucketState.ACCUMULATING and self.arrivals):
+            raise GradientError(
+                f"parameters would be gathered through gradients of {self.name} that no step has used; call "
+                "zero_grad_buffer(), or step, before you load or publish main values"
+            )
+        if self.state is BucketState.REDUCED:
+            self.problem = UnusableGradientError(
+                f"gradients of {self.name} were overwritten by the parameters of the last step "
+                "(reuse_grad_buf_for_mxfp8_param_ag=True); call zero_grad_buffer() or the optimizer's zero_grad() "
+                "between iterations"
+            )
+
     def send_away(self) -> None:
         """The memory is about to be given away, until `begin`."""
         self.state = BucketState.AWAY

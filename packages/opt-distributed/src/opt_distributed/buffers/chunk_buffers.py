@@ -94,6 +94,7 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
         device=device,
         sharded=spec.config.use_distributed_optimizer,
         allocate=_axes(spec, plan).dp.allocate,
+        reuses_grads=spec.config.reuse_grad_buf_for_mxfp8_param_ag,
     )
     patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
     sums = local_sums(plan.params, patterns, grad_dtype=plan.key.grad_dtype, device=device)

@@ -188,6 +188,7 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Begins an iteration: all gradients are zero, and may accumulate."""
+        self._wait_for_lent_grads()
         self.grad_sync.begin()
         self._zeroed.clear()
         for buffer in self.synced_buffers:
@@ -218,6 +219,7 @@ class DistributedDataParallel(nn.Module):
 
     def offload_grad_buffers(self) -> None:
         """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
+        self._wait_for_lent_grads()
         self.grad_sync.begin()
         for bucket in self.grad_sync.buckets:
             bucket.send_away()
@@ -256,6 +258,16 @@ class DistributedDataParallel(nn.Module):
     def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None:
         """Reports that this rank has written its part of a buffer; with the last of `together`, their gathers start."""
         self.param_sync.publish(memory, together=together)
+
+    def lend_grads(self, memory: ParamAndGradBuffer) -> None:
+        """Lets the parameters of a buffer overwrite its gradients, with `reuse_grad_buf_for_mxfp8_param_ag`.
+
+        Raises:
+            GradientError: no step has used the gradients.
+        """
+        for bucket in self.grad_sync.buckets:
+            if bucket.memory is memory:
+                bucket.lend_()
 
     def finish_param_sync(self) -> None:
         """Waits for parameters on their way. Nothing has to be called before a forward of this wrapper."""
@@ -322,6 +334,11 @@ class DistributedDataParallel(nn.Module):
         )
 
     # --- construction ---------------------------------------------------------------------------
+
+    def _wait_for_lent_grads(self) -> None:
+        """Parameters that travel in the memory of gradients must have arrived before that is used again."""
+        if self.config.reuse_grad_buf_for_mxfp8_param_ag:
+            self.param_sync.wait()
 
     def _start_gathers(self) -> None:
         """Lets no reduction overtake a gather that other ranks may have started: not of any chunk."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.fp8_memory import move_fp8_in
+from opt_distributed.buffers.fp8_through_grads import through_grads
 from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
 from opt_distributed.buffers.stored import FP8, StorageError, address, is_quantized, stored_dtype
 from opt_distributed.buffers.wire import InFlight, sum_over
@@ -52,6 +53,7 @@ class ParamAndGradBuffer:
         sharded: bool,  # the parameters move into the buffer
         holds_grads: bool = True,
         allocate: Allocate = zeros,
+        reuses_grads: bool = False,  # parameters in fp8 stay where they are, and travel in the memory of gradients
     ):
         self.layout = layout
         self.params = dict(params)
@@ -63,7 +65,9 @@ class ParamAndGradBuffer:
         self._is_released = False  # the memory of `grad_data`
         self.param_data: Tensor | None = None
         self.wire: ParamWire | None = None  # of the parameters, where ranks own shards of them
-        if sharded:
+        if sharded and reuses_grads and param_dtype is FP8:
+            self.wire = through_grads(layout, self.params, self.grad_data)
+        elif sharded:
             self.param_data, self.wire = self._move_params_in(allocate)
         self._addresses = [address(param) for param in self.params.values()]
 
@@ -128,7 +132,7 @@ class ParamAndGradBuffer:
         Raises:
             CollectiveError: a collective failed, or ran into the group's timeout.
         """
-        if self.param_data is None:
+        if self.wire is None:
             return
         flights = [self.start_gather(index, comm) for index in range(len(self.layout.buckets))]
         for flight in reversed(flights):

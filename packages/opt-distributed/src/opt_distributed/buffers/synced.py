@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.fp8_through_grads import Fp8ThroughGrads
 from opt_distributed.buffers.grouping import BufferPlan
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes
@@ -17,6 +18,8 @@ class Chunk(Protocol):
     """What a buffer asks of the wrapper that it belongs to."""
 
     def finish_grad_sync(self) -> None: ...
+
+    def lend_grads(self, memory: ParamAndGradBuffer) -> None: ...
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None: ...
 
@@ -74,8 +77,21 @@ class SyncedBuffer:
 
     def publish_(self) -> None:
         """Reports that this rank's parameters have been written; gathers start with the last buffer of the step."""
-        if self.memory.param_data is not None:
+        if self.memory.wire is not None:
             self._chunk.publish(self.memory, together=self._together)
+
+    @property
+    def through_grads(self) -> Fp8ThroughGrads | None:
+        """The wire of parameters that travel in the memory of the gradients; None where they do not."""
+        return self.memory.wire if isinstance(self.memory.wire, Fp8ThroughGrads) else None
+
+    def lend_grads_(self) -> None:
+        """Gives the gradients' memory to the parameters, until the next iteration.
+
+        Raises:
+            GradientError: gradients have been added since the last step.
+        """
+        self._chunk.lend_grads(self.memory)
 
     def owned(self) -> Iterator[Piece]:
         """What this rank owns of the parameters; all of them where the buffer is replicated."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.step.mains import Numbers
@@ -127,6 +128,7 @@ class QuantizedSource:
 
     def __init__(self, inner: Source, params: Mapping[ParamId, QuantizedParam], comm: Comm):
         self.inner, self.params, self.comm = inner, params, comm
+        self._reusing = inner if isinstance(inner, SyncedBuffer) and inner.through_grads is not None else None
         self._mains: list[QuantizedMain] = []  # of this rank's pieces
         sizes = [param.num_scales for param in params.values()]
         starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -146,6 +148,9 @@ class QuantizedSource:
         Raises:
             CollectiveError: a peer is lost.
         """
+        if self._reusing is not None:
+            self._stage_(self._reusing)
+            return
         moved = [main for main in self._mains if main.is_moved]
         if not next(iter(self.params.values())).recipe.run:
             self._rescale_(moved)
@@ -155,6 +160,14 @@ class QuantizedSource:
         if self.comm.size == 1:
             for param in self.params.values():
                 param.finish_()
+
+    def _stage_(self, buffer: SyncedBuffer) -> None:
+        """Gives all main values to the wire, which quantises whole parameters where they arrive."""
+        assert buffer.through_grads is not None
+        buffer.lend_grads_()
+        buffer.through_grads.stage_({main.id: (main.of_param.start, main.copy) for main in self._mains})
+        for main in self._mains:
+            main.is_moved, main.skip = False, None
 
     def _rescale_(self, moved: Sequence[QuantizedMain]) -> None:
         """Scales from the largest magnitudes over all ranks; of parameters that no rank has moved they stay."""

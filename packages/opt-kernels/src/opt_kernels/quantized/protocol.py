@@ -70,6 +70,10 @@ class QuantizedParam(Protocol):
         """Writes the codes of `values` (n,) fp32, elements from `start` on; nothing where `skip` is set."""
         ...
 
+    def quantize_(self, values: Tensor) -> None:
+        """Writes scales and codes from `values` (shape), of any float dtype."""
+        ...
+
     def finish_(self) -> None:
         """All codes and scales have been written, by this rank or by others."""
         ...

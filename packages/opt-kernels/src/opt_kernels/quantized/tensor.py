@@ -119,6 +119,10 @@ class QuantizedTensor(Tensor):
         """See `QuantizedParam`."""
         self.scaled.encode_(values, start, skip=skip)
 
+    def quantize_(self, values: Tensor) -> None:
+        """See `QuantizedParam`."""
+        self.scaled.quantize_(values)
+
     def finish_(self) -> None:
         """Nothing: it keeps no copies of its codes."""
 
