@@ -1,5 +1,6 @@
 """What is published: one version, siblings pinned exactly, links that an index can follow, one command to install."""
 
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -59,6 +60,14 @@ def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_pat
         images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
         assert all(f"/raw/v{stage.version()}/packages/{package}/" in image for image in images)
         assert [link for link in re.findall(r"\]\(([^)\s]+)\)", readme) if not link.startswith(("http", "#"))] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_commands_of_a_package_exist(package: str) -> None:
+    for command, target in project_of(ROOT / "packages" / package).get("scripts", {}).items():
+        module, name = target.split(":")
+        assert command.startswith("opt")
+        assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:

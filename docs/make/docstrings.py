@@ -37,7 +37,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
             yield from ("", "```text", *_dedented(lines[at:end]), "```", "")
         else:
             end = at + 1
-            yield _escaped(line)
+            yield _escaped(re.sub("::$", ":", line))  # as reStructuredText begins a block
         at = end
 
 
