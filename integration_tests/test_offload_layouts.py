@@ -327,6 +327,20 @@ def test_a_learning_rate_on_the_device_is_read() -> None:
     on_both_sides(replace(flat(Numbers.BF16, "muon"), spread=Spread.WHOLE), program)
 
 
+@every_precision
+def test_weights_to_evaluate_with_come_from_the_host(numbers: Numbers) -> None:
+    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+        results = [iterate(model, optimizer, step, comm) for step in (0, 2)]
+        optimizer.eval()
+        evaluated = [param.detach().clone() for param in model.parameters()]
+        optimizer.train()
+        found = outcome(model, optimizer, results)
+        assert not all(map(torch.equal, evaluated, found.weights))
+        return found._replace(weights=[*evaluated, *found.weights])
+
+    on_both_sides(flat(numbers, "schedule_free"), program)
+
+
 def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
         results = []

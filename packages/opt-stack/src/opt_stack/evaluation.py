@@ -101,6 +101,16 @@ def _formula(unit: Unit) -> Formula | None:
 
 
 def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
+    value = piece.main.value()
+    if unit.host is None:
+        return _from(formula, unit, piece, groups, value)
+    device = unit.host.device
+    here = device.to_host(value)
+    with device.on_host():
+        return _from(formula, unit, piece, unit.host.numbers_of(groups), here)
+
+
+def _from(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups, value: Tensor) -> Tensor:
     hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
     states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
-    return formula.evaluated(piece.main.value().float(), states, hyper)
+    return formula.evaluated(value.float(), states, hyper)
