@@ -24,12 +24,13 @@ from test_step_on_device import (
 )
 from torch import Tensor, nn
 
-from opt_config import ConfigError
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, run_deferred
 from opt_distributed.comm.deferred.queues import Queue
 from opt_distributed.comm.threads import run_threads
+from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, get_optimizer
 from opt_stack.offload import StateOffload
@@ -198,6 +199,23 @@ def test_views_of_one_memory_stay_views_of_one_memory() -> None:
 
     strides = [(1, 12), (4, 1), (4, 1)]
     assert on_device(BF16, run) == [1, strides, 1, strides, True]
+
+
+def test_main_values_of_parameters_in_fp8_move_too() -> None:
+    model = nn.Linear(64, 96, bias=False, dtype=torch.bfloat16)
+    values = torch.linspace(-1, 1, 96 * 64).view(96, 64)
+    model.weight = nn.Parameter(QuantizedTensor.of(values, "blockwise", dtype=torch.bfloat16, keep_initial=True))
+    config = OptimizerConfig(lr=0.1, bf16=True, fp8_recipe="blockwise")
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(Alone()))
+
+    def rank_main(one: DeferredRank) -> list[bool]:
+        offload = StateOffload(optimizer.stepper)
+        offload.offload_()
+        found = [one.device.memory.is_on_host(tensor) for tensor in state_of(optimizer)]
+        offload.restore_()
+        return [*found, torch.equal(optimizer.get_parameters()[0], values)]
+
+    assert run_deferred(1, rank_main, seed=0) == [[True] * 4]  # two moments, mains; the values after it
 
 
 def test_calls_may_come_twice_and_in_any_order() -> None:

@@ -243,6 +243,14 @@ def test_an_iteration_in_evaluation_mode_is_refused() -> None:
         loss_of(model, 1).backward()
 
 
+def test_an_iteration_is_refused_while_the_state_is_on_the_host() -> None:
+    model, optimizer = build()
+    release_gradients(optimizer)
+    optimizer.offload_to_cpu()
+    with pytest.raises(RuntimeError, match=r"call optimizer.restore_from_cpu\(\) first"):
+        loss_of(model, 0).backward()
+
+
 def test_a_converted_parameter_is_refused() -> None:
     model, optimizer = build()
     release_gradients(optimizer)

@@ -98,9 +98,10 @@ class GradientRelease:
         """Moves one parameter by its gradient, and frees that.
 
         Raises:
-            RuntimeError: it has been updated in this iteration, or the optimizer is in evaluation mode.
+            RuntimeError: it has been updated in this iteration, the optimizer is in evaluation mode, or its state is on
+                the host.
         """
-        self.optimizer.evaluation.check_training("a backward pass that updates parameters")
+        self.optimizer.check_ready("a backward pass that updates parameters")
         if piece.param in self._updated:
             raise RuntimeError(
                 f"a second gradient of {str(piece.id)!r} came before optimizer.step(); gradients that are released in "

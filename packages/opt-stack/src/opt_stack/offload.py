@@ -102,9 +102,16 @@ class StateOffload:
     def _tensors(self) -> Iterator[Tensor]:
         """The state on the device, and main values beside parameters, but nothing that lies in a parameter's memory."""
         pieces = [piece for unit in self._units for piece in unit.pieces]
-        params = {piece.main.target.untyped_storage().data_ptr() for piece in pieces}
-        for piece in pieces:
-            for tensor in (*piece.state.values(), *piece.main.kept()):
+        kept = [piece.main.kept() for piece in pieces]
+        # Main values of a parameter in fp8 stand for the parameter, whose own memory is elsewhere.
+        targets = [
+            piece.main.target
+            for piece, beside in zip(pieces, kept, strict=True)
+            if all(tensor is not piece.main.target for tensor in beside)
+        ]
+        params = {target.untyped_storage().data_ptr() for target in targets}
+        for piece, beside in zip(pieces, kept, strict=True):
+            for tensor in (*piece.state.values(), *beside):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in params and self._device.holds(tensor):
                     yield tensor
