@@ -127,6 +127,7 @@ class Setup:
     wrapped: bool = False  # in DistributedDataParallel
     overlap_grads: bool = False
     overlap_gather: bool = False
+    aligned: bool = False  # align_param_gather: nobody asks for gathers, so reads and reductions start them
     gathers_with_step: bool = False  # the first chunk's parameters are gathered while the others are stepped
     checks_nan: bool = False  # check_for_nan_in_grad: an exception in place of a skipped step
     bucket_size: int | None = None
@@ -134,6 +135,7 @@ class Setup:
     reduce_in_fp32: bool = True
     average_in_collective: bool = False
     sum_in_fp32: bool = False  # reduce_scatter_with_fp32_accumulation
+    sums_locally: bool = False  # gradients of all parameters add up in fp32 before they are rounded and sent
     pads_for_busbw: bool = False
     chunks: int = 1
     microbatches: int = 1

@@ -81,6 +81,7 @@ def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelCo
         grad_reduce_in_fp32=setup.reduce_in_fp32,
         overlap_grad_reduce=setup.overlap_grads,
         overlap_param_gather=setup.overlap_gather,
+        align_param_gather=setup.aligned,
         check_for_nan_in_grad=setup.checks_nan,
         use_distributed_optimizer=setup.is_sharded,
         num_distributed_optimizer_instances=setup.grid.instances,
@@ -89,6 +90,7 @@ def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelCo
         pad_buckets_for_high_nccl_busbw=setup.pads_for_busbw,
         reduce_scatter_with_fp32_accumulation=setup.sum_in_fp32,
         average_in_collective=setup.average_in_collective,
+        param_name_patterns_for_fp32_local_accumulation=("all",) if setup.sums_locally else (),
     )
     if case.mistake is not None and case.mistake.rank in (None, rank):
         return dataclasses.replace(config, **dict(case.mistake.ddp_fields))

@@ -178,7 +178,13 @@ def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
         per_token=per_token,
     )
     can_gather_with_step = setup.overlap_gather and setup.sharding == "flat" and setup.chunks > 1
-    return dataclasses.replace(setup, gathers_with_step=can_gather_with_step and rng.random() < 0.5)
+    setup = dataclasses.replace(setup, gathers_with_step=can_gather_with_step and rng.random() < 0.5)
+    own = random.Random(str(setup))  # so that these choices change no other
+    return dataclasses.replace(
+        setup,
+        aligned=setup.overlap_gather and not setup.gathers_with_step and own.random() < 0.5,
+        sums_locally=not setup.reduce_in_fp32 and own.random() < 0.5,
+    )
 
 
 def _grid(rng: random.Random) -> Grid:

@@ -81,7 +81,8 @@ def wrapped(config: Config, *, num_microbatches: int = 1) -> Program:
             _descend(ddp, net, replicas.dp.rank)
             ddp.zero_grad_buffer()
         ddp.finish_param_sync()
-        return [param.detach().clone() for param in net.parameters()]
+        largest = [torch.tensor(large.largest) for large in ddp.grad_sync.large_grads]
+        return [param.detach().clone() for param in net.parameters()] + largest
 
     return train
 

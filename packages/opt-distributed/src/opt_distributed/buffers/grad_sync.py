@@ -59,7 +59,7 @@ class GradSync:
         self.is_started = False
         self.iteration = 1  # reductions begun, counted from 1
         self._has_to_learn = learns
-        self._large_grads = [LargeGrads(of_family) for of_family in _measured(self.buckets)]
+        self.large_grads = [LargeGrads(of_family) for of_family in _measured(self.buckets)]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self._has_run = False  # a forward or backward pass of this iteration may have launched buckets on some rank
@@ -131,7 +131,7 @@ class GradSync:
         if self._has_to_learn and not self._finished:
             self._learn()
         if not self._finished:
-            self._refused = [problem for large in self._large_grads if (problem := large.verdict()) is not None]
+            self._refused = [problem for large in self.large_grads if (problem := large.verdict()) is not None]
             self._judge_nonfinite()
         self._finished = True
         problems = [self.buckets[index].problem for index in self.order]

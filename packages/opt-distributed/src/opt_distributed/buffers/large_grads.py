@@ -71,7 +71,7 @@ class LargeGrads:
     def __init__(self, buckets: Sequence[Measured]):
         self.buckets = tuple(buckets)
         self._num_seen = 0
-        self._largest = 0.0
+        self.largest = 0.0  # norm in the first iterations
 
     def verdict(self) -> UnusableGradientError | None:
         """What is wrong with the iteration whose buckets were reduced; the same on all ranks that reduced them.
@@ -82,12 +82,12 @@ class LargeGrads:
         if not norms:
             return None
         value, index = (found.item() for found in torch.cat(norms).max(0))
-        if self._num_seen >= NUM_ITERATIONS and value > THRESHOLD * self._largest:
+        if self._num_seen >= NUM_ITERATIONS and value > THRESHOLD * self.largest:
             return UnusableGradientError(
                 f"gradients in {self.buckets[int(index)].name} are unexpectedly large: their norm on a rank is "
-                f"{value:.6g}, and {self._largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
+                f"{value:.6g}, and {self.largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
             )
         if value > 0 and self._num_seen < NUM_ITERATIONS:
             self._num_seen += 1
-            self._largest = max(self._largest, value)
+            self.largest = max(self.largest, value)
         return None
