@@ -38,9 +38,12 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
     by_layout: dict[Layout, list[Task]] = {}
     for hyper, works in batches:
         for work in works:
-            check(work)
-            layout = Layout(tuple(work.grad.shape), compute_dtype(work), work.grad.device, work.matrix)
-            by_layout.setdefault(layout, []).append(Task(hyper, work))
+            layout = Layout(work.grad.shape, compute_dtype(work), work.grad.device, work.matrix)
+            same = by_layout.get(layout)
+            if same is None:
+                check(work)
+                same = by_layout[layout] = []
+            same.append(Task(hyper, work))
     for layout, tasks in by_layout.items():
         numel = tasks[0].work.grad.numel()
         if not numel:

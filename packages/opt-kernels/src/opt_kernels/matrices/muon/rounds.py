@@ -20,7 +20,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.stacks import compute_dtype, stacks
-from opt_kernels.works import Batch, Hyper, Task, Work
+from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
 ROUND_NUMEL = 1 << 27  # elements whose inputs are held at once: 256 MiB of 16-bit ones
 APART = 64  # stacks begin at multiples of so many elements, for their alignment
@@ -61,9 +61,13 @@ class Round(NamedTuple):
 
 def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
     """`batches`, with copies of those gradients whose memory does not have their elements in order."""
-    if all(lies_in_order(work.grad) for _, works in batches for work in works):
+    if all(all(map(lies_in_order, _grads(works))) for _, works in batches):
         return batches
     return [Batch(hyper, [_with_ordered_grad(work) for work in works]) for hyper, works in batches]
+
+
+def _grads(works: Sequence[Work]) -> Sequence[Tensor]:
+    return works.grads if isinstance(works, Works) else [work.grad for work in works]
 
 
 def _with_ordered_grad(work: Work) -> Work:
