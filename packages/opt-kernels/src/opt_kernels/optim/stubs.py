@@ -1,59 +1,108 @@
-"""The signatures of the drop-in optimizers over formulas, for type checkers: `python -m opt_kernels.optim.stubs`
-writes `catalogue.pyi`."""
+"""The signatures of the drop-in optimizers, for type checkers: `python -m opt_kernels.optim.stubs` writes
+`catalogue.pyi` and `matrix_catalogue.pyi`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-from opt_kernels.optim import catalogue
-from opt_kernels.optim.formula_optimizer import FormulaOptimizer
+from opt_kernels.optim import catalogue, matrix_catalogue
+from opt_kernels.optim.base import RuleOptimizer
 
-STUB = Path(__file__).with_name("catalogue.pyi")
 _TYPES = {
     "params": "Params", "lr": "float | Tensor", "max_norm": "float | None", "backend": "str | None",
     "foreach": "bool | None", "fused": "bool | None", "hooks": "GivenHooks",
 }  # fmt: skip
+_TYPES_OF_MATRICES = _TYPES | {
+    "params": "Params | nn.Module", "adjust_lr_fn": "str | None", "scale_mode": "str | None",
+    "coefficient_type": "str | None", "custom_coefficients": "Sequence[tuple[float, float, float]]",
+    "scalar_optimizer": "str | None", "scalar_options": "Mapping[str, Any] | None", "max_precond_dim": "int | None",
+    "ns_steps": "int", "num_ns_steps": "int", "precondition_frequency": "int", "power_iterations": "int",
+}  # fmt: skip
 
 
-def stub() -> str:
-    """The text of `catalogue.pyi`."""
-    classes: dict[str, type[FormulaOptimizer]] = {name: getattr(catalogue, name) for name in catalogue.__all__}
-    return "\n".join([*_header(classes), *(line for name, cls in classes.items() for line in _class(name, cls)), ""])
+class Stub(NamedTuple):
+    """The signatures of one module's classes."""
+
+    module: ModuleType
+    header: tuple[str, ...]
+    types: Mapping[str, str]
+
+    @property
+    def file(self) -> Path:
+        return Path(str(self.module.__file__)).with_suffix(".pyi")
+
+    @property
+    def classes(self) -> dict[str, type[RuleOptimizer]]:
+        return {name: getattr(self.module, name) for name in self.module.__all__}
+
+    def text(self) -> str:
+        classes = self.classes
+        lines = ["# Written by `python -m opt_kernels.optim.stubs`; a test keeps it current.", *self.header]
+        lines += sorted({"from opt_kernels.optim.base import Params", *map(_import, classes.values())})
+        lines += ["", f"__all__ = [{', '.join(map(repr, sorted(classes)))}]"]
+        return "\n".join([*lines, *(line for item in classes.items() for line in self._class(*item)), ""])
+
+    def _class(self, name: str, cls: type[RuleOptimizer]) -> Iterator[str]:
+        yield ""
+        yield f"class {name}({_base(cls).__name__ if _is_made(cls) else '_' + name}):"
+        yield "    def __init__("
+        yield "        self,"
+        by_name = False
+        for parameter in signature(cls).parameters.values():
+            if parameter.kind is Parameter.KEYWORD_ONLY and not by_name:
+                by_name = True
+                yield "        *,"
+            yield f"        {_parameter(parameter, self.types)},"
+        yield "    ) -> None: ..."
 
 
-def _header(classes: dict[str, type[FormulaOptimizer]]) -> Iterator[str]:
-    yield "# Written by `python -m opt_kernels.optim.stubs`; a test keeps it current."
-    yield "import torch"
-    yield "from torch import Tensor"
-    yield ""
-    yield "from opt_kernels.hooks import GivenHooks"
-    bases = {f"from {base.__module__} import {base.__name__}" for base in (cls.__mro__[1] for cls in classes.values())}
-    yield from sorted({*bases, "from opt_kernels.optim.base import Params"})
-    yield ""
-    yield f"__all__ = [{', '.join(repr(name) for name in classes)}]"
+_ALWAYS = ("import torch", "from torch import Tensor")
+STUBS = (
+    Stub(catalogue, (*_ALWAYS, "", "from opt_kernels.hooks import GivenHooks"), _TYPES),
+    Stub(
+        matrix_catalogue,
+        (
+            "from collections.abc import Mapping, Sequence",
+            "from typing import Any",
+            "",
+            "import torch",
+            "from torch import Tensor, nn",
+            "",
+            "from opt_kernels.hooks import GivenHooks",
+        ),
+        _TYPES_OF_MATRICES,
+    ),
+)
 
 
-def _class(name: str, cls: type[FormulaOptimizer]) -> Iterator[str]:
-    yield ""
-    yield f"class {name}({cls.__mro__[1].__name__}):"
-    yield "    def __init__("
-    yield "        self,"
-    by_name = False
-    for parameter in signature(cls).parameters.values():
-        if parameter.kind is Parameter.KEYWORD_ONLY and not by_name:
-            by_name = True
-            yield "        *,"
-        yield f"        {_parameter(parameter)},"
-    yield "    ) -> None: ..."
+def _is_made(cls: type[RuleOptimizer]) -> bool:
+    """Whether `drop_in` made the class, which no source defines."""
+    return cls.__module__ == catalogue.__name__
 
 
-def _parameter(parameter: Parameter) -> str:
+def _base(cls: type[RuleOptimizer]) -> type:
+    return cls.__mro__[1]
+
+
+def _import(cls: type[RuleOptimizer]) -> str:
+    if _is_made(cls):
+        return f"from {_base(cls).__module__} import {_base(cls).__name__}"
+    return f"from {cls.__module__} import {cls.__name__} as _{cls.__name__}"
+
+
+def _parameter(parameter: Parameter, types: Mapping[str, str]) -> str:
     default = parameter.default
-    kind = _TYPES.get(parameter.name) or _type_of(default)
-    return f"{parameter.name}: {kind}" + ("" if default is Parameter.empty else f" = {default!r}")
+    kind = types.get(parameter.name) or _type_of(default)
+    return f"{parameter.name}: {kind}" + ("" if default is Parameter.empty else f" = {_literal(default)}")
+
+
+def _literal(default: Any) -> str:
+    """As source; `...` for what is no constant."""
+    return repr(default) if isinstance(default, bool | int | float | str | tuple | torch.dtype | None) else "..."
 
 
 def _type_of(default: Any) -> str:
@@ -65,4 +114,5 @@ def _type_of(default: Any) -> str:
 
 
 if __name__ == "__main__":
-    STUB.write_text(stub())
+    for stub in STUBS:
+        stub.file.write_text(stub.text())

@@ -1,0 +1,231 @@
+# Written by `python -m opt_kernels.optim.stubs`; a test keeps it current.
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.hooks import GivenHooks
+from opt_kernels.optim.adaptive_muon import NAMO as _NAMO
+from opt_kernels.optim.adaptive_muon import AdaptiveMuon as _AdaptiveMuon
+from opt_kernels.optim.adaptive_muon import NorMuon as _NorMuon
+from opt_kernels.optim.base import Params
+from opt_kernels.optim.muon import Muon as _Muon
+from opt_kernels.optim.muon import MuonH as _MuonH
+from opt_kernels.optim.soap import SOAP as _SOAP
+from opt_kernels.optim.soap import SOAPMuon as _SOAPMuon
+
+__all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
+
+class NAMO(_NAMO):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.0003,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        nesterov: bool = False,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-08,
+        *,
+        scale_mode: str | None = "spectral",
+        num_ns_steps: int = 5,
+        coefficient_type: str | None = "quintic",
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
+
+class SOAP(_SOAP):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.003,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        *,
+        use_kl_shampoo: bool = True,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 1,
+        power_iterations: int = 1,
+        orthonormalization: str = "cholesky",
+        order: str = "paper",
+        max_precond_dim: int | None = 10000,
+        one_sided: bool = False,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
+
+class AdaptiveMuon(_AdaptiveMuon):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.0003,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        nesterov: bool = False,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-08,
+        *,
+        moment2_method: str = "adamuon",
+        lines: str = "rows",
+        scale_mode: str | None = "spectral",
+        num_ns_steps: int = 5,
+        coefficient_type: str | None = "quintic",
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
+
+class Muon(_Muon):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.001,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-07,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        scalar_eps: float = 1e-08,
+        *,
+        scale_mode: str | None = None,
+        coefficient_type: str | None = None,
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
+
+class MuonH(_MuonH):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.001,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-07,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        scalar_eps: float = 1e-08,
+        *,
+        scale_mode: str | None = None,
+        coefficient_type: str | None = None,
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = ...,
+    ) -> None: ...
+
+class NorMuon(_NorMuon):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.0003,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        nesterov: bool = False,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-08,
+        *,
+        lines: str = "rows",
+        scale_mode: str | None = "match_rms_adamw",
+        num_ns_steps: int = 5,
+        coefficient_type: str | None = "quintic",
+        weight_decay_method: str = "decoupled",
+        extra_scale_factor: float = 1.0,
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
+
+class SOAPMuon(_SOAPMuon):
+    def __init__(
+        self,
+        params: Params | nn.Module,
+        lr: float | Tensor = 0.003,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-08,
+        weight_decay: float = 0.01,
+        *,
+        use_kl_shampoo: bool = True,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 1,
+        power_iterations: int = 1,
+        orthonormalization: str = "cholesky",
+        order: str = "paper",
+        max_precond_dim: int | None = 10000,
+        one_sided: bool = False,
+        scale_mode: str | None = "match_rms_adamw",
+        extra_scale_factor: float = 1.0,
+        coefficient_type: str | None = "quintic",
+        custom_coefficients: Sequence[tuple[float, float, float]] = (),
+        num_ns_steps: int = 5,
+        fp32_matmul_prec: str = "medium",
+        use_syrk: bool = True,
+        scalar_optimizer: str | None = None,
+        scalar_options: Mapping[str, Any] | None = None,
+        mains: str = "param",
+        max_norm: float | None = None,
+        backend: str | None = None,
+        capturable: bool = False,
+        hooks: GivenHooks = (),
+    ) -> None: ...
