@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.formulas import Formula, NumberError
 from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.optim import stubs
+from opt_kernels.optim import catalogue, matrix_catalogue, stubs
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -201,6 +202,18 @@ def test_type_checkers_see_the_same_signatures(stub: stubs.Stub) -> None:
         return [ast.dump(node) for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
 
     assert classes(stub.file.read_text()) == classes(stub.text()), "run python -m opt_kernels.optim.stubs"
+
+
+def test_mypy_sees_the_arguments_of_every_drop_in(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    names = [*catalogue.__all__, *matrix_catalogue.__all__]
+    lines = ["from typing import Any", f"from opt_kernels import {', '.join(names)}", "params: Any = []"]
+    file = tmp_path / "theirs.py"
+    file.write_text("\n".join([*lines, *(f"{name}(params, lr=0.1, learning_rate=0.1)" for name in names)]))
+    found, _, _ = api.run([str(file), "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")])
+    errors = [line for line in found.splitlines() if ": error:" in line]
+    assert len(errors) == len(names), found
+    assert all('Unexpected keyword argument "learning_rate"' in line for line in errors), found
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {

@@ -11,6 +11,9 @@ from opt_kernels.backends.cpp import fork as fork  # imported before anything fo
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    # mypy reads `__all__` only where it is written out, as in these stubs.
+    from opt_kernels.optim.catalogue import *  # noqa: F403
+    from opt_kernels.optim.matrix_catalogue import *  # noqa: F403
     from opt_kernels.public import *  # noqa: F403
 else:
 

@@ -3,6 +3,7 @@
 `opt_kernels.NAME` imports this module at the first use of a name: `import opt_kernels` alone stays quick.
 """
 
+from opt_kernels import optim
 from opt_kernels.backends.dispatch import BackendError
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.codecs.codec import CodecError
@@ -22,7 +23,6 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import *  # noqa: F403
-from opt_kernels.optim import __all__ as optimizers
 from opt_kernels.rules.base import MatrixRule, Needs, Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, TensorParallel, Work, Works
 
@@ -60,4 +60,4 @@ __all__ = [
     "grad_stats",
     "hooked",
 ]
-__all__ += optimizers
+__all__ += optim.__all__

@@ -9,4 +9,5 @@ from opt_kernels.optim.matrix_catalogue import *  # noqa: F403
 from opt_kernels.optim.state import StateDictError
 
 __all__ = ["FormulaOptimizer", "RuleOptimizer", "StateDictError", "drop_in"]
-__all__ += [*catalogue.__all__, *matrix_catalogue.__all__]
+__all__ += catalogue.__all__
+__all__ += matrix_catalogue.__all__
