@@ -76,10 +76,10 @@ def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
 
 def test_the_page_on_rules_has_the_leaderboard_once_it_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
-    assert "No full run" in tables.leaderboard(tmp_path, tmp_path / "results")
+    assert "No full run" in tables.recorded(tmp_path, "leaderboard", "Losses", tmp_path / "results")
     (tmp_path / "results" / "leaderboard.md").write_text("| rule | loss |\n")
     (tmp_path / "results" / "leaderboard.svg").write_text("<svg/>")
-    text = tables.leaderboard(tmp_path, tmp_path / "results")
+    text = tables.recorded(tmp_path, "leaderboard", "Losses", tmp_path / "results")
     assert "| rule | loss |" in text
     assert "{image} /generated/leaderboard.svg" in text
     assert (tmp_path / "leaderboard.svg").exists()

@@ -99,7 +99,7 @@ def _run_python(block: Block, scope: dict[str, object], where: str) -> None:
 def _run_console(block: Block, where: str) -> None:
     for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.code, re.MULTILINE):
         words = re.sub(r"^python\b", sys.executable, re.sub(r"^torchrun\b", "python -m torch.distributed.run", command))
-        ran = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=180, env={**os.environ})
+        ran = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=400, env={**os.environ})
         assert ran.returncode == 0, f"{where}: {command}: {ran.stderr[-2000:]}"
         if expected.strip():
             _compare(ran.stdout, expected, where)

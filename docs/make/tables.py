@@ -96,7 +96,7 @@ def benchmarks() -> Iterator[str]:
                 yield from _section(
                     f"{path.stem}: {name}", result.get("date"), machine, _ratios(part.get("figures", []))
                 )
-        elif "machine" in result:
+        elif "machine" in result and "figures" in result:
             machine = {**result["machine"], **({"load": result["load"]} if "load" in result else {})}
             yield from _section(path.stem, result.get("date"), machine, _figures(result["figures"]))
 
@@ -124,9 +124,9 @@ def _figures(figures: dict[str, float] | list[dict[str, float]]) -> list[str]:
     return rows
 
 
-def recorded(folder: Path, name: str, alt: str) -> str:
+def recorded(folder: Path, name: str, alt: str, results: Path = ROOT / "kernels" / "results") -> str:
     """The table and the plot that the nox session `name` recorded; a sentence where there is none."""
-    table, plot = (ROOT / "kernels" / "results" / f"{name}.{kind}" for kind in ("md", "svg"))
+    table, plot = (results / f"{name}.{kind}" for kind in ("md", "svg"))
     if not table.exists():
         return f"No full run has been recorded yet. `nox -s {name}` makes one.\n"
     text = table.read_text()
