@@ -70,9 +70,7 @@ class Optimizer(GradientStatistics, torch.optim.Optimizer):
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self._built = False
-        self.in_backward: InBackward | None = (
-            None  # what updates parameters before `step`, where gradients are released
-        )
+        self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
         self._described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
