@@ -404,6 +404,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer_cuda_graph=True with main_params_dtype=torch.float16, whose values are decoded to new memory at "
         "every step; use remainders or fp32 main values, or leave graphs off",
     ),
+    "parameters in fp8": (
+        {"bf16": True, "fp8_recipe": "delayed"},
+        "OptimizerConfig: fp8_recipe='delayed': excludes optimizer_cuda_graph: scales are exchanged between the update "
+        "and the gather; choose one",
+    ),
     "gathers within the step": (
         {
             "use_distributed_optimizer": True,

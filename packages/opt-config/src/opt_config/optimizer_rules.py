@@ -131,6 +131,9 @@ def _together(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
         reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
+    if config.fp8_recipe is not None and config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: scales are exchanged between the update and the gather; choose one"
+        yield Problem("fp8_recipe", config.fp8_recipe, reason)
     if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
         reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; choose one"
         yield Problem("optimizer_cpu_offload", True, reason)

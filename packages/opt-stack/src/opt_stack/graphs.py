@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from opt_config import ConfigError
+from opt_distributed.buffers.stored import FP8
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.graph import GraphError
@@ -27,6 +28,8 @@ def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> Non
         devices.device_of(device).graph()
     except GraphError as error:
         raise ConfigError(f"{_FIELD}: {error}") from error
+    if any(buffer.dtype is FP8 for buffer in plan.buffers):
+        raise ConfigError(f"{_FIELD} with parameters in fp8, which are quantised after the update; leave graphs off")
     for unit in plan.units:
         rule = bare(unit.rule)
         if not getattr(rule, "capturable", False):

@@ -10,6 +10,7 @@ captures it again. Reductions and gathers stay outside: they overlap with backwa
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -32,6 +33,8 @@ from opt_kernels.hyper_table import HyperTable
 from opt_paramgroups import ParamId
 
 T = TypeVar("T")
+MANY_MISSES = 10
+_LOG = logging.getLogger(__name__)
 
 
 class Recorded(Generic[T]):
@@ -42,6 +45,7 @@ class Recorded(Generic[T]):
         self._graph = device.graph()
         self._captured: tuple[Hashable, T] | None = None  # by what the graph was captured, what it writes
         self._last: Hashable = None
+        self._num_misses = 0  # calls in a row that found something else than the call before
 
     def __call__(self, work: Callable[[], T], key: Hashable) -> T:
         """What `work` returns; the same tensors, written anew, at every replay. `key` is all that a capture freezes."""
@@ -51,11 +55,22 @@ class Recorded(Generic[T]):
         is_known, self._last = self._last == key, key
         if not is_known:  # kernels are compiled and tables built, which a capture must not
             self._captured = None
+            self._miss()
             return work()
+        self._num_misses = 0
         with self._graph.capture():
             self._captured = (key, work())
         self._graph.replay()
         return self._captured[1]
+
+    def _miss(self) -> None:
+        self._num_misses += 1
+        if self._num_misses == MANY_MISSES:
+            _LOG.warning(
+                "the last %d steps ran without their graph: memory of gradients, weights or states has moved, or an "
+                "entry of param_groups that is not a number has changed, before every one of them",
+                MANY_MISSES,
+            )
 
 
 class GraphedStep:

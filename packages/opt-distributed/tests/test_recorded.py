@@ -1,0 +1,66 @@
+"""Work that is captured once nothing about it changes: when it runs, when it is captured, when it is replayed."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from opt_distributed.comm.device import Host
+from opt_distributed.step.graphed import MANY_MISSES, Recorded
+
+
+class Device(Host):
+    """A CPU with graphs, which notes what they do."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def graph(self) -> Any:
+        return self
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.did.append("capture")
+        yield
+
+    def replay(self) -> None:
+        self.did.append("replay")
+
+
+def run(keys: str) -> list[str]:
+    """What is done in calls with these keys, one character each; results name the call that made them."""
+    device = Device()
+    recorded: Recorded[int] = Recorded(device)
+    found = []
+    for number, key in enumerate(keys):
+
+        def work(number: int = number) -> int:
+            device.did.append("work")
+            return number
+
+        device.did = []
+        made = recorded(work, key)
+        found.append(" ".join([*device.did, str(made)]))
+    return found
+
+
+def test_the_second_call_is_captured_and_later_ones_are_replays_of_it() -> None:
+    assert run("aaaa") == ["work 0", "capture work replay 1", "replay 1", "replay 1"]
+
+
+def test_a_change_runs_as_it_is_and_is_captured_by_the_next_call() -> None:
+    assert run("aaabbb")[3:] == ["work 3", "capture work replay 4", "replay 4"]
+
+
+def test_what_was_captured_before_a_change_is_not_replayed_after_it() -> None:
+    assert run("aaba")[2:] == ["work 2", "work 3"]
+
+
+def test_work_that_changes_at_every_call_is_never_captured_and_said_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = run("ab" * MANY_MISSES)
+    assert not any("capture" in one for one in found)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"the last {MANY_MISSES} steps ran without their graph" in caplog.text
