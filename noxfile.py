@@ -375,7 +375,7 @@ def leaderboard(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def numbers(session: nox.Session) -> None:
-    """Which numbers should I use: a small GPT trained in every format, half a minute each; resumes where it was."""
+    """Which numbers should I use: a small GPT trained in every format, a minute each; resumes where it was."""
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("examples",))
     for options in ((), ("--report", "kernels/results")):

@@ -3,7 +3,7 @@
 All runs have the same initial weights, batches and learning rates; fp32 runs with two more seeds, to show how much of a
 difference is chance. Finished runs are kept in DIR and not repeated.
 
-    python examples/which_numbers.py --dir runs/numbers                   # train: half a minute a mode
+    python examples/which_numbers.py --dir runs/numbers                   # train: about a minute a mode
     python examples/which_numbers.py --dir runs/numbers --report FOLDER   # numbers.{json,md,svg}
 """
 
@@ -23,8 +23,8 @@ from opt_kernels.quantized import RECIPES, quantize_linears_, quantized
 from opt_scheduler import linear, warmup
 from opt_stack import get_optimizer
 
-STEPS, BATCH, WARMUP, LR = 200, 16, 20, 3e-3
-MODEL = {"dim": 96, "depth": 3, "num_heads": 4}
+STEPS, BATCH, WARMUP, LR = 120, 8, 12, 3e-3
+MODEL = {"dim": 64, "depth": 2, "num_heads": 4}
 EVAL_EVERY = 10
 SEEDS = (0, 1, 2)  # the first one for every mode, all of them for fp32
 BASELINE = "fp32"
