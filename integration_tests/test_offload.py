@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import peak_bytes
 from parity import Case, Numbers, Spread, Wrapping, roles_over, train
 from torch import Tensor, nn
 
@@ -179,6 +180,20 @@ def test_staging_is_pinned_where_asked(pin_grads: bool, pin_params: bool) -> Non
 
     params, grads = run_deferred(1, rank_main, seed=0)[0]
     assert (params, grads) == ((torch.float16, pin_params), (torch.float16, pin_grads))
+
+
+def test_on_a_cpu_nothing_is_copied_and_a_step_allocates_what_it_did() -> None:
+    """Host and device are one: a gradient is read, and a parameter written, where it is."""
+
+    def peak(**fields: Any) -> int:
+        model = nn.Linear(256, 256, bias=False, dtype=BF16)
+        optimizer = built(model, bf16=True, **fields)
+        assert all(unit.host is None for unit in optimizer.stepper.units)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return int(peak_bytes(optimizer.step))
+
+    assert peak(**OFFLOAD) <= peak() + 4096  # of 131072 that the gradient has
 
 
 def test_a_captured_step_and_offload_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
