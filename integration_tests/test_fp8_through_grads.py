@@ -40,10 +40,9 @@ def one_thread_for_each_rank() -> Iterator[None]:
 @pytest.mark.parametrize("fp32", [True, False], ids=["fp32 gradients", "bf16 gradients"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_has_the_codes_of_one(ranks: int, fp32: bool, overlaps: bool) -> None:
-    options = {**OPTIONS, "overlap_param_gather": overlaps}
-    options["wrapping"] = {**options["wrapping"], "grad_reduce_in_fp32": fp32}
+    options = {**OPTIONS, "wrapping": {**OPTIONS["wrapping"], "grad_reduce_in_fp32": fp32}}
     (alone,) = train(1, "mxfp8", **options)
-    for run in train(ranks, "mxfp8", **options):
+    for run in train(ranks, "mxfp8", **options, overlap_param_gather=overlaps):
         assert run.stored.equals(alone.stored)
 
 
@@ -97,7 +96,7 @@ def test_gradients_are_zero_in_the_next_iteration_also_where_gathers_overlap() -
         for param in model.parameters():
             assert not param.main_grad.any()
         for param in fp8_params(model):
-            assert param.values().isfinite().all()
+            assert param.values().abs().amax() > 0.1  # they arrived before the gradients were zeroed
 
     run_threads(2, rank_main)
 
