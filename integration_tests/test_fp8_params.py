@@ -20,6 +20,7 @@ from opt_distributed.step.quantized import QuantizedMain
 from opt_kernels.quantized import RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer
+from opt_stack.plan import param_bytes
 
 ZERO = {"use_distributed_optimizer": True}
 MUON = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
@@ -145,6 +146,18 @@ def test_a_skip_that_only_the_device_knows_changes_nothing_on_any_rank(recipe: s
         return found
 
     assert run_threads(2, rank_main) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_plan_counts_the_bytes_of_parameters_and_state(recipe: str) -> None:
+    model, _, optimizer = build(Alone(), recipe)
+    stored_bytes = sum(param.codes.nbytes + param.scales.nbytes for param in fp8_params(model))
+    plan = optimizer.plan
+    (buffer,) = [buffer for buffer in plan.buffers if buffer.dtype is FP8]
+    assert param_bytes(plan, buffer) == stored_bytes
+    assert f"{stored_bytes:,} bytes of codes and scales" in str(plan)
+    # fp32 mains and moments of the weights; of the biases, in bf16, likewise
+    assert plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units) == 12 * (NUMEL + 261)
 
 
 # --- main values ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from opt_distributed.layout import Computes, Layout, ParamShape
 from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import hooks_of
+from opt_kernels.quantized import RECIPES
+from opt_kernels.quantized.recipes import FP8
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateKind, StateSpec
 from opt_paramgroups import ParamId
@@ -187,6 +189,15 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     return total
 
 
+def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
+    """Bytes of the parameters of a buffer, without padding; in fp8, of codes and scales."""
+    if buffer.dtype is not FP8:
+        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
+    assert plan.config.fp8_recipe is not None
+    recipe = RECIPES[plan.config.fp8_recipe]
+    return sum(recipe.num_bytes(param.shape) for param in buffer.params)
+
+
 def main_bytes(numbers: Numbers, numel: int) -> int:
     """Bytes of the main values of `numel` elements of one parameter, beside the parameter itself."""
     scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
@@ -255,6 +266,7 @@ def _buffer_lines(plan: Plan) -> Iterator[str]:
         yield (
             f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
             f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
+            + (f", {param_bytes(plan, buffer):,} bytes of codes and scales" if buffer.dtype is FP8 else "")
         )
 
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from opt_kernels.quantized.adapters import adapted
 from opt_kernels.quantized.protocol import QuantizedParam
 from opt_kernels.quantized.tensor import QuantizedTensor
 
 Adapter = Callable[[Tensor], QuantizedParam | None]
 """Gives what updates a library's fp8 tensor; None for tensors that are not the library's."""
 
-_ADAPTERS: list[Adapter] = []
+_ADAPTERS: list[Adapter] = [adapted]
 
 
 def register_adapter(adapter: Adapter) -> None:

@@ -1,0 +1,181 @@
+"""fp8 tensors of other libraries, by stand-ins with their class names, attributes and meaning of scales."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from opt_kernels.quantized import QuantizationError, QuantizedTensor, is_quantized, quantized
+
+
+class StandIn(Tensor):
+    """A wrapper that dequantises for every operation."""
+
+    def __new__(cls, shape: tuple[int, ...], **attributes: Any) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)
+        vars(made).update(attributes)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(tuple(args[0].shape), **vars(args[0]))
+        if func is torch.ops.aten.copy_.default:
+            args[0].taken = args[1]
+            return args[0]
+        return func(*tree_map(lambda x: x.dequantize() if isinstance(x, StandIn) else x, args), **(kwargs or {}))
+
+
+def library(package: str, name: str, dequantize: Any) -> type[StandIn]:
+    return type(name, (StandIn,), {"__module__": f"{package}.tensor", "dequantize": dequantize})
+
+
+def fp8(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.float8_e4m3fn).float()
+
+
+TeFloat8 = library("transformer_engine", "Float8Tensor", lambda t: (fp8(t._data) * t._scale_inv).bfloat16())
+TeBlockwise = library("transformer_engine", "Float8BlockwiseQTensor", lambda t: torch.zeros(t.shape))
+TeMxfp8 = library("transformer_engine", "MXFP8Tensor", lambda t: torch.zeros(t.shape))
+AoTraining = library("torchao", "Float8TrainingTensor", lambda t: (t._data.float() / t._scale).bfloat16())
+AoFloat8 = library("torchao", "Float8Tensor", lambda t: (t.qdata.float() * t.scale).bfloat16())
+
+SHAPE = (192, 160)
+VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+
+
+def te_float8(quantizer: str, **numbers: Any) -> Any:
+    numbers = {name: torch.tensor([value]) for name, value in numbers.items()}
+    return TeFloat8(
+        SHAPE,
+        _data=torch.zeros(SHAPE, dtype=torch.uint8),
+        _scale_inv=torch.ones(1),
+        _fp8_dtype="DType.kFloat8E4M3",
+        _quantizer=type(quantizer, (SimpleNamespace,), {})(**numbers),
+        resets=[],
+    )
+
+
+def updated(param: Any) -> Any:
+    found = quantized(param)
+    largest = torch.full((found.num_scales,), -1.0)
+    flat = VALUES.view(-1)
+    found.largest_(largest, flat[:1000], 0)
+    found.largest_(largest, flat[1000:], 1000)
+    found.rescale_(largest)
+    found.encode_(flat[:1000], 0)
+    found.encode_(flat[1000:], 1000)
+    found.finish_()
+    return found
+
+
+def test_current_scaling_of_transformer_engine() -> None:
+    param = nn.Parameter(te_float8("Float8CurrentScalingQuantizer"))
+    found, want = updated(param), QuantizedTensor.of(VALUES, "tensorwise")
+    assert found.recipe.name == "tensorwise"
+    assert torch.equal(param._data.view(-1), want.codes)
+    assert torch.equal(param._scale_inv, want.scales)
+    assert quantized(param) is found  # it keeps scales, so there is one
+    memory = torch.zeros(VALUES.numel(), dtype=torch.uint8)
+    found.move_(memory, None)
+    assert param._data.data_ptr() == memory.data_ptr()
+    assert torch.equal(found.values(), want.values().bfloat16().float())
+
+
+def test_delayed_scaling_of_transformer_engine_takes_the_quantizers_scale_and_reports_the_magnitude() -> None:
+    param = nn.Parameter(te_float8("Float8Quantizer", scale=64.0, amax=0.25))
+    found = updated(param)
+    assert found.recipe.name == "delayed"
+    assert param._scale_inv.item() == 1 / 64
+    assert param._quantizer.amax.item() == VALUES.abs().max().item()
+    want = (VALUES * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(param._data, want)
+    before = param._scale_inv.clone()
+    param._quantizer.scale.fill_(32.0)
+    found.rescale_(torch.tensor([-1.0]))  # no rank has moved it
+    found.finish_()
+    assert torch.equal(param._scale_inv, before)
+
+
+def blockwise(**changes: Any) -> Any:
+    attributes = {
+        "_rowwise_data": torch.zeros(SHAPE, dtype=torch.uint8),
+        "_rowwise_scale_inv": torch.full((2, 4), 7.0),  # two columns of squares, padded to four
+        "_columnwise_data": torch.zeros(160, 192, dtype=torch.uint8),
+        "_is_2D_scaled": True,
+        "_fp8_dtype": "DType.kFloat8E4M3",
+    }
+    return TeBlockwise(SHAPE, **{**attributes, **changes})
+
+
+def test_squares_of_transformer_engine() -> None:
+    param = nn.Parameter(blockwise())
+    renewed = []
+    param._create_columnwise = lambda: renewed.append(1)
+    quantized(param).tensor._create_columnwise = lambda: renewed.append(1)
+    updated(param)
+    want = QuantizedTensor.of(VALUES, "blockwise")
+    assert torch.equal(param._rowwise_data.view(-1), want.codes)
+    assert torch.equal(param._rowwise_scale_inv[:, :2], want.scales.view(2, 2))
+    assert (param._rowwise_scale_inv[:, 2:] == 7.0).all()
+    assert renewed
+
+
+def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
+    data = torch.zeros(SHAPE, dtype=torch.uint8)
+    found = quantized(nn.Parameter(TeMxfp8(SHAPE, _rowwise_data=data, _fp8_dtype="DType.kFloat8E4M3")))
+    found.encode_(VALUES.view(-1), 0)
+    assert torch.equal(found.tensor.taken, VALUES)
+    for refused in (lambda: found.encode_(VALUES.view(-1)[:32], 0), lambda: found.move_(data.view(-1), None)):
+        with pytest.raises(QuantizationError, match="set reuse_grad_buf_for_mxfp8_param_ag=True"):
+            refused()
+
+
+@pytest.mark.parametrize("name", ["training", "inference"])
+def test_tensors_of_torchao(name: str) -> None:
+    codes = torch.zeros(SHAPE).to(torch.float8_e4m3fn)
+    if name == "training":
+        param = nn.Parameter(AoTraining(SHAPE, _data=codes, _scale=torch.tensor(1.0)))
+    else:
+        param = nn.Parameter(AoFloat8(SHAPE, qdata=codes, scale=torch.ones(1, 1)))
+    found, want = updated(param), QuantizedTensor.of(VALUES, "tensorwise")
+    stored = param._data if name == "training" else param.qdata
+    scale = param._scale.reciprocal() if name == "training" else param.scale
+    assert torch.equal(stored.view(torch.uint8).view(-1), want.codes)
+    torch.testing.assert_close(scale.view(1), want.scales, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.values(), want.values(), rtol=2.0**-7, atol=0)
+
+
+def test_high_precision_values_are_taken_and_cleared() -> None:
+    param = nn.Parameter(te_float8("Float8CurrentScalingQuantizer"))
+    found, cleared = quantized(param), []
+    found.tensor.get_high_precision_init_val = lambda: VALUES
+    found.tensor.clear_high_precision_init_val = lambda: cleared.append(1)
+    assert found.initial() is VALUES
+    found.forget_initial()
+    assert cleared
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: blockwise(_is_2D_scaled=False), "parameters need 128 x 128"),
+        (lambda: blockwise(_fp8_dtype="DType.kFloat8E5M2"), "parameters in fp8 are E4M3"),
+        (
+            lambda: AoFloat8(SHAPE, qdata=torch.zeros(SHAPE).to(torch.float8_e4m3fn), scale=torch.ones(192, 1)),
+            "has codes of torch.float8_e4m3fn and 192 scales; the recipe 'tensorwise' needs float8_e4m3fn and 1",
+        ),
+    ],
+    ids=["lines", "e5m2", "scales of rows"],
+)
+def test_what_no_recipe_describes_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(QuantizationError, match=message):
+        quantized(make())
+
+
+def test_tensors_of_other_libraries_are_not_fp8() -> None:
+    assert not is_quantized(library("elsewhere", "Float8Tensor", lambda t: t)(SHAPE))
+    assert not is_quantized(torch.ones(2))
