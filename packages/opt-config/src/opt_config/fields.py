@@ -28,10 +28,6 @@ _OFFLOAD_TESTS = "integration_tests/test_offload.py"
 _FACADE_TESTS = "packages/opt-stack/tests/test_facade.py"
 
 
-def _not_built(read_in: str) -> FieldUse:
-    return FieldUse(read_in, built=False)
-
-
 def _effect(read_in: str, test: str) -> FieldUse:
     return FieldUse(read_in, f"{_EFFECTS}::{test}")
 
