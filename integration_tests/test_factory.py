@@ -82,7 +82,7 @@ def asked(folder: Path) -> list[Asked]:
 
 UNKNOWN = (
     "optimizer='adma' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
-    "schedule_free, signum, muon, adaptive_muon, soap; did you mean 'adam' or 'adan'?"
+    "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?"
 )
 ROLE = (
     "pg_collection lacks mp (tensor and pipeline ranks that hold one copy of the dense model): needed always; None "

@@ -13,6 +13,7 @@ from opt_kernels.rules.base import MatrixRule
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP, Order
+from opt_kernels.rules.soap_muon import SOAPMuon
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
@@ -22,6 +23,7 @@ RULES: dict[str, MatrixRule] = {
     "normuon": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON),
     "normuon of columns": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
     "soap": SOAP(),
+    "soap_muon": SOAPMuon(),
     "soap in megatron's order": SOAP(order=Order.MEGATRON),
 }
 SPLIT = (4, 1, 1)
