@@ -12,7 +12,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_kernels import hooks
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import Optimizer, get_optimizer, host_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -180,6 +180,24 @@ def test_staging_is_pinned_where_asked(pin_grads: bool, pin_params: bool) -> Non
 
     params, grads = run_deferred(1, rank_main, seed=0)[0]
     assert (params, grads) == ((torch.float16, pin_params), (torch.float16, pin_grads))
+
+
+@pytest.mark.parametrize(("part_numel", "parts"), [(1, [1, 1, 1, 1]), (70, [2, 2]), (1000, [4])])
+def test_a_unit_travels_in_parts_of_enough_elements(
+    part_numel: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64, 16, 10 and 6 elements; one part where copies do not overlap. Only the last publishes."""
+    monkeypatch.setattr(host_units, "PART_NUMEL", part_numel)
+
+    def rank_main(one: DeferredRank) -> list[Any]:
+        found = []
+        for overlap in (True, False):
+            units = built(Vectors(), **OFFLOAD, overlap_cpu_optimizer_d2h_h2d=overlap).stepper.units
+            found.append([len(unit.pieces) for unit in units if unit.host is not None])
+            assert [bool(unit.completes) for unit in units] == [*(False for _ in units[1:]), True]
+        return found
+
+    assert run_deferred(1, rank_main, seed=0) == [[parts, [4]]]
 
 
 def test_on_a_cpu_nothing_is_copied_and_a_step_allocates_what_it_did() -> None:
