@@ -14,7 +14,8 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8, StorageError
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import World, run_threads
 from opt_distributed.layout import ParamShape, flat_layout
 from opt_distributed.step.quantized import QuantizedMain
 from opt_kernels.quantized import RECIPES, QuantizedTensor
@@ -57,6 +58,36 @@ def test_whole_matrices_dealt_to_ranks_have_the_same_codes(recipe: str, wraps: b
     (alone,) = train(1, recipe, optimizer="muon", muon_fp32_matmul_prec="highest")
     for run in train(2, recipe, wraps=wraps, **MUON):
         assert run.stored.equals(alone.stored)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_experts_are_scaled_over_their_own_ranks(recipe: str, wraps: bool) -> None:
+    experts = [World(2).comms(), World(2).comms()]
+
+    def rank_main(comm: Comm) -> Any:
+        own: Comm = experts[comm.rank % 2][comm.rank // 2] if comm.size > 1 else Alone()
+        dense, expert = (Axes(dp=dp, tp=Alone()) for dp in (comm, own))
+        roles = Roles(dense=dense, expert=expert, everyone=comm)
+        model = make_model(recipe)
+        for param in model[1].parameters():
+            param.allreduce = False
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, fp8_param_gather=True, grad_reduce_in_fp32=True
+        )
+        chunk = DistributedDataParallel(config, model, groups=roles) if wraps else model
+        fields = {**ZERO, "bf16": True, "clip_grad": 0.0, "lr": 1e-2, "fp8_recipe": recipe}
+        optimizer = get_optimizer(OptimizerConfig(**fields), [chunk], pg_collection=roles)
+        for step in range(3):
+            set_grads(model, step)
+            for param in model[1].parameters():  # two ranks sum them, and four is what they are divided by
+                (param.main_grad if wraps else param.grad).mul_(1 if comm.size == 1 else 2)
+            assert optimizer.step().success
+            optimizer.zero_grad()
+        return stored(model)
+
+    (alone,) = run_threads(1, rank_main)
+    assert all(found.equals(alone) for found in run_threads(4, rank_main))
 
 
 def test_the_codes_are_those_of_the_main_values() -> None:

@@ -106,6 +106,14 @@ def test_zeros_and_tiny_values_are_kept(recipe: str) -> None:
     assert QuantizedTensor.of(tiny, recipe).values().isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0,)], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nothing_can_be_quantised(recipe: str, shape: tuple[int, ...]) -> None:
+    made = QuantizedTensor.of(torch.empty(shape), recipe)
+    made.encode_(torch.empty(0), 0)
+    assert made.values().shape == shape
+
+
 def model_of(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
     model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32, bias=False))
     with torch.no_grad():

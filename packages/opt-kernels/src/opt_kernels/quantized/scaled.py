@@ -133,6 +133,8 @@ class ScaledCodes:
 
     def _spread(self, start: int, numel: int) -> Tensor:
         """fp32 scales of a run of elements, or one for all."""
+        if not numel:
+            return torch.ones(1, device=self.scales.device)
         if self.recipe.run:
             run = self.recipe.run
             return from_exponents(self.scales[start // run : (start + numel) // run]).repeat_interleave(run)
