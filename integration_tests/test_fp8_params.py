@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fp8_training import SHAPES, build, fp8_params, make_model, set_grads, stored, train
 from parity import roles_over
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -317,6 +320,17 @@ def test_what_one_rank_refuses_all_ranks_refuse() -> None:
 
     texts = run_threads(2, rank_main)
     assert all("kept by the recipe 'tensorwise'" in text for text in texts), texts
+
+
+def test_fully_shard_dequantises_which_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = make_model("tensorwise")
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ConfigError, match="leave it out; fully_shard and other DTensors dequantise"):
+            get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="tensorwise"), [model])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_replicas_that_differ_in_codes_are_refused_or_take_the_first_ones() -> None:

@@ -55,7 +55,8 @@ def check_recipes(config: OptimizerConfig, chunks: Sequence[nn.Module], everyone
     if asks and not any(everyone.gather_objects(bool(found))):
         raise ConfigError(
             f"{asks}, but no parameter is stored in fp8 on any rank; make them so before the model is wrapped "
-            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave it out"
+            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave it out; "
+            "fully_shard and other DTensors dequantise what they cut"
         )
 
 
