@@ -294,10 +294,8 @@ def test_a_flat_ranks_state_is_its_share_to_a_percent(size: int) -> None:
     numel = sum(p.numel() for p in model.parameters())
     assert numel > 10_000_000
 
-    class Pretended:
+    class Pretended(Alone):
         """One rank of a group that plans but does not step."""
-
-        rank = 0
 
         def gather_objects(self, value: Any) -> list[Any]:
             return [value] * size
