@@ -1,0 +1,200 @@
+"""An optimizer that is built after a trainer has replaced the model's parameters, as Accelerate does for FSDP2."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from opt_config import OptimizerConfig, Replicated
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import agreed
+from opt_distributed.comm.find import find_roles
+from opt_distributed.step.result import StepResult
+from opt_kernels.hooks import GivenHooks
+from opt_paramgroups import get_param_groups
+from opt_stack.factory import Overrides, get_optimizer_based_on_param_groups, plan_of, with_matrix_rule
+from opt_stack.hooks import HOOKS
+from opt_stack.local_state import match_groups, packed_groups, set_group_
+from opt_stack.optimizer import Optimizer
+from opt_stack.planner import WorldSizes
+from opt_stack.registry import Registry
+
+_STATE_DICT_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
+
+
+class DeferredOptimizer(torch.optim.Optimizer):
+    """The optimizer of a model whose parameters will be replaced, as by Accelerate's `prepare(model, optimizer)`.
+
+    It has parameter groups from the start, so schedulers can be made of it, and it checks the configuration. The
+    optimizer itself, `built`, is made from these groups by what first needs it: a step, `state`, a loaded state, or
+    `state_dict()` once parameters were replaced. All ranks do that together. Attributes set on the original parameters,
+    as `is_embedding_or_output_parameter`, are put on those that replaced them.
+
+    With the interface of torch's optimizers only; the rest (`plan`, `get_grad_norm`, ...) is that of `built`.
+
+    Args:
+        config, config_overrides, mesh, broadcast_params, rules, hooks, allow_unmatched, extra_group_keys: as for
+            `get_optimizer`.
+        model: the model that is given to `prepare`, before it is.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: as `get_optimizer`; what depends on the final parameters is raised
+            when the optimizer is built.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: nn.Module,
+        config_overrides: Overrides | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        broadcast_params: bool = False,
+        rules: Registry | None = None,
+        hooks: GivenHooks = (),
+        allow_unmatched: bool = False,
+        extra_group_keys: Collection[str] = (),
+    ):
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "model is wrapped in opt_stack.DistributedDataParallel, whose parameters stay; use get_optimizer"
+            )
+        self._built: Optimizer | None = None
+        everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
+        known = agreed(everyone, lambda: rules or Registry().with_installed())
+        overrides = agreed(everyone, lambda: with_matrix_rule(config, config_overrides, known))
+        groups = get_param_groups(
+            [model],
+            config,
+            overrides,
+            gather=everyone.gather_objects,
+            allow_unmatched=allow_unmatched,
+            extra_group_keys=None,
+        )
+        agreed(
+            everyone,
+            lambda: plan_of(
+                config, [model], groups, known, sizes=WorldSizes(), hooks=hooks, extra_group_keys=extra_group_keys
+            ),
+        )
+        for group in groups:
+            group.pop(HOOKS, None)  # written again when the optimizer is built
+        super().__init__(
+            groups, defaults={key: groups[0][key] for key in ("lr", "betas", "momentum") if key in groups[0]}
+        )
+        # Weak, so that the memory of parameters that are replaced can be freed.
+        self._originals = [ref(param) for group in groups for param in group["params"]]
+        attributes = {name: dict(vars(param)) for name, param in model.named_parameters() if vars(param)}
+
+        def build() -> Optimizer:
+            _restore_attributes_(model, attributes)
+            return get_optimizer_based_on_param_groups(
+                config,
+                [model],
+                self.param_groups,
+                mesh=mesh,
+                broadcast_params=broadcast_params,
+                rules=known,
+                hooks=hooks,
+                extra_group_keys=extra_group_keys,
+            )
+
+        self._build: Callable[[], Optimizer] = build
+
+    @property
+    def built(self) -> Optimizer:
+        """The optimizer; builds it on first use, which all ranks do together, after `prepare`."""
+        if self._built is None:
+            built = self._build()
+            for name in _STATE_DICT_HOOKS:
+                setattr(built, name, getattr(self, name))
+            self._built = built
+        return self._built
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups; the list itself is another one once the optimizer is built."""
+        return self._groups if self._built is None else self._built.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._built is None:
+            self._groups = groups
+        else:
+            self._built.param_groups = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Any]:
+        """This rank's state by parameter: that of `built`."""
+        return self.built.state
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if hasattr(self, "_build"):  # torch's constructor sets an empty one
+            self.built.state = value
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """One step of `built`."""
+        result: StepResult = self.built.step(closure)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None, or to zero."""
+        if self._built is None:
+            super().zero_grad(set_to_none=set_to_none)
+        else:
+            self._built.zero_grad(set_to_none=set_to_none)
+
+    def train(self, mode: bool = True) -> None:
+        """As `Optimizer.train`, for rules that evaluate with other weights."""
+        self.built.train(mode)
+
+    def eval(self) -> None:
+        """As `Optimizer.eval`, for rules that evaluate with other weights."""
+        self.built.eval()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction, as by `Optimizer`."""
+        if hasattr(self, "_build"):
+            raise ValueError("the model's parameters are grouped when the optimizer is made; make a new one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of `built`. Before it is built and parameters were replaced: the groups, and no state."""
+        if self._built is None and not self._replaced():
+            return {"state": {}, "param_groups": packed_groups(self.param_groups, rank_local=False)}
+        return self.built.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
+        """As `Optimizer.load_state_dict`. A state dict of groups alone does not build the optimizer."""
+        if self._built is None and not options and not self._replaced() and state_dict.get("state") == {}:
+            for group, saved in zip(self.param_groups, match_groups(state_dict, self.param_groups), strict=True):
+                set_group_(group, saved)
+            return
+        self.built.load_state_dict(state_dict, **options)
+
+    def _replaced(self) -> bool:
+        present = [param for group in self.param_groups for param in group["params"]]
+        return any(original() is not param for original, param in zip(self._originals, present, strict=True))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DeferredOptimizer belongs to its model, so it is not copied or pickled; make another and load this "
+            "one's state_dict"
+        )
+
+
+def _restore_attributes_(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put `attributes`, by parameter name, on the parameters that lack them: a new nn.Parameter has none."""
+    for name, param in model.named_parameters():
+        for key, value in attributes.get(name, {}).items():
+            vars(param).setdefault(key, value)

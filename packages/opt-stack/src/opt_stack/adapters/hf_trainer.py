@@ -1,0 +1,30 @@
+"""The Hugging Face Trainer: a factory for its argument `optimizer_cls_and_kwargs`."""
+
+from typing import Any
+
+from torch import nn
+
+from opt_config import OptimizerConfig
+from opt_stack.adapters.deferred import DeferredOptimizer
+
+
+class StackFactory:
+    """Builds the whole stack inside the Trainer, which knows the final model and device.
+
+    The Trainer (transformers 4.56 and newer, checked with 5.23) instantiates what is no optimizer class and calls it
+    with the model:
+
+        Trainer(..., optimizer_cls_and_kwargs=(StackFactory, {"config": OptimizerConfig(optimizer="muon", lr=3e-4)}))
+
+    The Trainer clips gradients to `max_grad_norm` itself, so set `clip_grad=0.0`, or `max_grad_norm=0.0`. Its
+    `weight_decay` and `learning_rate` are not read: the configuration has them. Its schedules multiply the learning
+    rates of the groups.
+    """
+
+    def __call__(self, model: nn.Module, *, config: OptimizerConfig, **options: Any) -> DeferredOptimizer:
+        """Return the optimizer of `model`; `options` are those of `DeferredOptimizer`.
+
+        Raises:
+            ConfigError (a ValueError): as `DeferredOptimizer`.
+        """
+        return DeferredOptimizer(config, model, **options)

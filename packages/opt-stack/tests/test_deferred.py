@@ -1,0 +1,173 @@
+"""`DeferredOptimizer`: parameters are replaced after it is made, as Accelerate's FSDP2 does; then it is the façade."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.hooks import CautiousDecay
+from opt_stack import ParamKey, get_optimizer
+from opt_stack.adapters import DeferredOptimizer
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def replace_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """New parameters in the model and the groups, with Accelerate's placeholders in between."""
+    numbers = {id(param): name for name, param in model.named_parameters()}
+    names = [[numbers[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for i, param in enumerate(group["params"]):
+            group["params"][i] = torch.empty(1, dtype=param.dtype)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param.detach().clone()))
+    new = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [new[name] for name in of_group]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> dict[str, Tensor]:
+    for step in steps:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+def config(**fields: object) -> OptimizerConfig:
+    return OptimizerConfig(**{"optimizer": "muon", "lr": 1e-2, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
+@pytest.mark.parametrize("rule", ["adam", "muon", "schedule_free"])
+def test_it_trains_as_the_optimizer_of_the_final_parameters(rule: str, is_replaced: bool) -> None:
+    expected = make_model()
+    want = train(expected, get_optimizer(config(optimizer=rule), [expected]))
+    model = make_model()
+    optimizer = DeferredOptimizer(config(optimizer=rule), model)
+    optimizer.load_state_dict(optimizer.state_dict())  # what Accelerate does at once
+    if is_replaced:
+        replace_parameters(model, optimizer)
+    assert optimizer._built is None
+    assert_same(train(model, optimizer), want)
+
+
+def test_attributes_of_replaced_parameters_still_choose_their_rule() -> None:
+    model = make_model()
+    model[2].weight.is_embedding_or_output_parameter = True
+    optimizer = DeferredOptimizer(config(), model)
+    replace_parameters(model, optimizer)
+    assert not hasattr(model[2].weight, "is_embedding_or_output_parameter")
+    train(model, optimizer)
+    assert "momentum_buffer" not in optimizer.state[model[2].weight]
+    assert "momentum_buffer" in optimizer.state[model[0].weight]
+    assert model[2].weight.is_embedding_or_output_parameter
+
+
+def test_a_schedule_made_of_it_goes_on_when_it_is_built() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(), model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    replace_parameters(model, optimizer)
+    for step in range(3):
+        assert {group["lr"] for group in optimizer.param_groups} == {1e-2 * 0.5**step}
+        train(model, optimizer, range(step, step + 1))
+        schedule.step()
+    assert {group["lr"] for group in optimizer.built.param_groups} == {1e-2 * 0.5**3}
+
+
+def test_momentum_cycles_as_with_the_optimizer_itself() -> None:
+    optimizer = DeferredOptimizer(config(optimizer="adam"), make_model())
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
+    assert optimizer.param_groups[0]["betas"][0] == 0.95
+
+
+def test_state_saved_and_loaded_resumes_bit_for_bit() -> None:
+    unbroken = make_model()
+    want = train(unbroken, get_optimizer(config(), [unbroken]), range(5))
+    first = make_model()
+    saving = DeferredOptimizer(config(), first)
+    replace_parameters(first, saving)
+    train(first, saving, range(2))
+    saved = copy.deepcopy(saving.state_dict())
+    resumed = make_model()
+    resumed.load_state_dict(first.state_dict())
+    optimizer = DeferredOptimizer(config(), resumed)
+    replace_parameters(resumed, optimizer)
+    optimizer.load_state_dict(saved)
+    assert_same(train(resumed, optimizer, range(2, 5)), want)
+
+
+def test_a_save_before_the_first_step_holds_the_state_once_parameters_are_replaced() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(), model)
+    assert optimizer.state_dict()["state"] == {}
+    replace_parameters(model, optimizer)
+    assert len(optimizer.state_dict()["state"]) == 6
+
+
+def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(weight_decay=0.1), model, hooks=[CautiousDecay()])
+    called = []
+    optimizer.register_state_dict_post_hook(lambda *_: called.append("saved"))
+    optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
+    train(model, optimizer, range(1))
+    optimizer.state_dict()
+    assert called == ["stepped", "saved"]
+    assert optimizer.param_groups[0]["hooks"]
+
+
+def test_what_cannot_work_is_refused_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="muonn"):
+        DeferredOptimizer(config(optimizer="muonn"), make_model())
+    with pytest.raises(ConfigError, match="headd"):
+        DeferredOptimizer(config(), make_model(), {ParamKey(name="headd.*"): {"lr_mult": 2.0}})
+
+
+def test_a_step_between_the_placeholders_and_the_new_parameters_is_refused() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(), model)
+    optimizer.param_groups[0]["params"][0] = torch.empty(1)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        optimizer.step()
+
+
+def test_parameters_replaced_after_it_was_built_are_refused() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(), model)
+    train(model, optimizer, range(1))
+    replace_parameters(model, optimizer)
+    with pytest.raises(ValueError, match="other parameters than those"):
+        train(model, optimizer, range(1, 2))
+
+
+def test_copies_and_new_groups_are_refused() -> None:
+    optimizer = DeferredOptimizer(config(), make_model())
+    with pytest.raises(TypeError, match="copied or pickled"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(ValueError, match="make a new one"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_weights_to_evaluate_with_are_those_of_the_rule() -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(optimizer="schedule_free"), model)
+    trained = train(model, optimizer)
+    optimizer.eval()
+    assert any((param != trained[name]).any() for name, param in model.named_parameters())
+    optimizer.train()
+    assert_same(dict(model.named_parameters()), trained)
