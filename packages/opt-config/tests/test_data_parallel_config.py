@@ -1,10 +1,10 @@
-"""DistributedDataParallelConfig: its defaults, its refusals, and what is not built yet."""
+"""DistributedDataParallelConfig: its defaults and its refusals."""
 
 import dataclasses
 
 import pytest
 
-from opt_config import DATA_PARALLEL_FIELDS, ConfigError, DistributedDataParallelConfig, data_parallel_config
+from opt_config import ConfigError, DistributedDataParallelConfig
 
 DEFAULTS: dict[str, object] = {
     "grad_reduce_in_fp32": False,
@@ -79,20 +79,10 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_bad_configuration_is_refused_with_its_message(monkeypatch, given, message):
-    # Relations hold whether or not a capability is built: the table of what is not built is emptied.
-    monkeypatch.setattr(data_parallel_config, "UNBUILT_DATA_PARALLEL", frozenset())
+def test_a_bad_configuration_is_refused_with_its_message(given, message):
     with pytest.raises(ConfigError) as caught:
         DistributedDataParallelConfig(**given)
     assert str(caught.value) == OWNER + message
-
-
-@pytest.mark.parametrize("name", [name for name, use in DATA_PARALLEL_FIELDS.items() if not use.built])
-def test_what_is_not_built_is_refused_off_its_default(name):
-    off_default = {bool: True, tuple: ("all",), type(None): 3}[type(DEFAULTS[name])]
-    with pytest.raises(ConfigError) as caught:
-        DistributedDataParallelConfig(**{name: off_default})
-    assert str(caught.value) == f"{OWNER}{name}={off_default!r}: is not built yet; leave it at {DEFAULTS[name]!r}"
 
 
 def test_a_full_configuration_is_accepted():

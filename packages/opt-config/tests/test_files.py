@@ -42,8 +42,7 @@ def test_values_are_read_as_files_hold_them(given, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_lists_become_tuples(monkeypatch):
-    monkeypatch.setattr("opt_config.data_parallel_config.UNBUILT_DATA_PARALLEL", frozenset())
+def test_lists_become_tuples():
     config = DistributedDataParallelConfig.from_dict({"param_name_patterns_for_fp32_local_accumulation": ["*.router"]})
     assert config.param_name_patterns_for_fp32_local_accumulation == ("*.router",)
 

@@ -1,14 +1,12 @@
 """DistributedDataParallelConfig: how gradients are reduced and parameters gathered over data-parallel ranks."""
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from opt_config.errors import ConfigError, Problem
-from opt_config.fields import UNBUILT_DATA_PARALLEL
 from opt_config.files import Configuration
-from opt_config.validate import AT_LEAST_ONE, field_default, interval_problems, type_problems
+from opt_config.validate import AT_LEAST_ONE, interval_problems, type_problems
 
 
 @dataclass
@@ -61,7 +59,7 @@ class DistributedDataParallelConfig(Configuration):
         """Check every field as it is now. Raises `ConfigError` with all that is wrong."""
         problems = list(type_problems(self))
         wrong = {problem.field for problem in problems}
-        problems += [problem for problem in _alone(self) if problem.field not in wrong]
+        problems += [problem for problem in interval_problems(self, _INTERVALS) if problem.field not in wrong]
         if not problems:
             problems = list(_together(self))
         if problems:
@@ -71,14 +69,6 @@ class DistributedDataParallelConfig(Configuration):
 _INTERVALS = MappingProxyType(
     {"num_distributed_optimizer_instances": AT_LEAST_ONE, "bucket_size": AT_LEAST_ONE, "num_buckets": AT_LEAST_ONE}
 )
-
-
-def _alone(config: DistributedDataParallelConfig) -> Iterator[Problem]:
-    yield from interval_problems(config, _INTERVALS)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in UNBUILT_DATA_PARALLEL and value != field_default(field):
-            yield Problem(field.name, value, f"is not built yet; leave it at {field_default(field)!r}")
 
 
 def _together(config: DistributedDataParallelConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The table of all fields: where each is read, the test that shows its effect, whether its capability is built."""
+"""The table of all fields: where each is read, and the test that shows its effect."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -9,8 +9,7 @@ class FieldUse(NamedTuple):
     """What becomes of a field."""
 
     read_in: str  # the module that reads it
-    shown_by: str = ""  # the test that fails if it had no effect: path from the repository's root::test
-    built: bool = True  # False: any value but the default is refused, and no test shows more than that
+    shown_by: str  # the test that fails if it had no effect: path from the repository's root::test
 
 
 _EFFECTS = "integration_tests/test_config_fields.py"
@@ -192,9 +191,6 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     }
 )
 
-UNBUILT: frozenset[str] = frozenset(name for name, use in OPTIMIZER_FIELDS.items() if not use.built)
-UNBUILT_DATA_PARALLEL: frozenset[str] = frozenset(name for name, use in DATA_PARALLEL_FIELDS.items() if not use.built)
-
 
 def fields_page() -> str:
     """The page of all fields, in markdown: this is `docs/config_fields.md`."""
@@ -202,8 +198,7 @@ def fields_page() -> str:
         [
             "# Every field, where it is read, and the test that shows it",
             "",
-            "Written by `python -m opt_config fields`; a test keeps it current. A field that is not built yet is",
-            "refused with a `ConfigError` when it is set to anything but its default.",
+            "Written by `python -m opt_config fields`; a test keeps it current.",
             *_section("OptimizerConfig", OPTIMIZER_FIELDS),
             *_section("DistributedDataParallelConfig", DATA_PARALLEL_FIELDS),
             "",
@@ -212,7 +207,6 @@ def fields_page() -> str:
 
 
 def _section(title: str, uses: Mapping[str, FieldUse]) -> Iterator[str]:
-    yield from ("", f"## {title}", "", "| field | read in | shown by | built |", "|---|---|---|---|")
+    yield from ("", f"## {title}", "", "| field | read in | shown by |", "|---|---|---|")
     for name, use in uses.items():
-        test = f"`{use.shown_by.rpartition('::')[2]}`" if use.shown_by else ""
-        yield f"| `{name}` | `{use.read_in}` | {test} | {'yes' if use.built else 'not yet'} |"
+        yield f"| `{name}` | `{use.read_in}` | `{use.shown_by.rpartition('::')[2]}` |"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from opt_config.errors import ConfigError, Problem
-from opt_config.fields import UNBUILT
 from opt_config.validate import (
     AT_LEAST_ONE,
     DECAY_RATE,
@@ -113,11 +112,7 @@ def validate_optimizer_config(config: "OptimizerConfig") -> None:
 def _alone(config: "OptimizerConfig") -> Iterator[Problem]:
     """Problems of fields taken one by one."""
     yield from interval_problems(config, INTERVALS)
-    yield from choice_problems(config, {name: allowed for name, allowed in CHOICES.items() if name not in UNBUILT})
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in UNBUILT and value != field_default(field):
-            yield Problem(field.name, value, f"is not built yet; leave it at {field_default(field)!r}")
+    yield from choice_problems(config, CHOICES)
     if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
         yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
 
