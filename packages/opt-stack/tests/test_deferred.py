@@ -1,14 +1,15 @@
 """`DeferredOptimizer`: parameters are replaced after it is made, as Accelerate's FSDP2 does; then it is the façade."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_kernels.hooks import CautiousDecay
-from opt_stack import ParamKey, get_optimizer
+from opt_stack import DistributedDataParallel, ParamKey, get_optimizer
 from opt_stack.adapters import DeferredOptimizer
 
 
@@ -136,6 +137,28 @@ def test_what_cannot_work_is_refused_when_it_is_made() -> None:
         DeferredOptimizer(config(optimizer="muonn"), make_model())
     with pytest.raises(ConfigError, match="headd"):
         DeferredOptimizer(config(), make_model(), {ParamKey(name="headd.*"): {"lr_mult": 2.0}})
+
+
+WRAPPED: dict[str, Callable[[nn.Module], object]] = {
+    "list": lambda model: [model],
+    "wrapper": lambda model: DistributedDataParallel(DistributedDataParallelConfig(), model),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_what_is_not_the_module_itself_is_refused(wrap: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(ConfigError, match=r"pass the module itself|use get_optimizer"):
+        DeferredOptimizer(config(), wrap(make_model()))  # type: ignore[arg-type]
+
+
+def test_attributes_follow_parameters_that_a_wrapper_renamed() -> None:
+    model = make_model()
+    model[0].weight.is_qkv = False
+    optimizer = DeferredOptimizer(config(), model)
+    replace_parameters(model, optimizer)
+    model[0] = nn.Sequential(model[0])  # as regional compilation and activation checkpointing do
+    train(model, optimizer)
+    assert model[0][0].weight.is_qkv is False
 
 
 def test_a_step_between_the_placeholders_and_the_new_parameters_is_refused() -> None:

@@ -1,6 +1,6 @@
 """An optimizer that is built after a trainer has replaced the model's parameters, as Accelerate does for FSDP2."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import OptimizerConfig, Replicated
+from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import find_roles
@@ -64,10 +64,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         allow_unmatched: bool = False,
         extra_group_keys: Collection[str] = (),
     ):
-        if isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                "model is wrapped in opt_stack.DistributedDataParallel, whose parameters stay; use get_optimizer"
-            )
+        _check_model(model)
         self._built: Optimizer | None = None
         everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
@@ -93,10 +90,10 @@ class DeferredOptimizer(torch.optim.Optimizer):
         )
         # Weak, so that the memory of parameters that are replaced can be freed.
         self._originals = [ref(param) for group in groups for param in group["params"]]
-        attributes = {name: dict(vars(param)) for name, param in model.named_parameters() if vars(param)}
+        attributes = [dict(vars(param)) for group in groups for param in group["params"]]
 
         def build() -> Optimizer:
-            _restore_attributes_(model, attributes)
+            _restore_attributes_(self._present(), attributes)
             return get_optimizer_based_on_param_groups(
                 config,
                 [model],
@@ -183,8 +180,10 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self.built.load_state_dict(state_dict, **options)
 
     def _replaced(self) -> bool:
-        present = [param for group in self.param_groups for param in group["params"]]
-        return any(original() is not param for original, param in zip(self._originals, present, strict=True))
+        return any(original() is not param for original, param in zip(self._originals, self._present(), strict=True))
+
+    def _present(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -193,8 +192,17 @@ class DeferredOptimizer(torch.optim.Optimizer):
         )
 
 
-def _restore_attributes_(model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put `attributes`, by parameter name, on the parameters that lack them: a new nn.Parameter has none."""
-    for name, param in model.named_parameters():
-        for key, value in attributes.get(name, {}).items():
+def _restore_attributes_(params: Sequence[nn.Parameter], attributes: Sequence[Mapping[str, Any]]) -> None:
+    """Put each parameter's `attributes` on it where it lacks them: a parameter that replaced another has none."""
+    for param, of_param in zip(params, attributes, strict=True):
+        for key, value in of_param.items():
             vars(param).setdefault(key, value)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; pass the module itself, as to Accelerate's prepare")
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
+        )
