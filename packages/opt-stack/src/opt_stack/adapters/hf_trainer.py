@@ -11,8 +11,8 @@ from opt_stack.adapters.deferred import DeferredOptimizer
 class StackFactory:
     """Builds the whole stack inside the Trainer, which knows the final model and device.
 
-    The Trainer (transformers 4.56 and newer, checked with 5.23) instantiates what is no optimizer class and calls it
-    with the model:
+    The Trainer instantiates anything that is not an optimizer class and calls it with the model. Checked with
+    transformers 5.23; versions that know only classes raise a TypeError here.
 
         Trainer(..., optimizer_cls_and_kwargs=(StackFactory, {"config": OptimizerConfig(optimizer="muon", lr=3e-4)}))
 
