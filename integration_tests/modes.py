@@ -42,7 +42,7 @@ def _on_host(**fields: Any) -> dict[str, Any]:
 BY_TORCH = "host, by torch"
 ON_HOST = ("half on the host", "host", BY_TORCH)
 IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
-RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap")
+RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap", "soap_muon")
 AXES: Mapping[str, Mapping[str, Fields]] = {
     "rule": {rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
     "numbers": {
@@ -88,7 +88,7 @@ class Refusal:
         return re.search(self.sentence, message) is not None
 
 
-MATRIX_RULES = ("muon", "adaptive_muon", "soap")
+MATRIX_RULES = ("muon", "adaptive_muon", "soap", "soap_muon")
 NARROW = ("bf16", "scaled fp16", "scaled fp8")
 UNLIKE_TORCH = ("lion", "ademamix", "schedule_free", *MATRIX_RULES)
 
@@ -96,7 +96,7 @@ REFUSALS: Sequence[Refusal] = (
     Refusal({"rule": MATRIX_RULES, "sharding": ["ZeRO-1"]}, "needs whole matrices, but use_distributed_optimizer=True"),
     Refusal({"rule": ["sgd", "schedule_free"], "moments": NARROW}, "exp_avg_dtype=.*keeps no such state"),
     Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion keeps no such state"),
-    Refusal({"rule": ["soap"], "moments": NARROW}, "exp_avg_dtype=.*optimizer='soap' keeps it in fp32"),
+    Refusal({"rule": ["soap", "soap_muon"], "moments": NARROW}, "exp_avg_dtype=.*keeps it in fp32"),
     Refusal({"rule": UNLIKE_TORCH, "placement": [BY_TORCH]}, "use_torch_optimizer_for_cpu_offload.*no counterpart"),
     Refusal({"rule": ["schedule_free"], "numbers": [*IN_FP8]}, "evaluates other weights than it trains"),
     Refusal({"numbers": [*IN_FP8], "placement": ON_HOST}, "fp8_recipe=.*excludes optimizer_cpu_offload"),
