@@ -29,7 +29,7 @@ TORCH = (
 ELSEWHERE = """
     NaN ParamKeys ShardedObjects ShardedTensors adjust_lr_fn base_model_chunks data_offsets dp_reshardable
     dp_group_idx_0.gbuf_idx_0.dtype_ flatten_optimizer_state_dict fully_reshardable metadata.json my_project.model
-    ns_coefficients parallel_state prepare shard_OFFSET_SHAPE
+    ns_coefficients parallel_state prepare quantized_model_init shard_OFFSET_SHAPE TransformerEngine
 """
 
 
