@@ -1,6 +1,7 @@
 """Hooks around the update on several ranks: the weights of one process, one collective a step, and what is refused."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ FLAT: dict[str, Any] = {
     "clip": (ClipUpdateRms(0.05),),
     "relative": (RelativeUpdate(), CautiousDecay()),
     "mask": (CautiousUpdate(), CoupledDecay(), ClipUpdateRms(0.05)),
+    "centralized": (CentralizeGradient(), CoupledDecay()),
+    "centralized, relative": (CentralizeGradient(), RelativeUpdate()),
 }
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
@@ -121,15 +124,24 @@ def test_norms_of_all_parameters_take_one_collective_a_step() -> None:
     assert sorted(collectives(norms, **layer_wise)) == both  # of Adam's parameters
 
 
-class Part(torch.nn.Module):
-    """The rows of one tensor-parallel rank of a matrix, or all rows."""
+def test_row_means_of_all_parameters_take_one_collective_a_step_and_none_where_rows_are_whole() -> None:
+    flat, centers = {"use_distributed_optimizer": True}, (CentralizeGradient(),)
+    plain = collectives((), **flat)
+    assert sorted(collectives(centers, **flat)) == sorted([*plain, "all_reduce"])
+    assert sorted(collectives((*centers, ClipUpdateRms()), **flat)) == sorted([*plain, "all_reduce", "all_reduce"])
+    assert collectives(centers) == collectives(())
 
-    def __init__(self, rows: torch.Tensor, *, is_part: bool) -> None:
+
+class Part(torch.nn.Module):
+    """The rows or columns of one tensor-parallel rank of a matrix, or the whole."""
+
+    def __init__(self, grad: torch.Tensor, *, is_part: bool, partition_dim: int | None = 0) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros_like(rows))
-        self.weight.grad = rows.clone()
+        self.weight = torch.nn.Parameter(torch.zeros_like(grad))
+        self.weight.grad = grad.clone()
         if is_part:
-            self.weight.tensor_model_parallel, self.weight.partition_dim = True, 0  # type: ignore[attr-defined]
+            self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+            self.weight.partition_dim = partition_dim  # type: ignore[attr-defined]
 
 
 def test_a_floor_of_rows_is_of_the_matrix_whose_rows_ranks_share() -> None:
@@ -149,6 +161,61 @@ def test_a_floor_of_rows_is_of_the_matrix_whose_rows_ranks_share() -> None:
     least = 0.5 * grad.square().mean().sqrt()
     assert torch.allclose(alone, -torch.cat([grad[:4] * 100 * least, grad[4:]]), rtol=1e-5)
     assert torch.allclose(torch.cat(parts), alone, rtol=1e-6)
+
+
+PLAIN_SGD = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0)
+
+
+def moved_centered(grad: torch.Tensor, dim: int | None, comm: Comm, *, is_flat: bool) -> torch.Tensor:
+    """Minus the gradient of a rank's part, without row means; `is_flat`: ranks are replicas that own flat shards."""
+    axes = Axes(dp=comm, tp=Alone()) if is_flat else Axes(dp=Alone(), tp=comm)
+    part = grad if is_flat else grad.tensor_split(comm.size, dim or 0)[comm.rank]
+    model = Part(part, is_part=comm.size > 1 and not is_flat, partition_dim=dim)
+    roles = Roles(dense=axes, expert=axes, everyone=comm)
+    settings = replace(PLAIN_SGD, use_distributed_optimizer=is_flat)
+    get_optimizer(settings, [model], {}, pg_collection=roles, hooks=(CentralizeGradient(),)).step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 1, 5), (1, 9), (13, 1)], ids=str)
+def test_rows_that_flat_shards_cut_lose_their_whole_mean(shape: tuple[int, ...]) -> None:
+    """A mean of float64 sums, rounded once, where one process takes it in float32."""
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    (alone,) = run_threads(1, lambda comm: moved_centered(grad, 0, comm, is_flat=True))
+    for moved in run_threads(4, lambda comm: moved_centered(grad, 0, comm, is_flat=True)):
+        torch.testing.assert_close(moved, alone, rtol=0.0, atol=2.0**-22)
+    want = grad.mean(tuple(range(1, grad.dim())), keepdim=True) - grad
+    torch.testing.assert_close(alone, want, rtol=0.0, atol=2.0**-22)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_that_tensor_parallelism_cuts_lose_their_whole_mean(dim: int) -> None:
+    """Columns are cut in equal parts. Rows of other ranks are other rows, which are not added up."""
+    grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    parts = run_threads(2, lambda comm: moved_centered(grad, dim, comm, is_flat=False))
+    want = grad.mean(1, keepdim=True) - grad
+    torch.testing.assert_close(torch.cat(parts, dim), want, rtol=0.0, atol=2.0**-22)
+
+
+def test_rows_cut_in_an_unknown_dim_are_refused() -> None:
+    def message(comm: Comm) -> str:
+        with pytest.raises(ConfigError) as caught:
+            moved_centered(torch.ones(4, 4), None, comm, is_flat=False)
+        return str(caught.value)
+
+    for text in run_threads(2, message):
+        assert "tensor parallelism cuts it in an unknown dim; set partition_dim" in text
+
+
+def test_floors_of_rows_that_span_ranks_are_refused() -> None:
+    def message(comm: Comm) -> str:
+        model, settings = torch.nn.Linear(4, 4, bias=False), replace(PLAIN_SGD, use_distributed_optimizer=True)
+        with pytest.raises(ConfigError) as caught:
+            get_optimizer(settings, [model], {}, pg_collection=roles_over(comm), hooks=(RowFloor(0.5),))
+        return str(caught.value)
+
+    for text in run_threads(2, message):
+        assert "it sees whole rows, which span ranks on this layout" in text
 
 
 def test_hooks_of_some_parameters_are_a_rule_of_ones_own() -> None:
@@ -178,11 +245,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         (Hyperball(),),
         {"weight_decay": 0.0},
         "'bias.weight': its shape is (7,), and it is for matrices",
-    ),
-    "rows over ranks": (
-        (CentralizeGradient(),),
-        {"use_distributed_optimizer": True},
-        "it sees whole rows, which span ranks on this layout",
     ),
     "decay on a sphere": ({"muon": (Hyperball(),)}, {"optimizer": "muon"}, "weight_decay=0.1, but Hyperball() keeps"),
     "not a hook": (("cautious",), {}, "which is not a hook"),

@@ -48,6 +48,7 @@ HOOKS: dict[str, tuple[str, GivenHooks]] = {
     "part of a formula": ("adam", (CautiousDecay(),)),
     "norms": ("adam", (ClipUpdateRms(0.5), CautiousUpdate())),
     "relative": ("muon", {"muon": (RelativeUpdate(),), "adam": (ClipUpdateRms(0.1),)}),
+    "row means": ("adam", (CentralizeGradient(), ClipUpdateRms(0.5))),
     "on a sphere": ("muon", {"muon": (Hyperball(),)}),
     "centered": ("muon", {"muon": (CentralizeGradient(),)}),
 }

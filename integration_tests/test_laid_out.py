@@ -31,7 +31,7 @@ from torch import Tensor
 from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_config import OptimizerConfig
-from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, RelativeUpdate
+from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
 
 
 def config(rule: str, **changes: Any) -> OptimizerConfig:
@@ -72,7 +72,7 @@ BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
 HOOKED = {"adam": config("adam"), "muon": DUPLICATED}
 HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
-HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate())
+HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), CentralizeGradient())
 SAVED = {
     "soap": (SOAP, UNEVEN, fsdp),
     "normuon": (NORMUON, OBLONG, hsdp),
@@ -230,7 +230,7 @@ def test_a_tensor_parallel_run_goes_on_at_another_tensor_parallel_size(name: str
 
 
 @pytest.mark.parametrize("rule", HOOKED)
-def test_norms_of_hooks_are_those_of_whole_parameters(four: Four, rule: str) -> None:
+def test_norms_and_row_means_of_hooks_are_those_of_whole_parameters(four: Four, rule: str) -> None:
     wanted = train(HOOKED[rule], EVEN, None, HOOKS)
     for lay_out, by_rank in zip(HOOKED_LAYOUTS, four.hooked[rule], strict=True):
         for name, weight in wanted.weights.items():

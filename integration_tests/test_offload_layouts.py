@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures(launched.__name__)
 HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
 MASK = (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))
+CENTERED = (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.05))
 
 
 def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
@@ -67,14 +68,15 @@ def test_experts_have_the_step_without_offload(spread: str, wrapped: bool, monke
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("given", [MASK, CENTERED], ids=["norms", "row means"])
 @pytest.mark.parametrize("spread", [Spread.REPLICATED, Spread.FLAT])
-def test_norms_of_hooks_are_sums_over_pieces_on_either_side(spread: Spread, fraction: float) -> None:
+def test_what_hooks_see_is_summed_over_pieces_on_either_side(spread: Spread, given: Any, fraction: float) -> None:
     """Of one parameter a rank may have a piece on the device, and another rank one on the host."""
     case = Case(
         size=2, spread=spread, numbers=Numbers.BF16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
     )  # fmt: skip
-    expected = train(case, MASK)
-    found = train(case, MASK, **HALF | {"optimizer_offload_fraction": fraction})
+    expected = train(case, given)
+    found = train(case, given, **HALF | {"optimizer_offload_fraction": fraction})
     assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
 
 
@@ -234,8 +236,9 @@ def steps(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
 
 
 @every_precision
-def test_hooks_with_norms_over_ranks_run_on_the_host(numbers: Numbers) -> None:
-    on_both_sides(flat(numbers), steps, hooks=MASK)
+@pytest.mark.parametrize("given", [MASK, CENTERED], ids=["norms", "row means"])
+def test_hooks_with_sums_over_ranks_run_on_the_host(numbers: Numbers, given: Any) -> None:
+    on_both_sides(flat(numbers), steps, hooks=given)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp16 mains"])

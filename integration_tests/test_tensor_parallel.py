@@ -14,7 +14,7 @@ from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, GivenHooks, RelativeUpdate
+from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, GivenHooks, RelativeUpdate
 from opt_kernels.rules.soap import SOAP
 from opt_stack import get_optimizer
 
@@ -154,10 +154,11 @@ RULES_OF_HOOKS = {
 }
 
 
+@pytest.mark.parametrize("centers", [False, True], ids=["norms", "row means"])
 @pytest.mark.parametrize("rule", RULES_OF_HOOKS)
-def test_norms_of_hooks_are_those_of_whole_matrices(rule: str) -> None:
+def test_norms_and_row_means_of_hooks_are_those_of_whole_matrices(rule: str, centers: bool) -> None:
     """What data-parallel ranks and tensor-parallel ones hold of a parameter is added up."""
-    hooks = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate())
+    hooks = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), *[CentralizeGradient()] * centers)
     alone = train(RULES_OF_HOOKS[rule], Grid(Alone(), Alone(), Alone()), hooks=hooks)
     for name, weight in joined(run_grid(lambda grid: train(RULES_OF_HOOKS[rule], grid, hooks=hooks))).items():
         torch.testing.assert_close(weight, alone.weights[name], rtol=2e-5, atol=2e-5)

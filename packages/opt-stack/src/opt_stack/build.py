@@ -18,7 +18,6 @@ from opt_distributed.layout import Computes
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
-from opt_distributed.step.hooked import CutParams
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
@@ -32,7 +31,7 @@ from opt_kernels.backends.elements import is_dense
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.graphs import check_graphs
-from opt_stack.hooks import check_start, cut_params
+from opt_stack.hooks import check_start, cut_params, cut_rows
 from opt_stack.host_units import HostBuilder
 from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
@@ -111,10 +110,12 @@ def _completed(plan: Plan) -> list[list[str]]:
 def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Unit]:
     # One object for both sides: hooks add up what they have of a parameter that is cut.
     cut = {unit.name: cut_params(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
+    rows = {unit.name: cut_rows(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
     host = HostBuilder(plan.config.placement, model.device)
     for side, completed in zip(_sides(plan), _completed(plan), strict=True):
         of_side = [sources[name] for name in completed]
-        unit = _unit(plan, side, model, roles, sources, host, completes=of_side, cut=cut[side.unit.name])
+        unit = _unit(plan, side, model, roles, sources, host, completes=of_side)
+        unit.cut, unit.cut_rows = cut[side.unit.name], rows[side.unit.name]
         yield from host.parts(unit) if side.on_host else (unit,)
 
 
@@ -178,7 +179,6 @@ def _unit(
     host: HostBuilder,
     *,
     completes: Sequence[Source],
-    cut: Sequence[CutParams],
 ) -> Unit:
     unit, on_host = side
     axes = roles.expert if unit.is_expert else roles.dense
@@ -193,7 +193,6 @@ def _unit(
         pieces=pieces,
         completes=completes,
         stages=stages_of(placed.values()),
-        cut=cut,
     )
 
 

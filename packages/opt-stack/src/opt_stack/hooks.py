@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,9 @@ from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of
 from opt_distributed.step.dtensor import mesh_comms
 from opt_distributed.step.hooked import CutParams
+from opt_distributed.step.hooked_rows import CutRows
 from opt_kernels.hooks import (
+    CentralizeGradient,
     GivenHooks,
     Hook,
     HookedUpdate,
@@ -23,7 +26,8 @@ from opt_kernels.hooks import (
     hooks_of,
     shape_problem,
 )
-from opt_kernels.rules.base import Rule
+from opt_kernels.hooks.rows import SpannedRows
+from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.plan import BufferPlan, Spread, UnitPlan
 
@@ -115,19 +119,59 @@ def cut_params(
     return tuple(cut for cut in found.values() if cut.comms)
 
 
-def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles) -> Iterator[Comm]:
-    """The groups over which the elements of a parameter are spread."""
+def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, *, from_dim: int = 0) -> Iterator[Comm]:
+    """The groups over which elements that differ in dims `from_dim` and later alone are spread."""
     axes = roles.expert if buffer.is_expert else roles.dense
     if buffer.spread is Spread.LAID_OUT:
-        cut = [axis for axis, placed in enumerate(meta.placements) if placed.shard_dim is not None and placed.size > 1]
-        yield from mesh_comms(param, cut)
-        if meta.tensor_parallel and is_outside(axes.tp, mesh_of(param)):
-            yield axes.tp
-        return
-    if buffer.spread is Spread.FLAT and buffer.layout.num_shards > 1:
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in meta.placements]
+        yield from mesh_comms(param, [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim])
+    elif buffer.spread is Spread.FLAT and buffer.layout.num_shards > 1:
         yield axes.dp
-    if meta.tensor_parallel and axes.tp.size > 1:
-        yield axes.tp
+    yield from _tensor_peers(buffer, param, meta, roles, from_dim)
+
+
+def _tensor_peers(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, from_dim: int) -> tuple[Comm, ...]:
+    """Tensor-parallel ranks that no mesh of the parameter has, where they cut it in dim `from_dim` or later."""
+    peers = (roles.expert if buffer.is_expert else roles.dense).tp
+    cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
+    outside = buffer.spread is not Spread.LAID_OUT or is_outside(peers, mesh_of(param))
+    return (peers,) if cuts and peers.size > 1 and outside else ()
+
+
+def cut_rows(
+    unit: UnitPlan,
+    buffers: Sequence[BufferPlan],
+    params: Mapping[ParamId, Tensor],
+    metas: Mapping[ParamId, ParamMeta],
+    roles: Roles,
+) -> tuple[CutRows, ...]:
+    """The parameters of a unit whose gradient rows span ranks, by the ranks. The same on all of these."""
+    if not (isinstance(unit.rule, HookedUpdate) and unit.rule.centralizes):
+        return ()
+    found: dict[tuple[int, ...], CutRows] = {}
+    for buffer in buffers:
+        for shape in buffer.params:
+            meta = metas[shape.id]
+            dims = len(meta.shape) - 1 if unit.rule.needs is Needs.MATRICES else 1
+            if shape.id not in unit.ids or len(meta.shape) < 2 or not meta.numel:
+                continue
+            comms = tuple(_comms(buffer, params[shape.id], meta, roles, from_dim=dims))
+            if comms:
+                num_parts = prod(peers.size for peers in _tensor_peers(buffer, params[shape.id], meta, roles, dims))
+                key = tuple(id(comm) for comm in comms)
+                before = found.get(key, CutRows({}, comms))
+                found[key] = before._replace(rows={**before.rows, shape.id: _spanned(meta, dims, num_parts)})
+    return tuple(found.values())
+
+
+def _spanned(meta: ParamMeta, dims: int, num_parts: int) -> SpannedRows:
+    """`num_parts`: of the parameter of which the meta's shape is one part."""
+    return SpannedRows(
+        num=prod(meta.local_shape[:dims]),
+        dims=dims,
+        local_numel=prod(meta.local_shape[dims:]),
+        whole_numel=prod(meta.shape[dims:]) * num_parts,
+    )
 
 
 def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) -> str:
@@ -135,6 +179,9 @@ def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) ->
     problem = shape_problem(hook, unit.rule.needs, meta.shape)
     if problem:
         return f"its shape is {meta.shape}, and {problem}"
+    if isinstance(hook, CentralizeGradient):
+        unknown = meta.tensor_parallel and meta.partition_dim is None and len(meta.shape) > 1
+        return "tensor parallelism cuts it in an unknown dim; set partition_dim" if unknown else ""
     if hook.needs_rows and len(meta.shape) > 1 and _cuts_rows(meta, buffer):
         return (
             "it sees whole rows, which span ranks on this layout; replicate the state, deal whole parameters, or "

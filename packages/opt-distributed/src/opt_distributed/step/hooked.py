@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Comm, group_of
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
-from opt_distributed.comm.joined import sum_together_
 from opt_distributed.step.compute import ComputeStage, update_
+from opt_distributed.step.hooked_rows import sum_over_ranks_
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hooks.measured import Begun
+from opt_kernels.hooks.rows import RowMeans
 from opt_kernels.hooks.sums import NUM_SUMS
 from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
@@ -59,6 +59,7 @@ class ScaledBatches(NamedTuple):
     scale: float | Tensor
     batches: Sequence[Batch]
     ids: Sequence[ParamId]  # of the works
+    row_means: Sequence[RowMeans | None] = ()  # of the works whose rows span ranks; (): of none
 
 
 def begin_(
@@ -72,10 +73,10 @@ def begin_(
 ) -> HookedStep:
     """Runs the bare rule for the directions; writes its states, where `skip` is not set."""
     calls = []
-    for scale, batches, ids in scaled:
-        begun = rule.begin(batches, grad_scale=scale)
+    for of in scaled:
+        begun = rule.begin(of.batches, grad_scale=of.scale, row_means=of.row_means)
         update_(rule.rule, begun.directions, grad_scale=begun.grad_scale, stages=stages, skip=skip)
-        calls.append(Call(begun, rule.sums(begun), ids))
+        calls.append(Call(begun, rule.sums(begun), of.ids))
     return HookedStep(rule, calls, cut, on_host_of)
 
 
@@ -86,7 +87,7 @@ def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device)
     """
     summed = [step for step in steps if step is not None and step.rule.sums_norms]
     of_cut: dict[int, Tensor] = {}  # by identity: units that share the parameters of a rule share these objects
-    by_comm: dict[int, tuple[Comm, list[Tensor]]] = {}
+    vectors: list[tuple[Tensor, Sequence[Comm]]] = []
     for step in summed:
         for cut in step.cut:
             vector = _gathered(step, cut, device)
@@ -94,13 +95,8 @@ def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device)
                 of_cut[id(cut)].add_(vector)
                 continue
             of_cut[id(cut)] = vector
-            for comm in cut.comms:
-                by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
-    for comm, joined in by_comm.values():
-        try:
-            sum_together_(joined, comm)
-        except Exception as error:  # whatever a backend raises when a peer is gone
-            raise CollectiveError(f"sum of the hooks' norms: {error}") from error
+            vectors.append((vector, cut.comms))
+    sum_over_ranks_(vectors, what="norms")
     for step in summed:
         for cut in step.cut:
             _deal_out_(step, cut, of_cut[id(cut)], device)

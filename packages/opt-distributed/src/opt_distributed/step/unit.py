@@ -4,6 +4,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
+from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
@@ -96,6 +98,7 @@ class Unit:
     completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
     stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, where hooks see norms
+    cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, where hooks see rows of gradients
     host: HostSide | None = None  # where state is on the host of a device: brings gradients there, and parameters back
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
     _memory: list[Tensor] = field(init=False, default_factory=list)  # since the runs were made
@@ -116,21 +119,23 @@ class Unit:
         *,
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor | None = None,
+        row_means: Mapping[ParamId, Tensor] = MappingProxyType({}),  # of parameters whose rows span ranks
     ) -> HookedStep | None:
         """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states.
 
         Of a unit on the host, this queues the copies there, and waits for them only if there are such hooks.
         """
         if self.host is None:
-            return self._begin_(ready, groups, scale_of_slot, skip)
+            return self._begin_(ready, groups, scale_of_slot, skip, row_means)
         assert skip is not None
         self.host.fetch_(ready.pieces, ready.grads, scale_of_slot, skip)
         if not isinstance(self.rule, HookedUpdate):
             return None
         proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
         here = Ready(ready.pieces, grads) if proceeds else Ready((), ())
+        row_means = means_to_host(row_means, here.pieces, self.host.device)
         with self.host.device.on_host():
-            return self._begin_(here, self.host.numbers_of(groups), scales, None)
+            return self._begin_(here, self.host.numbers_of(groups), scales, None, row_means)
 
     def _begin_(
         self,
@@ -138,14 +143,17 @@ class Unit:
         groups: Sequence[Mapping[str, Any]],
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor | None,
+        row_means: Mapping[ParamId, Tensor],
     ) -> HookedStep | None:
         if not isinstance(self.rule, HookedUpdate):
             return None
-        calls = [
-            ScaledBatches(scale, self._batches(runs, ready, groups), [piece.id for run in runs for piece in run.pieces])
-            for scale, runs in self._runs_by_scale(ready, scale_of_slot)
-        ]
         host = None if self.host is None else self.host.device
+        calls = []
+        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
+            pieces = [piece for run in runs for piece in run.pieces]
+            means = means_of_pieces(self.cut_rows, pieces, row_means) if self.cut_rows else ()
+            batches = self._batches(runs, ready, groups)
+            calls.append(ScaledBatches(scale, batches, [piece.id for piece in pieces], means))
         return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip, on_host_of=host)
 
     @torch.no_grad()
@@ -259,8 +267,10 @@ def begin_units_(
     device: torch.device,  # of what travels between ranks
 ) -> list[HookedStep | None]:
     """`Unit.begin_` of all, with the sums of cut parameters added up. Raises CollectiveError where a peer is lost."""
+    held = [Held(unit.cut_rows, *of_unit) for unit, of_unit in zip(units, ready, strict=True)]
+    means = means_over_ranks(held, device=device)
     begun = [
-        unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip)
+        unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip, row_means=means)
         for unit, of_unit in zip(units, ready, strict=True)
     ]
     add_over_ranks_(begun, device=device)

@@ -6,26 +6,44 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import remainder
+from opt_kernels.hooks.rows import RowMeans, subtract_row_means_
 from opt_kernels.works import Work
 
 
 def gradients(
-    works: Sequence[Work], *, scale: float | Tensor, decay: float | Tensor, centralizes: bool, is_matrix: bool
+    works: Sequence[Work],
+    *,
+    scale: float | Tensor,
+    decay: float | Tensor,
+    centralizes: bool,
+    is_matrix: bool,
+    row_means: Sequence[RowMeans | None],  # of each work; None where its rows are whole
 ) -> list[Tensor]:
     """scale * grad, without the mean of each row where `centralizes`, plus decay * p, of each work: new tensors.
 
     In the dtype that the work is computed in. A row is what has one index in the first dim; of a stack of matrices,
     in all dims but the last.
     """
-    return [_gradient(work, scale=scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix) for work in works]
+    return [
+        _gradient(work, means, scale=scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix)
+        for work, means in zip(works, row_means, strict=True)
+    ]
 
 
 def _gradient(
-    work: Work, *, scale: float | Tensor, decay: float | Tensor, centralizes: bool, is_matrix: bool
+    work: Work,
+    means: RowMeans | None,
+    *,
+    scale: float | Tensor,
+    decay: float | Tensor,
+    centralizes: bool,
+    is_matrix: bool,
 ) -> Tensor:
     main = _main(work)
     grad = torch.empty_like(main).copy_(work.grad).mul_(scale)
-    if centralizes and grad.dim() > 1 and grad.numel():
+    if means is not None:
+        subtract_row_means_(grad, means, scale=scale)
+    elif centralizes and grad.dim() > 1 and grad.numel():
         dims = (-1,) if is_matrix else tuple(range(1, grad.dim()))
         grad -= grad.mean(dims, keepdim=True)
     if not isinstance(decay, float | int) or decay != 0:  # zero times an infinite parameter would be NaN

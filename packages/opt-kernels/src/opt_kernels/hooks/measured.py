@@ -11,6 +11,7 @@ norms and by the last sweep: 20 bytes an element, and what reading the weights f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
 from opt_kernels.hooks.factors import moves_of, raise_rows_, share_that_decays
 from opt_kernels.hooks.gradients import gradients
+from opt_kernels.hooks.rows import RowMeans
 from opt_kernels.hooks.sums import columns, sums_of
 from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks, RowFloor
 from opt_kernels.rules.base import Needs, Rule
@@ -113,6 +115,11 @@ class HookedUpdate:
         """Whether `finish_` needs sums over whole parameters."""
         return any(hook.sums for hook in self.hooks)
 
+    @property
+    def centralizes(self) -> bool:
+        """Whether `begin` takes the means of rows off gradients."""
+        return any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
+
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
@@ -120,20 +127,32 @@ class HookedUpdate:
         self.rule.update_(begun.directions, grad_scale=begun.grad_scale, skip=skip)
         self.finish_(begun, self.sums(begun), skip=skip)
 
-    def begin(self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0) -> Begun:
+    def begin(
+        self,
+        batches: Sequence[Batch],
+        *,
+        grad_scale: float | Tensor = 1.0,
+        row_means: Sequence[RowMeans | None] = (),  # of the works of all batches whose rows span ranks; (): of none
+    ) -> Begun:
         """What the bare rule has to update for the directions, zeros in the place of weights. Writes nothing."""
         couples = self.couples and not any(hook.decays for hook in self.hooks)
         # A rule that maximizes negates what it is given.
         sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         decays = [sign * hyper.weight_decay if self._adds_decay(couples) else 0.0 for hyper, _ in batches]
-        centralizes = any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
-        changes = centralizes or self._adds_decay(couples)
+        changes = self.centralizes or self._adds_decay(couples)
         directions, updates = [], []
+        means = iter(row_means or [None] * sum(len(works) for _, works in batches))
         for (hyper, works), decay in zip(batches, decays):
             grads: Sequence[Tensor] = _grads(works)
             if changes:
-                is_matrix = self.needs is Needs.MATRICES
-                grads = gradients(works, scale=grad_scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix)
+                grads = gradients(
+                    works,
+                    scale=grad_scale,
+                    decay=decay,
+                    centralizes=self.centralizes,
+                    is_matrix=self.needs is Needs.MATRICES,
+                    row_means=list(islice(means, len(works))),
+                )
             found = _zeros(works) if self.is_measured else []
             updates.append(found)
             replaced = _replaced(works, grads, found) if self.is_measured else _with_grads(works, grads)

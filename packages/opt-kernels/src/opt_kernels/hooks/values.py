@@ -150,7 +150,9 @@ class Hyperball(Hook):
 class CentralizeGradient(Hook):
     """Gradient centralisation (Yong et al. 2020, arXiv 2004.01461): each row of g loses its mean.
 
-    The mean is over all dims but the first; gradients of fewer than two dims stay as they are.
+    The mean is over all dims but the first; gradients of fewer than two dims stay as they are. Where rows span ranks,
+    `get_optimizer` adds up float64 row sums in one all-reduce before the rules run, and the mean may differ by one
+    rounding from that of one process; the drop-in optimizers refuse such DTensors.
     """
 
     is_elementwise: ClassVar[bool] = False
