@@ -177,7 +177,7 @@ def moved_centered(grad: torch.Tensor, dim: int | None, comm: Comm, *, is_flat: 
     return model.weight.detach()
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (3, 2, 1, 5), (1, 9), (13, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 701), (3, 2, 1, 501), (1, 2003), (1301, 1), (1, 3)], ids=str)
 def test_rows_that_flat_shards_cut_lose_their_whole_mean(shape: tuple[int, ...]) -> None:
     """A mean of float64 sums, rounded once, where one process takes it in float32."""
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
