@@ -242,7 +242,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Muon([{"params": zeros(2, 4, 4), "use_matrix_rule": True}], hooks=(RelativeUpdate(),)),
         "it is a stack of matrices, whose norms are not taken one by one",
     ),
-    "soap": (lambda: SOAP([model()[0].weight], weight_decay=0.1, hooks=(ClipUpdateRms(),)), "decay is neither"),
+    "soap": (
+        lambda: SOAP([model()[0].weight], weight_decay=0.1, hooks=(ClipUpdateRms(),)),
+        "first step moves no weights",
+    ),
 }
 
 
