@@ -164,10 +164,6 @@ CASES = {
         "set; allowed are elements that fill their memory, in any order of dimensions; make it contiguous: "
         "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))",
     ),
-    "a capability that is not built": (
-        {"fp8_recipe": "delayed"},
-        "OptimizerConfig: fp8_recipe='delayed': is not built yet; leave it at None",
-    ),
 }
 
 
