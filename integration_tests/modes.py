@@ -4,7 +4,6 @@
 """
 
 import itertools
-import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,22 +128,6 @@ def every_mode() -> Iterator[dict[str, str]]:
 
 def name_of(values: Values) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in values.items())
-
-
-def pairwise(modes: Sequence[Values]) -> list[Values]:
-    """Few modes among which every pair of two values occurs that occurs at all."""
-
-    def pairs(mode: Values) -> set[Any]:
-        return set(itertools.combinations(mode.items(), 2))
-
-    left = set().union(*map(pairs, modes))
-    order = random.Random(7).sample(list(modes), len(modes))
-    chosen: list[Values] = []
-    while left:
-        best = max(order, key=lambda mode: len(left & pairs(mode)))
-        chosen.append(best)
-        left -= pairs(best)
-    return chosen
 
 
 def config_of(values: Values) -> OptimizerConfig:

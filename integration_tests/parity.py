@@ -1,7 +1,6 @@
 """The parity grid: cases, the small model they train, and ranks as threads that train it."""
 
 import itertools
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -124,21 +123,8 @@ def every_case() -> list[Case]:
     return [case for values in grid if (case := Case(**dict(zip(names, values, strict=True)))).is_legal]
 
 
-def pairwise(cases: list[Case]) -> list[Case]:
-    """Few cases among which every legal pair of two values occurs: greedily, the one with most new pairs first."""
-    left = {pair for case in cases for pair in _pairs(case)}
-    order = random.Random(5).sample(cases, len(cases))
-    chosen: list[Case] = []
-    while left:
-        best = max(order, key=lambda case: len(left & _pairs(case)))
-        chosen.append(best)
-        left -= _pairs(best)
-    return chosen
-
-
-def _pairs(case: Case) -> set[tuple[Any, ...]]:
-    values = [(f.name, getattr(case, f.name)) for f in fields(case)]
-    return set(itertools.combinations(values, 2))
+def values_of(case: Case) -> list[tuple[str, Any]]:
+    return [(f.name, getattr(case, f.name)) for f in fields(case)]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from functools import cache
 import modes
 import pytest
 import torch
-from modes import AXES, REFUSALS, Trained, Values, distance, every_mode, name_of, pairwise, train
+from modes import AXES, REFUSALS, Trained, Values, distance, every_mode, name_of, train
+from pairs import pairwise
 
 from opt_config import ConfigError
 from opt_stack import Optimizer
@@ -16,7 +17,7 @@ IS_FULL = os.environ.get("OPT_MODES") == "full"
 
 def cases(*, refused: bool) -> list[Values]:
     every = [mode for mode in every_mode() if any(refusal.applies(mode) for refusal in REFUSALS) == refused]
-    return every if IS_FULL else pairwise(every)
+    return every if IS_FULL else pairwise(every, dict.items)
 
 
 @pytest.fixture(autouse=True)
