@@ -139,6 +139,7 @@ def config_of(values: Values) -> OptimizerConfig:
 
 def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
     """Raises `ConfigError` where the mode is refused."""
+    initial()  # drawn before threads are the ranks: they share torch's generator
     return run_threads(ranks, lambda comm: _train(values, steps, comm))[0]
 
 

@@ -37,14 +37,6 @@ class Named(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor.clone()))
 
 
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ from opt_stack import Optimizer
 
 ZERO = {"use_distributed_optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {"replicated": {}, "flat": ZERO, "wrapped": {**ZERO, "wraps": True}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

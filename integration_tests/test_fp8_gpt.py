@@ -1,6 +1,5 @@
 """A small GPT whose linear weights are kept in fp8 trains like the one in bf16."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -25,14 +24,6 @@ DISTANCE = 0.02
 class Trained(NamedTuple):
     before: float
     after: float
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

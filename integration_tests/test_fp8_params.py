@@ -1,6 +1,5 @@
 """Parameters in fp8: the codes of one process on any layout, one byte an element on the wire, and what is refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,14 +35,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "overlapped": (2, {**ZERO, "wraps": True, "overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}),
 }
 NUMEL = sum(rows * cols for rows, cols in SHAPES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,6 +1,5 @@
 """mxfp8 parameters gathered through the gradient buffer: equal codes on any ranks, and gradients nobody uses twice."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,6 @@ OPTIONS: dict[str, Any] = {
     REUSE: True,
     "wrapping": {REUSE: True, "bucket_size": 12_000},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["in the step", "overlapped"])

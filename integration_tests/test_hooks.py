@@ -42,14 +42,6 @@ FLAT: dict[str, Any] = {
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def case(rule: str, size: int, spread: Spread, numbers: Numbers, wrapping: Wrapping) -> Case:
     return Case(size=size, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
 

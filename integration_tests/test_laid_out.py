@@ -1,6 +1,5 @@
 """Over gloo processes: parameters that come laid out as DTensors, over one axis of a mesh or two, evenly or not."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -135,14 +134,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         made["apart"],
         {name: [made[f"hooks, {name}, {lay_out.__name__}"] for lay_out in HOOKED_LAYOUTS] for name in HOOKED},
     )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_as_on_the_ranks() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Ranks' means are summed in another order than one batch: a few 2**-24 of a gradient, which Adam and Muon turn into the

@@ -1,39 +1,17 @@
 """The leaderboard: every contender trains, all are tuned with the same effort, and the table says what was found."""
 
-import importlib.util
 import json
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example, on a model and a budget of a second."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location("leaderboard", EXAMPLES / "leaderboard.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "leaderboard", module)
-    spec.loader.exec_module(module)
-    module.STEPS, module.WARMUP, module.EVAL_EVERY, module.BATCH = 4, 2, 2, 2
-    module.MODEL = {"dim": 16, "depth": 1, "num_heads": 2}
-    return module
-
-
-@pytest.fixture(autouse=True)
-def threads() -> object:
-    """A run sets the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def board(small_example: Callable[..., ModuleType]) -> ModuleType:
+    return small_example("leaderboard", dim=16)
 
 
 def finish(board: ModuleType, contender: object, directory: Path, best: float) -> list[float]:

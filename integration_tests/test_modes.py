@@ -3,9 +3,7 @@
 import os
 from functools import cache
 
-import modes
 import pytest
-import torch
 from modes import AXES, REFUSALS, Trained, Values, distance, every_mode, name_of, train
 from pairs import pairwise
 
@@ -18,15 +16,6 @@ IS_FULL = os.environ.get("OPT_MODES") == "full"
 def cases(*, refused: bool) -> list[Values]:
     every = [mode for mode in every_mode() if any(refusal.applies(mode) for refusal in REFUSALS) == refused]
     return every if IS_FULL else pairwise(every, dict.items)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    modes.initial()
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import modes
 import pytest
 import torch
 from char_gpt import CharGPT
@@ -37,15 +36,6 @@ class Saved(NamedTuple):
     state: State
     gained: float  # from the first step to the last
     after: float  # the loss of the run that was not interrupted
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    modes.initial()
-    yield
-    torch.set_num_threads(before)
 
 
 def advance_to(end: int, begin: int, model: CharGPT, optimizer: Any) -> None:

@@ -29,14 +29,6 @@ def assert_same(case: Case, got: Trained, want: Trained) -> None:
     torch.testing.assert_close(got.norms, want.norms, rtol=1e-5, atol=0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread_for_each_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_rank_has_the_weights_of_one_process(case: Case) -> None:
     (want,) = train(case.alone)

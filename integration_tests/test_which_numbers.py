@@ -1,38 +1,17 @@
 """Which numbers should I use: every format trains, finished runs are kept, and the table says what was found."""
 
-import importlib.util
 import json
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-
-EXAMPLE = Path(__file__).parents[1] / "examples/which_numbers.py"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example, on a model and a budget of a second."""
-    spec = importlib.util.spec_from_file_location("which_numbers", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "which_numbers", module)
-    spec.loader.exec_module(module)
-    module.STEPS, module.WARMUP, module.EVAL_EVERY, module.BATCH = 4, 2, 2, 2
-    module.MODEL = {"dim": 32, "depth": 1, "num_heads": 2}
-    return module
-
-
-@pytest.fixture(autouse=True)
-def threads() -> object:
-    """A run sets the number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def example(small_example: Callable[..., ModuleType]) -> ModuleType:
+    return small_example("which_numbers", dim=32)
 
 
 def test_every_format_trains_and_its_bytes_are_told(
