@@ -183,6 +183,23 @@ def test_ranks_with_different_options_are_an_error_everywhere(ranks: RankPool, t
     assert list(tmp_path.iterdir()) == []
 
 
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a dot in a key": ({"a.b": 1, "a": {"b": 2}}, {"a.b": 9, "a": {"b": 2}}),
+    "a number and its digits": ({"a": {1: 5, "1": 6}}, {"a": {1: 9, "1": 6}}),
+    "nested and not": ({"a.b": 1}, {"a": {"b": 1}}),
+    "another end of a dict in a list": ({"x": [{"a": {"b": 1}, "c": 2}]}, {"x": [{"a": {"b": 1, "c": 2}}]}),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_values_whose_paths_read_alike_are_compared_each(tmp_path: Path, name: str) -> None:
+    """One fingerprint stood for both paths, so a value that differed between ranks was saved as rank 0's in silence."""
+    states = [{**state_at(1, rank, 2), **own} for rank, own in enumerate(ALIKE[name])]
+    with pytest.raises(CheckpointingException, match=r"common values differ between ranks: .* \(ranks \[1\]\)"):
+        save_as_ranks(states, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_first_ranks_common_values_are_stored_where_that_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

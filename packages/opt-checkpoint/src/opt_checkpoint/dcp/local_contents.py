@@ -131,7 +131,7 @@ class LocalContents:
 
     layout: LocalLayout | None
     digests: Array
-    common: dict[str, int] = field(default_factory=dict)
+    common: dict[Path, int] = field(default_factory=dict)
 
 
 def held_shards(flat: FlatState) -> list[HeldShard]:
@@ -162,7 +162,7 @@ def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
     return LocalContents(
         layout=LocalLayout(LocalTensors.of(held, flags), tuple(objects), paths),
         digests=np.array(digests, np.int64),
-        common={path_text(path): fingerprint(value) for path, value in values.items()},
+        common={path: fingerprint(value) for path, value in values.items()},
     )
 
 
@@ -247,6 +247,7 @@ def _parts(value: Any) -> Iterable[bytes | memoryview]:
         yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
         yield bytes_view(contiguous(value))
     elif isinstance(value, dict):
+        yield f"dict of {len(value)}".encode()
         for key, inner in value.items():
             yield f"key {key!r}".encode()
             yield from _parts(inner)

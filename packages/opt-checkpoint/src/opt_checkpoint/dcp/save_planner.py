@@ -140,9 +140,9 @@ class ShardedSavePlanner(SavePlanner):
         contents = self._prepared()
         if contents.layout is None:
             raise RuntimeError("a rank has a layout of its own")
-        common = hashlib.sha256(repr(sorted(contents.common.items())).encode("utf-8", "surrogatepass")).digest()
+        common = hashlib.sha256("".join(sorted(map(repr, contents.common.items()))).encode("utf-8", "surrogatepass"))
         self._rank, self._cached = rank, self._cache.plan_of(rank)
-        return Offer(contents.layout.fingerprint, common, self._cached.name)
+        return Offer(contents.layout.fingerprint, common.digest(), self._cached.name)
 
     def accept(self, offers: Sequence[Offer]) -> None:
         """Decide from the offers of all ranks whether to reuse a cached plan; without this call, none is reused."""

@@ -130,7 +130,7 @@ def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
     return problems
 
 
-def common_differences(per_rank: Sequence[Mapping[str, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
+def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
     """Values that some rank holds otherwise than the first: `path (ranks ...)`.
 
     A rank need not have every value; what it has must be equal. Plain values must be on rank 0, which writes them;
@@ -140,13 +140,13 @@ def common_differences(per_rank: Sequence[Mapping[str, int]], plain: Sequence[Ma
         per_rank: fingerprints of plain values and plain tensors by path, for each rank.
         plain: paths of the plain tensors by key, for each rank.
     """
-    first: dict[str, int] = dict(per_rank[0])
+    first: dict[Path, int] = dict(per_rank[0])
     for own, paths in zip(per_rank, plain, strict=True):
         for path in paths.values():
-            first.setdefault(path_text(path), own[path_text(path)])
-    differing: dict[str, list[int]] = defaultdict(list)
+            first.setdefault(path, own[path])
+    differing: dict[Path, list[int]] = defaultdict(list)
     for rank, own in enumerate(per_rank):
-        for name, value in own.items():
-            if first.get(name) != value:
-                differing[name].append(rank)
-    return [f"{name} (ranks {ranks})" for name, ranks in sorted(differing.items())]
+        for path, value in own.items():
+            if first.get(path) != value:
+                differing[path].append(rank)
+    return sorted(f"{path_text(path)} (ranks {ranks})" for path, ranks in differing.items())
