@@ -74,7 +74,7 @@ def _machine() -> tuple[str, int]:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started; None where there is none, or on systems without /proc."""
+    """Return when a process started; None if it does not exist, or on systems without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -197,7 +197,7 @@ def _running(process: Process, place: str) -> str | None:
 
 
 def _read_lease(directory: Path) -> Process | None:
-    """The process that holds the lease; None if there is no readable lease, as after a power loss."""
+    """Return the process that holds the lease; None if the lease is missing or unreadable, as after a power loss."""
     try:
         return process_in(read_small_file(directory / LEASE))
     except (FileNotFoundError, CheckpointCorruptError):

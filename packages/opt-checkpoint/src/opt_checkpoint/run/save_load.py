@@ -95,8 +95,8 @@ def save(
     """Save a state as a new checkpoint; all ranks of the group call this together.
 
     Every element is written once, by a rank that holds it; plain values once, by rank 0. When this returns on any rank,
-    the checkpoint is complete and survives a power loss. An error is raised on every rank, and there is no checkpoint
-    then. There is one exception: if only the last sync fails, the checkpoint exists, and the message says so.
+    the checkpoint is complete and survives a power loss. An error is raised on every rank and leaves no checkpoint.
+    One exception: if only the last sync fails, the checkpoint exists, and the message says so.
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and

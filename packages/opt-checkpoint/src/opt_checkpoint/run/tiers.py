@@ -185,7 +185,7 @@ class TieredCheckpointManager(Closing):
         return True
 
     def _durable_before(self, step: int) -> int:
-        """The newest durable step; 0 where there is none, all are damaged, or the run went back to before it."""
+        """Return the newest durable step; 0 if none exists, all are damaged, or the run returned to an earlier step."""
         try:
             latest = self._durable.latest() or 0
         except CheckpointCorruptError:  # the same on every rank; the next durable save mends it
@@ -226,7 +226,7 @@ class TieredCheckpointManager(Closing):
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
             CheckpointMismatchError: the local tier is whole, but was saved by another number of ranks or in another
-                layout, and there is no durable checkpoint.
+                layout, and no durable checkpoint exists.
             CheckpointFailedError: a tier cannot be read.
         """
         return self._find(state, _ANY_KEYS)
@@ -274,7 +274,7 @@ class TieredCheckpointManager(Closing):
 
     def _no_durable(self) -> str:
         return (
-            f"there is no checkpoint in {self._durable.directory} to load instead. Resume as it was saved, or remove "
+            f"{self._durable.directory} holds no checkpoint to load instead. Resume as it was saved, or remove "
             f"{self._local_path} to start from the beginning"
         )
 

@@ -75,7 +75,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of parameters without what wrappers (DDP, compile, checkpointing) put into them, by the names in a model.
 
     Args:
-        model: what the names are of. DDP puts `module.` before all of them, so a module that is called so stays.
+        model: the model that the names refer to. A leading `module.` is removed only if all names have it, as under DDP.
         names: some or all of the names in its state dict.
 
     Raises:
