@@ -75,7 +75,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of parameters without what wrappers (DDP, compile, checkpointing) put into them, by the names in a model.
 
     Args:
-        model: the model that the names refer to. A leading `module.` is removed only if all names have it, as under DDP.
+        model: the model that the names refer to. A leading `module.` is removed only if all names have it (DDP).
         names: some or all of the names in its state dict.
 
     Raises:
