@@ -1,4 +1,4 @@
-"""Files in, plain values out: what files cannot say is read, what they say wrongly is refused."""
+"""Configurations read from files: conversions of types that files lack, and refusals of invalid files."""
 
 import json
 import math
@@ -54,11 +54,11 @@ def test_every_problem_of_reading_and_meaning_is_reported_together():
         )
     assert str(caught.value).splitlines() == [
         "OptimizerConfig: 6 problems",
-        "  adam_beta_1=0.9: is no field. Did you mean adam_beta1 or adam_beta2?",
-        "  colour=1: is no field.",
+        "  adam_beta_1=0.9: unknown field. Did you mean adam_beta1 or adam_beta2?",
+        "  colour=1: unknown field.",
         "  lr='fast': must be a number or None",
         "  params_dtype='bfloat': must name a dtype: float32, fp32, float16, fp16, bfloat16, bf16, uint8",
-        "  timers='t': is a callable, which a file cannot hold; set it in code",
+        "  timers='t': must be a callable, which a file cannot hold; set it in code",
         "  clip_grad=-1: must be at least 0 and finite",
     ]
 
@@ -66,6 +66,21 @@ def test_every_problem_of_reading_and_meaning_is_reported_together():
 def test_a_dict_is_read_back_as_it_was_written():
     assert OptimizerConfig.from_dict(FULL.to_dict()) == FULL
     assert OptimizerConfig.from_json(FULL.to_json()) == FULL
+
+
+def test_dtypes_of_a_rules_states_are_read_back():
+    """They stayed strings, which no rule accepts."""
+    config = OptimizerConfig(optimizer_options={"exp_avg_slow_dtype": torch.bfloat16, "alpha": 8.0})
+    assert OptimizerConfig.from_json(config.to_json()) == config
+    read = OptimizerConfig.from_dict({"optimizer_options": {"exp_avg_dtype": "bf16", "row_dtype": "float8_e4m3fn"}})
+    assert read.optimizer_options == {"exp_avg_dtype": torch.bfloat16, "row_dtype": torch.float8_e4m3fn}
+
+
+def test_a_file_that_is_not_utf_8_is_refused_by_its_path(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"lr = 1 # \xff")
+    with pytest.raises(ConfigError, match=r"run\.toml: not UTF-8 text: .*; save the file as UTF-8"):
+        load_config(path)
 
 
 def test_json_written_is_strict_json():
@@ -80,7 +95,7 @@ def test_json_written_is_strict_json():
 def test_a_callable_is_described_and_refused_on_the_way_back():
     config = OptimizerConfig(timers=print)
     assert config.to_dict()["timers"] == "callable <built-in function print>"
-    with pytest.raises(ConfigError, match="is a callable, which a file cannot hold"):
+    with pytest.raises(ConfigError, match="must be a callable, which a file cannot hold"):
         OptimizerConfig.from_dict(config.to_dict())
 
 
@@ -117,7 +132,7 @@ def test_yaml_is_read_with_its_extra(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("lr: 1e-4\nadam_eps: 1e-8\nbf16: true\nparams_dtype: bfloat16\nmin_lr: null\n")
     assert load_config(path) == OptimizerConfig(lr=1e-4, adam_eps=1e-8, bf16=True, params_dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="this is not YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         OptimizerConfig.from_yaml("lr: [")
 
 
@@ -130,12 +145,12 @@ def test_yaml_without_its_extra_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "text", "section", "message"),
     [
-        ("run.ini", "", "", "the suffix '.ini' is none of .json, .toml, .yaml, .yml"),
-        ("run.json", "{", "", "this is not JSON: "),
-        ("run.toml", "lr =", "", "this is not TOML: "),
-        ("run.json", "[1]", "", "a configuration is a table of fields, not [1]"),
-        ("run.toml", "[a]\nlr = 1", "a.b", "there is no table 'a.b'"),
-        ("run.toml", "cilp_grad = 1", "", "OptimizerConfig: cilp_grad=1: is no field. Did you mean clip_grad?"),
+        ("run.ini", "", "", "unknown suffix '.ini'; allowed are .json, .toml, .yaml, .yml"),
+        ("run.json", "{", "", "not valid JSON: "),
+        ("run.toml", "lr =", "", "not valid TOML: "),
+        ("run.json", "[1]", "", "expected a table of fields, not [1]"),
+        ("run.toml", "[a]\nlr = 1", "a.b", "the file has no table 'a.b'"),
+        ("run.toml", "cilp_grad = 1", "", "OptimizerConfig: cilp_grad=1: unknown field. Did you mean clip_grad?"),
     ],
     ids=["suffix", "JSON", "TOML", "no table", "no section", "a misspelt key"],
 )
@@ -162,7 +177,7 @@ def test_the_command_line_checks_a_file(tmp_path, capsys):
     assert main(["check", str(path), "--section", "train.optimizer"]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["lr"] == 3e-4
     assert main(["check", str(path)]) == 1
-    assert "seed=1: is no field." in capsys.readouterr().err
+    assert "seed=1: unknown field." in capsys.readouterr().err
     assert main(["check", str(tmp_path / "none.toml")]) == 1
 
 

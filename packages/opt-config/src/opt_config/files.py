@@ -1,4 +1,4 @@
-"""Configurations in files: dicts, JSON, TOML and YAML in, plain values out. An unknown key is an error."""
+"""Reads configurations from dicts, JSON, TOML and YAML, and writes them as plain values. Unknown keys are errors."""
 
 import json
 import tomllib
@@ -28,37 +28,37 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class Configuration(ABC):
-    """A dataclass that is checked when built and can be read from files. Its subclasses add fields and their checks."""
+    """Base class of configurations: dataclasses that are validated when built and can be read from files."""
 
     def __new__(cls, *args: object, **values: object) -> Self:
-        """Refuses keywords that are no fields, before the dataclass's `__init__` calls them unexpected arguments."""
+        """Refuse unknown field names with a suggestion, before the dataclass's `__init__` raises a bare TypeError."""
         hints = field_types(cls)
-        unknown = [Problem(k, v, f"is no field.{did_you_mean(k, hints)}") for k, v in values.items() if k not in hints]
+        unknown = [_unknown_field(name, value, hints) for name, value in values.items() if name not in hints]
         if unknown:
             raise UnknownFieldError.of(cls.__name__, unknown)
         return super().__new__(cls)
 
     @abstractmethod
     def validate(self) -> None:
-        """Check every field as it is now. Raises `ConfigError` with all that is wrong."""
+        """Check the current values of all fields. Raises `ConfigError` with every problem."""
 
     def __post_init__(self) -> None:
-        """Check every field. Raises `ConfigError` with all that is wrong."""
+        """Check all fields. Raises `ConfigError` with every problem."""
         self.validate()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
         """A configuration from plain values, as files hold them: dtypes and numbers may be strings, tuples lists.
 
-        Missing keys keep their defaults. Raises `ConfigError` with every unknown key (and what was probably meant),
-        every value that cannot be read, and every other problem of the configuration.
+        Missing keys keep their defaults. Raises `ConfigError` with every unknown key and a suggestion, every value
+        that cannot be read, and every other problem of the configuration.
         """
         hints = field_types(cls)
         known: dict[str, object] = {}
         problems: list[Problem] = []
         for name, value in values.items():
             if name not in hints:
-                problems.append(Problem(str(name), value, f"is no field.{did_you_mean(str(name), hints)}"))
+                problems.append(_unknown_field(str(name), value, hints))
                 continue
             read = _read(hints[name], value)
             if accepts(hints[name], read):
@@ -69,7 +69,7 @@ class Configuration(ABC):
 
     @classmethod
     def _construct(cls, known: Mapping[str, Any], problems: list[Problem]) -> Self:
-        """Build from what could be read, so that its problems are reported together with those of reading."""
+        """Build from the fields that could be read. Raises `ConfigError` with all problems, those of reading first."""
         try:
             config = cls(**known)
         except ConfigError as error:
@@ -97,22 +97,22 @@ class Configuration(ABC):
     def load(cls, path: str | Path, *, section: str = "") -> Self:
         """A configuration from a file: `.json`, `.toml`, `.yaml` or `.yml`.
 
-        `section` names the table that holds it, dots for tables within tables; empty: the whole file. Raises
-        `ConfigError`, which begins with the path, and OSError where the file cannot be read.
+        `section` names the table that holds it, with dots between the names of nested tables; empty: the whole file.
+        Raises `ConfigError`, whose message begins with the path, and OSError if the file cannot be read.
         """
         path = Path(path)
         try:
-            document = _parse(_kind_of(path), path.read_text(encoding="utf-8"))
+            document = _parse(_kind_of(path), _text_of(path))
             return cls.from_dict(_table(document, section))
         except ConfigError as error:
             raise error.within(str(path)) from None
 
     def to_dict(self) -> dict[str, object]:
-        """Every field as a plain value that `from_dict` reads back; a callable as a description, which it refuses."""
+        """Every field as a plain value that `from_dict` reads back. A callable becomes text, which is refused."""
         return {name: _plain(getattr(self, name)) for name in field_types(type(self))}
 
     def to_json(self) -> str:
-        """A JSON object that `from_json` reads back; infinity is the string "inf", for which JSON has no number."""
+        """A JSON object that `from_json` reads back. Infinity is the string "inf", since JSON has no such number."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -145,10 +145,17 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 )
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text: {error}; save the file as UTF-8") from error
+
+
 def _kind_of(path: Path) -> _Kind:
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
-        raise ConfigError(f"the suffix {path.suffix!r} is none of {', '.join(_KINDS)}")
+        raise ConfigError(f"unknown suffix {path.suffix!r}; allowed are {', '.join(_KINDS)}")
     return kind
 
 
@@ -158,33 +165,42 @@ def _parse(kind: _Kind, text: str) -> object:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"this is not {kind.name}: {error}") from error
+        raise ConfigError(f"not valid {kind.name}: {error}") from error
 
 
 def _table(document: object, section: str = "") -> Mapping[str, object]:
-    """The table called `section` in a parsed file."""
-    found = document
+    """The table named `section` in a parsed file."""
+    table = document
     for step in filter(None, section.split(".")):
-        if not isinstance(found, Mapping) or step not in found:
-            raise ConfigError(f"there is no table {section!r}")
-        found = found[step]
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"a configuration is a table of fields, not {found!r}")
-    return found
+        if not isinstance(table, Mapping) or step not in table:
+            raise ConfigError(f"the file has no table {section!r}")
+        table = table[step]
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"expected a table of fields, not {table!r}")
+    return table
 
 
 def _read(hint: Any, value: object) -> object:
-    """`value` as the type that `hint` asks for where a file cannot say it; anything else as it is."""
+    """`value` converted to the type `hint` where files have no such type; any other value unchanged."""
     kinds = options(hint)
     if isinstance(value, str) and torch.dtype in kinds:
         return DTYPES.get(value.removeprefix("torch."), value)
     if isinstance(value, str) and float in kinds and str not in kinds:
         return _number(value)
     if isinstance(value, Mapping):
-        return {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+        return {name: _read_option(name, item) for name, item in value.items()}
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         return tuple(value)
     return value
+
+
+def _read_option(name: str, value: object) -> object:
+    """An option of a rule: a list becomes a tuple, and the name of a dtype in an option `<state>_dtype` a dtype."""
+    if isinstance(value, str) and str(name).endswith("_dtype"):
+        short = value.removeprefix("torch.")
+        dtype = DTYPES.get(short, getattr(torch, short, None))
+        return dtype if isinstance(dtype, torch.dtype) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _number(text: str) -> object:
@@ -195,11 +211,15 @@ def _number(text: str) -> object:
         return text
 
 
+def _unknown_field(name: str, value: object, known: Mapping[str, Any]) -> Problem:
+    return Problem(name, value, f"unknown field.{did_you_mean(name, known)}")
+
+
 def _expected(hint: Any) -> str:
     if torch.dtype in options(hint):
         return f"must name a dtype: {', '.join(DTYPES)}"
     if any(get_origin(kind) is Callable for kind in options(hint)):
-        return "is a callable, which a file cannot hold; set it in code"
+        return "must be a callable, which a file cannot hold; set it in code"
     return f"must be {in_words(hint)}"
 
 
@@ -207,7 +227,7 @@ def _plain(value: object) -> object:
     """A value that every file format can hold."""
     if isinstance(value, torch.dtype):
         return str(value)
-    if value == float("inf"):
+    if isinstance(value, float) and value == float("inf"):
         return "inf"
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
