@@ -172,5 +172,5 @@ def test_a_wrapper_that_cuts_through_blocks_is_refused() -> None:
 
 
 def test_fp16_mains_of_fp32_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"main_params_dtype=torch.float16: is for mains beside 16-bit parameters"):
+    with pytest.raises(ConfigError, match=r"main_params_dtype=torch.float16: is allowed for 16-bit parameters only"):
         OptimizerConfig(**FP16_MAINS)

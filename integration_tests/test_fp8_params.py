@@ -262,7 +262,7 @@ def test_a_rule_that_swaps_weights_is_refused() -> None:
                 "use_precision_aware_optimizer": True,
                 "main_params_dtype": torch.float16,
             },
-            "main_params_dtype=torch.float16: excludes fp8_recipe, whose mains are fp32",
+            "main_params_dtype=torch.float16: excludes fp8_recipe: mains of fp8 parameters are fp32; leave it out",
         ),
     ],
     ids=["nvfp4", "offload", "mxfp4", "fp16 mains"],

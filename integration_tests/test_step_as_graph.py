@@ -406,8 +406,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parameters in fp8": (
         {"bf16": True, "fp8_recipe": "delayed"},
-        "OptimizerConfig: fp8_recipe='delayed': excludes optimizer_cuda_graph: scales are exchanged between the update "
-        "and the gather; choose one",
+        "OptimizerConfig: fp8_recipe='delayed': excludes optimizer_cuda_graph: scales are exchanged between update "
+        "and gather; set only one of them",
     ),
     "gathers within the step": (
         {
@@ -415,8 +415,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "overlap_param_gather": True,
             "overlap_param_gather_with_optimizer_step": True,
         },
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: is no part of a graph, whose step is one "
-        "call; leave it off, or set optimizer_cuda_graph=False",
+        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: excludes optimizer_cuda_graph: a captured "
+        "step is a single call; set only one of them",
     ),
 }
 

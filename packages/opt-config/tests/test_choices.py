@@ -1,4 +1,4 @@
-"""The four choices that the flat fields add up to."""
+"""The four typed choices that follow from the flat fields."""
 
 import dataclasses
 
@@ -145,13 +145,13 @@ def test_placement_is_on_device_until_offload_is_asked_for():
     [
         (
             {"pin_cpu_params": False},
-            "OptimizerConfig: pin_cpu_params=False: means nothing without optimizer_cpu_offload; set that too, or "
+            "OptimizerConfig: pin_cpu_params=False: has no effect without optimizer_cpu_offload; set that too, or "
             "leave this at True",
         ),
         (
             {"optimizer_cpu_offload": True},
-            "OptimizerConfig: optimizer_offload_fraction=0.0: moves nothing to the host; set it in (0, 1], or leave "
-            "optimizer_cpu_offload off",
+            "OptimizerConfig: optimizer_offload_fraction=0.0: offloads nothing; set it in (0, 1], or set "
+            "optimizer_cpu_offload=False",
         ),
     ],
     ids=["a pin without offload", "offload of nothing"],

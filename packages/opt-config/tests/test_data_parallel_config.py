@@ -1,4 +1,4 @@
-"""DistributedDataParallelConfig: its defaults and its refusals."""
+"""DistributedDataParallelConfig: its defaults, and the configurations that it refuses."""
 
 import dataclasses
 
@@ -30,33 +30,35 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "an empty bucket": ({"bucket_size": 0}, "bucket_size=0: must be at least 1 and finite"),
     "two ways to size buckets": (
         {"bucket_size": 10, "num_buckets": 2},
-        "num_buckets=2: excludes bucket_size=10; give one of them",
+        "num_buckets=2: excludes bucket_size=10; set only one of them",
     ),
     "instances of nothing": (
         {"num_distributed_optimizer_instances": 2},
-        "num_distributed_optimizer_instances=2: instances share shards; set use_distributed_optimizer=True",
+        "num_distributed_optimizer_instances=2: must be 1 unless use_distributed_optimizer=True: only shards are "
+        "divided into instances",
     ),
     "aligning what does not overlap": (
         {"align_param_gather": True},
-        "align_param_gather=True: means nothing without overlap_param_gather=True; set that too",
+        "align_param_gather=True: has no effect without overlap_param_gather=True; set that too",
     ),
     "reuse without fp8": (
         {"reuse_grad_buf_for_mxfp8_param_ag": True},
-        "reuse_grad_buf_for_mxfp8_param_ag=True: means nothing without fp8_param_gather=True",
+        "reuse_grad_buf_for_mxfp8_param_ag=True: has no effect without fp8_param_gather=True; set that too",
     ),
     "fp32 twice": (
         {"param_name_patterns_for_fp32_local_accumulation": ("all",), "grad_reduce_in_fp32": True},
-        "param_name_patterns_for_fp32_local_accumulation=('all',): gradients accumulate in fp32 already; leave it out, "
-        "or set grad_reduce_in_fp32=False",
+        "param_name_patterns_for_fp32_local_accumulation=('all',): gradients are accumulated in fp32 already; leave it "
+        "out, or set grad_reduce_in_fp32=False",
     ),
     "fp32 accumulation of fp32": (
         {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": True},
-        "reduce_scatter_with_fp32_accumulation=True: excludes grad_reduce_in_fp32=True, which sends fp32 already; "
-        "choose one",
+        "reduce_scatter_with_fp32_accumulation=True: excludes grad_reduce_in_fp32=True, which already sends fp32; "
+        "set only one of them",
     ),
     "fp32 accumulation of averages": (
         {"reduce_scatter_with_fp32_accumulation": True, "average_in_collective": True},
-        "reduce_scatter_with_fp32_accumulation=True: excludes average_in_collective=True: it only sums; choose one",
+        "reduce_scatter_with_fp32_accumulation=True: excludes average_in_collective=True, because it can only sum; set "
+        "only one of them",
     ),
     "fp32 accumulation over instances": (
         {
@@ -64,7 +66,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
             "use_distributed_optimizer": True,
             "num_distributed_optimizer_instances": 2,
         },
-        "reduce_scatter_with_fp32_accumulation=True: excludes more than one distributed optimizer instance; choose one",
+        "reduce_scatter_with_fp32_accumulation=True: excludes more than one distributed optimizer instance; set only "
+        "one of them",
     ),
     "a list of patterns": (
         {"param_name_patterns_for_fp32_local_accumulation": ["all"]},

@@ -1,4 +1,4 @@
-"""OptimizerConfig: every field and default of the reference, and every refusal with its message."""
+"""OptimizerConfig: every field and default of Megatron-Core, and every refusal with its message."""
 
 import dataclasses
 import math
@@ -90,7 +90,7 @@ OURS: dict[str, object] = {
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "both 16-bit formats": (
         {"fp16": True, "bf16": True},
-        "OptimizerConfig: fp16=True: excludes bf16=True; choose one",
+        "OptimizerConfig: fp16=True: excludes bf16=True; set only one of them",
     ),
     "a beta of one": ({"adam_beta1": 1.0}, "OptimizerConfig: adam_beta1=1.0: must be in [0, 1)"),
     "a negative beta": ({"lion_beta2": -0.1}, "OptimizerConfig: lion_beta2=-0.1: must be in [0, 1)"),
@@ -125,13 +125,13 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "narrow moments without the switch": (
         {"exp_avg_dtype": torch.bfloat16},
-        "OptimizerConfig: exp_avg_dtype=torch.bfloat16: means nothing without use_precision_aware_optimizer; set that "
+        "OptimizerConfig: exp_avg_dtype=torch.bfloat16: has no effect without use_precision_aware_optimizer; set that "
         "too, or leave this at torch.float32",
     ),
     "bf16 gradients of fp32 parameters": (
         {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
-        "OptimizerConfig: main_grads_dtype=torch.bfloat16: is for bf16 parameters, whose gradients have no more bits; "
-        "set bf16=True, or leave it out",
+        "OptimizerConfig: main_grads_dtype=torch.bfloat16: is allowed for bf16 parameters only; set bf16=True, "
+        "or leave it out",
     ),
     "a second moment that is not ours": (
         {"adaptive_muon_moment2_method": "nemo"},
@@ -148,27 +148,27 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a decoupled peak below the common floor": (
         {"lr": 1e-2, "min_lr": 1e-3, "decoupled_lr": 1e-4},
-        "OptimizerConfig: decoupled_lr=0.0001: is below min_lr=0.001, to which the schedule would raise it; set "
-        "decoupled_min_lr",
+        "OptimizerConfig: decoupled_lr=0.0001: must not be below min_lr=0.001, to which the schedule would raise "
+        "it; set decoupled_min_lr",
     ),
     "a decoupled floor without a peak": (
         {"decoupled_min_lr": 1e-5},
-        "OptimizerConfig: decoupled_min_lr=1e-05: means nothing without decoupled_lr; set that too, or leave this "
+        "OptimizerConfig: decoupled_min_lr=1e-05: has no effect without decoupled_lr; set that too, or leave this "
         "at None",
     ),
     "two shardings": (
         {"use_distributed_optimizer": True, "use_layer_wise_distributed_optimizer": True},
-        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which cuts "
-        "all but the matrices too; choose one",
+        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which "
+        "also shards the state; set only one of them",
     ),
     "overlap of nothing": (
         {"overlap_param_gather": True},
-        "OptimizerConfig: overlap_param_gather=True: needs shards; set use_distributed_optimizer or "
+        "OptimizerConfig: overlap_param_gather=True: needs sharded state; set use_distributed_optimizer or "
         "use_layer_wise_distributed_optimizer",
     ),
     "overlap with the step alone": (
         {"use_distributed_optimizer": True, "overlap_param_gather_with_optimizer_step": True},
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: means nothing without overlap_param_gather; "
+        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: has no effect without overlap_param_gather; "
         "set that too, or leave this at False",
     ),
     "overlap with the step of whole matrices": (
@@ -177,8 +177,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
             "overlap_param_gather": True,
             "overlap_param_gather_with_optimizer_step": True,
         },
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: is for use_distributed_optimizer; whole "
-        "matrices are gathered bucket by bucket already",
+        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: needs use_distributed_optimizer; layer-wise "
+        "sharding already gathers bucket by bucket",
     ),
     "a dtype against its flag": (
         {"bf16": True, "params_dtype": torch.float16},
@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "fp16 without loss scaling": (
         {"params_dtype": torch.float16},
-        "OptimizerConfig: params_dtype=torch.float16: needs fp16=True, which scales the loss",
+        "OptimizerConfig: params_dtype=torch.float16: needs loss scaling; set fp16=True",
     ),
     "a scale that cannot back off": (
         {"initial_loss_scale": 1.0, "min_loss_scale": 2.0},

@@ -1,4 +1,4 @@
-"""ParamKey and its predicates: any match counts; names are identities."""
+"""ParamKey and its predicates: any match counts, and predicates of one name are equal."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_equal_keys_are_one_key_of_a_dict():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "ParamKey: matches nothing; give a name, attr, predicate or with_name_predicate"),
+        ({}, "ParamKey: is empty, matches nothing; set name, attr, predicate or with_name_predicate"),
         ({"name": ["*.bias"]}, "ParamKey: name=['*.bias']: must be one str or a tuple of them"),
         ({"attr": 3}, "ParamKey: attr=3: must be one str or a tuple of them"),
         ({"predicate": NAMED}, f"ParamKey: predicate={NAMED!r}: must be one ParamPredicate or a tuple of them"),

@@ -1,4 +1,4 @@
-"""The reference's own page of OptimizerConfig, where it is at hand: every name and default is ours too."""
+"""Every field and default on Megatron-Core's page of OptimizerConfig, if that page is available, is ours too."""
 
 import ast
 import dataclasses

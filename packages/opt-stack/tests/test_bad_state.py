@@ -94,7 +94,7 @@ def test_it_is_not_copied_or_pickled_by_halves(copied: Callable[[Any], Any]) -> 
 
 
 def test_a_field_that_does_not_exist_is_a_configuration_error_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"clipgrad=1: is no field\. Did you mean clip_grad\?"):
+    with pytest.raises(ConfigError, match=r"clipgrad=1: unknown field\. Did you mean clip_grad\?"):
         OptimizerConfig(lr=1e-3, clipgrad=1)  # type: ignore[call-arg]
 
 

@@ -94,7 +94,7 @@ def test_groups_are_a_table(config: Any, capsys: Any) -> None:
     ("fields", "arguments", "message"),
     [
         pytest.param({"lr": -1.0}, [], "lr=-1.0: must be at least 0 and finite", id="config"),
-        pytest.param({"learning_rate": 1.0}, [], "learning_rate=1.0: is no field.", id="field"),
+        pytest.param({"learning_rate": 1.0}, [], "learning_rate=1.0: unknown field.", id="field"),
         pytest.param({"optimizer": "adma"}, [], "optimizer='adma' is unknown", id="optimizer"),
         pytest.param(
             {"optimizer": "muon", "use_distributed_optimizer": True},

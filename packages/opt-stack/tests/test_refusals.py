@@ -55,17 +55,17 @@ CASES = {
     "eps of zero": ({"adam_eps": 0.0}, "OptimizerConfig: adam_eps=0.0: must be greater than 0 and finite"),
     "fp16 and bf16": (
         {"fp16": True, "bf16": True},
-        "OptimizerConfig: fp16=True: excludes bf16=True; choose one",
+        "OptimizerConfig: fp16=True: excludes bf16=True; set only one of them",
     ),
     "hysteresis of zero": ({"hysteresis": 0}, "OptimizerConfig: hysteresis=0: must be at least 1 and finite"),
     "two shardings": (
         {"use_distributed_optimizer": True, "use_layer_wise_distributed_optimizer": True},
-        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which cuts "
-        "all but the matrices too; choose one",
+        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which "
+        "also shards the state; set only one of them",
     ),
     "overlap without shards": (
         {"overlap_param_gather": True},
-        "OptimizerConfig: overlap_param_gather=True: needs shards; set use_distributed_optimizer or "
+        "OptimizerConfig: overlap_param_gather=True: needs sharded state; set use_distributed_optimizer or "
         "use_layer_wise_distributed_optimizer",
     ),
     "first chunk early without a second": (
@@ -180,7 +180,7 @@ def test_all_problems_of_a_configuration_are_told_at_once() -> None:
         OptimizerConfig.from_dict({"lr": -1, "adam_beta_1": 0.9, "clip_grad": "no"})
     assert str(caught.value).splitlines() == [
         "OptimizerConfig: 3 problems",
-        "  adam_beta_1=0.9: is no field. Did you mean adam_beta1 or adam_beta2?",
+        "  adam_beta_1=0.9: unknown field. Did you mean adam_beta1 or adam_beta2?",
         "  clip_grad='no': must be a number",
         "  lr=-1: must be at least 0 and finite",
     ]

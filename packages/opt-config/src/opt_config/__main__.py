@@ -1,4 +1,4 @@
-"""python -m opt_config: `check` a configuration file, or print the page of all `fields`."""
+"""Command line of opt_config: check a configuration file, or print the table of all fields."""
 
 import argparse
 import json
@@ -11,11 +11,11 @@ from opt_config.resolved import load_config, resolved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 1 where a file holds no sound configuration."""
+    """Run one command. Return the exit status: 1 if the file cannot be read or holds an invalid configuration."""
     parser = argparse.ArgumentParser(prog="python -m opt_config", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("fields", help="print every field, where it is read and the test that shows it, as markdown")
-    check = commands.add_parser("check", help="read a file, check it and print what it means, as JSON")
+    commands.add_parser("fields", help="print a markdown table of every field, the module that reads it and its test")
+    check = commands.add_parser("check", help="validate a file and print the resolved configuration as JSON")
     check.add_argument("path", help="a .json, .toml, .yaml or .yml file")
     check.add_argument("--section", default="", help="the table that holds the configuration, such as train.optimizer")
     options = parser.parse_args(arguments)

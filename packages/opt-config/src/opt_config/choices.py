@@ -1,4 +1,4 @@
-"""The typed choices behind the flat configuration: each option exists only in the case where it means something."""
+"""Typed views of the flat configuration: each option exists only in the case in which it has an effect."""
 
 from dataclasses import dataclass
 
@@ -7,32 +7,32 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """In which numbers a step is kept."""
+    """Dtypes of parameters, gradients, main parameters (mains) and moments."""
 
     params: torch.dtype  # the model's parameters
-    grads: torch.dtype  # what the rule reads
-    mains: torch.dtype  # what the rule writes
+    grads: torch.dtype  # the gradients that the rule reads
+    mains: torch.dtype  # the main parameters that the rule updates
     exp_avg: torch.dtype  # first moment
     exp_avg_sq: torch.dtype  # second moment; torch.uint8 stands for scaled fp8 in both
-    remainder: bool  # bf16 parameters keep the low 16 bits of their fp32 mains instead of a copy
+    remainder: bool  # bf16 parameters store the low 16 bits of their fp32 mains instead of a copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """Every rank keeps the whole state."""
+    """Every rank keeps the whole optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShards:
-    """State cut into equal runs of elements over the data-parallel ranks (ZeRO-1)."""
+    """Optimizer state sharded into equal runs of elements over the data-parallel ranks (ZeRO-1)."""
 
     overlap_gather: bool  # gather parameters before use in the next forward
-    overlap_gather_with_step: bool  # the first model chunk's gather starts while the rest is stepped
+    overlap_gather_with_step: bool  # the first model chunk's gather starts while the other chunks are updated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeParams:
-    """Whole matrices dealt to ranks (layer-wise); what no matrix rule moves is cut as in `FlatShards`."""
+    """Whole matrices assigned to ranks (layer-wise). Parameters of elementwise rules are sharded as in `FlatShards`."""
 
     overlap_gather: bool  # gather parameters before use in the next forward
 
@@ -51,27 +51,27 @@ class ConstantScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """The scale backs off after overflows and grows after a run of good steps."""
+    """The scale is reduced after overflows and grows after a run of successful steps."""
 
     initial: float
     minimum: float
-    window: float  # good steps before it grows
-    hysteresis: int  # overflows before it backs off
+    window: float  # successful steps before it grows
+    hysteresis: int  # overflows before it is reduced
     growth: float = 2.0
     backoff: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDevice:
-    """Mains and state live beside the parameters."""
+    """Mains and state are kept on the device of the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnHost:
-    """A part of mains and state lives in host memory and is updated there."""
+    """A part of the mains and state is kept in host memory and updated there."""
 
     fraction: float  # of the elements, in (0, 1]
-    overlap: bool  # copies run beside the update
+    overlap: bool  # copies overlap with the update
     pin_grads: bool
     pin_params: bool
 

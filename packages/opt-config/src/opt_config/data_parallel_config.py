@@ -13,7 +13,7 @@ from opt_config.validate import AT_LEAST_ONE, interval_problems, type_problems
 class DistributedDataParallelConfig(Configuration):
     """Configuration of the data-parallel wrapper. Field names and defaults are those of Megatron-Core.
 
-    Raises `ConfigError`, which names every field that is wrong. Nothing writes to a caller's configuration.
+    Raises `ConfigError`, which names every invalid field. A configuration that is passed in is never modified.
 
     >>> DistributedDataParallelConfig(bucket_size=0)
     Traceback (most recent call last):
@@ -23,45 +23,45 @@ class DistributedDataParallelConfig(Configuration):
     grad_reduce_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32; False: in the parameters' dtype."""
     overlap_grad_reduce: bool = False
-    """Reduce each bucket in the backward as soon as its gradients are there."""
+    """Reduce each bucket during the backward pass as soon as its gradients are ready."""
     overlap_param_gather: bool = False
-    """Gather each bucket's parameters in the forward, before use."""
+    """Gather each bucket's parameters during the forward pass, before they are used."""
     align_param_gather: bool = False
-    """Let a pipeline's schedule start the gathers, by `start_param_sync`; the first read of a parameter does, too."""
+    """The pipeline schedule starts the gathers, by `start_param_sync`. Reading a parameter starts its own."""
     use_distributed_optimizer: bool = False
-    """Shard: reduce-scatter gradients, gather parameters. False: all-reduce gradients."""
+    """Reduce-scatter gradients to shards and gather parameters. False: all-reduce gradients."""
     num_distributed_optimizer_instances: int = 1
-    """Shard within as many instances, replicate across them."""
+    """Number of groups of ranks: state is sharded within each of them and replicated across them."""
     check_for_nan_in_grad: bool = False
-    """Check each bucket for NaN and infinity before its reduction."""
+    """Check each bucket for NaN and infinity before it is reduced."""
     check_for_large_grads: bool = False
-    """Refuse a step where a bucket's norm, before its reduction, is above ten times the largest norm of the first
-    hundred iterations."""
+    """Refuse a step in which the norm of a bucket, before it is reduced, exceeds ten times the largest norm of the
+    first hundred iterations."""
     bucket_size: int | None = None
-    """Elements after which a bucket closes; None: max(40 000 000, 1 000 000 x ranks)."""
+    """Number of elements at which a bucket is closed. None: max(40 000 000, 1 000 000 x ranks)."""
     num_buckets: int | None = None
-    """Number of buckets, instead of `bucket_size`; of dense parameters, and as many again of experts."""
+    """Number of buckets of the dense parameters, and again of the experts. Replaces `bucket_size`."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets to multiples of 2**16 elements, at which NCCL is fastest."""
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Send gradients in their own dtype, sum them in fp32."""
+    """Send gradients in their own dtype and sum them in fp32."""
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    """Shell patterns of the parameters whose gradients add up in fp32 on each rank, over microbatches, and are rounded
-    once before they are sent; "all" means all."""
+    """Shell patterns of parameter names. The gradients of these parameters are accumulated over microbatches in fp32 on
+    each rank and rounded once before they are sent. "all" matches every parameter."""
     average_in_collective: bool = False
-    """Let the collective average; False: scale before, then sum."""
+    """Average in the collective. False: scale the gradients first, then sum."""
     fp8_param_gather: bool = False
     """Keep and gather the parameters in fp8."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
 
     def validate(self) -> None:
-        """Check every field as it is now. Raises `ConfigError` with all that is wrong."""
+        """Check the current values of all fields. Raises `ConfigError` with every problem."""
         problems = list(type_problems(self))
         wrong = {problem.field for problem in problems}
         problems += [problem for problem in interval_problems(self, _INTERVALS) if problem.field not in wrong]
         if not problems:
-            problems = list(_together(self))
+            problems = list(_conflicts(self))
         if problems:
             raise ConfigError.of(type(self).__name__, problems)
 
@@ -71,21 +71,27 @@ _INTERVALS = MappingProxyType(
 )
 
 
-def _together(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Problem]:
     if config.bucket_size is not None and config.num_buckets is not None:
-        yield Problem("num_buckets", config.num_buckets, f"excludes bucket_size={config.bucket_size}; give one of them")
+        yield Problem(
+            "num_buckets", config.num_buckets, f"excludes bucket_size={config.bucket_size}; set only one of them"
+        )
     if config.num_distributed_optimizer_instances > 1 and not config.use_distributed_optimizer:
-        reason = "instances share shards; set use_distributed_optimizer=True"
+        reason = "must be 1 unless use_distributed_optimizer=True: only shards are divided into instances"
         yield Problem("num_distributed_optimizer_instances", config.num_distributed_optimizer_instances, reason)
     if config.align_param_gather and not config.overlap_param_gather:
-        yield Problem("align_param_gather", True, "means nothing without overlap_param_gather=True; set that too")
+        yield Problem("align_param_gather", True, "has no effect without overlap_param_gather=True; set that too")
     if config.fp8_param_gather and not config.use_distributed_optimizer:
-        yield Problem("fp8_param_gather", True, "needs use_distributed_optimizer=True: replicas gather no parameters")
+        yield Problem(
+            "fp8_param_gather", True, "needs use_distributed_optimizer=True: without shards no parameters are gathered"
+        )
     if config.reuse_grad_buf_for_mxfp8_param_ag and not config.fp8_param_gather:
-        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "means nothing without fp8_param_gather=True")
+        yield Problem(
+            "reuse_grad_buf_for_mxfp8_param_ag", True, "has no effect without fp8_param_gather=True; set that too"
+        )
     if config.param_name_patterns_for_fp32_local_accumulation and config.grad_reduce_in_fp32:
         value = config.param_name_patterns_for_fp32_local_accumulation
-        reason = "gradients accumulate in fp32 already; leave it out, or set grad_reduce_in_fp32=False"
+        reason = "gradients are accumulated in fp32 already; leave it out, or set grad_reduce_in_fp32=False"
         yield Problem("param_name_patterns_for_fp32_local_accumulation", value, reason)
     yield from _fp32_accumulation(config)
 
@@ -94,10 +100,10 @@ def _fp32_accumulation(config: DistributedDataParallelConfig) -> Iterator[Proble
     if not config.reduce_scatter_with_fp32_accumulation:
         return
     obstacles = {
-        "grad_reduce_in_fp32=True, which sends fp32 already": config.grad_reduce_in_fp32,
-        "average_in_collective=True: it only sums": config.average_in_collective,
+        "grad_reduce_in_fp32=True, which already sends fp32": config.grad_reduce_in_fp32,
+        "average_in_collective=True, because it can only sum": config.average_in_collective,
         "more than one distributed optimizer instance": config.num_distributed_optimizer_instances > 1,
     }
     for obstacle, present in obstacles.items():
         if present:
-            yield Problem("reduce_scatter_with_fp32_accumulation", True, f"excludes {obstacle}; choose one")
+            yield Problem("reduce_scatter_with_fp32_accumulation", True, f"excludes {obstacle}; set only one of them")

@@ -1,4 +1,4 @@
-"""ConfigError: everything that is wrong with a configuration, said at once, each problem with its way out."""
+"""ConfigError: reports every problem of a configuration at once, each with what is allowed and what to do."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -17,9 +17,9 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot mean anything, or that asks for what is not there.
+    """An invalid configuration, or one that asks for something that is not available.
 
-    `problems` holds every problem found, not only the first; it is empty where the error is not about fields.
+    `problems` holds every problem, not only the first. It is empty if the error is not about fields.
     """
 
     problems: tuple[Problem, ...] = ()
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
         return cls._with(message, problems)
 
     def within(self, place: str) -> Self:
-        """The same error, which says first where it is: a path."""
+        """The same error, its message preceded by `place`, such as the path of a file."""
         return self._with(f"{place}: {self}", self.problems)
 
     @classmethod
@@ -45,11 +45,11 @@ class ConfigError(ValueError):
 
 
 class UnknownFieldError(ConfigError, TypeError):
-    """A keyword that is no field of a configuration; a TypeError too, as for any call with an unexpected argument."""
+    """An unknown field name passed as a keyword. Also a TypeError, as for any unexpected keyword argument."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A sentence that offers the closest of `known`, or nothing when none is close.
+    """A sentence that suggests the names in `known` closest to `given`; empty if none is close.
 
     >>> did_you_mean("adam_beta_1", ["adam_beta1", "lr"])
     ' Did you mean adam_beta1?'

@@ -1,4 +1,4 @@
-"""OptimizerConfig: the flat configuration its users know, checked when built, read through typed choices."""
+"""OptimizerConfig: Megatron-Core's flat configuration, validated when built, with typed views of its fields."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,8 +29,8 @@ from opt_config.optimizer_rules import validate_optimizer_config
 class OptimizerConfig(Configuration):
     """Configuration of an optimizer. Fields, order and defaults are those of Megatron-Core.
 
-    Raises `ConfigError`, which names every field that is wrong, its value, what is allowed and what to do. After an
-    assignment to a field, `validate()` checks again.
+    Raises `ConfigError`, which names every invalid field, its value, what is allowed and what to do. Call `validate()`
+    to check again after assigning to a field.
 
     >>> config = OptimizerConfig(lr=3e-4, bf16=True, use_distributed_optimizer=True)
     >>> config.sharding
@@ -41,54 +41,54 @@ class OptimizerConfig(Configuration):
     """
 
     lr: float | None = None
-    """Peak learning rate. None: the scheduler or the caller sets it."""
+    """Peak learning rate. None: set by the scheduler or the caller."""
     min_lr: float | None = None
-    """Learning rate below which no schedule goes."""
+    """Lower bound of the scheduled learning rate."""
     decoupled_lr: float | None = None
-    """Peak learning rate of embedding and output parameters; None: `lr`."""
+    """Peak learning rate of embedding and output parameters. None: `lr`."""
     decoupled_min_lr: float | None = None
-    """`min_lr` of embedding and output parameters; None: `min_lr`."""
+    """Lower bound of the learning rate of embedding and output parameters. None: `min_lr`."""
     weight_decay: float = 0.01
     """Weight decay coefficient."""
     apply_wd_to_qk_layernorm: bool = False
-    """Decay the weights of query and key layer norms, which one-dimensional parameters otherwise are spared."""
+    """Apply weight decay to query and key layer norms. Other one-dimensional parameters have none."""
 
     fp8_recipe: str | None = None
-    """The recipe of parameters that are kept in fp8: delayed, tensorwise, blockwise or mxfp8. None: none are."""
+    """Recipe of parameters kept in fp8: delayed, tensorwise, blockwise or mxfp8. None: no parameter is in fp8."""
     fp16: bool = False
-    """Parameters in fp16, with fp32 mains and loss scaling."""
+    """Parameters in fp16, with fp32 main parameters (mains) and loss scaling."""
     bf16: bool = False
-    """Parameters in bf16, with fp32 mains."""
+    """Parameters in bf16, with fp32 main parameters (mains)."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
     params_dtype: torch.dtype = torch.float32
-    """Dtype of the parameters where neither `fp16` nor `bf16` says it."""
+    """Dtype of the parameters if neither `fp16` nor `bf16` is set."""
     use_precision_aware_optimizer: bool = False
-    """Allow narrower mains, gradients and moments: the five fields below."""
+    """Allow narrower mains, gradients and moments, as chosen by the five fields below."""
     store_param_remainders: bool = True
-    """With bf16 parameters and fp32 mains, keep only the 16 bits of the mains that the parameter lacks."""
+    """With bf16 parameters and fp32 mains, store only the low 16 bits of the mains. The parameter is the upper half."""
     main_grads_dtype: torch.dtype = torch.float32
-    """Dtype in which gradients of bf16 parameters are summed over ranks and kept for the rule: float32 or bfloat16."""
+    """Dtype in which gradients of bf16 parameters are reduced over ranks and read by the rule: float32 or bfloat16."""
     main_params_dtype: torch.dtype = torch.float32
-    """Dtype of the mains of 16-bit parameters: float32, or float16 with a scale for each 128 elements."""
+    """Dtype of the mains of 16-bit parameters: float32, or float16 with one scale per 128 elements."""
     exp_avg_dtype: torch.dtype = torch.float32
     """Dtype of the first moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
     exp_avg_sq_dtype: torch.dtype = torch.float32
     """Dtype of the second moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
 
     optimizer: str = "adam"
-    """Name of the rule; `config_overrides` may name another one for some parameters."""
+    """Name of the rule. `config_overrides` may choose another rule for some parameters."""
 
     loss_scale: float | None = None
-    """A constant loss scale. None: dynamic scaling with fp16, no scaling otherwise."""
+    """Constant loss scale. None: dynamic scaling with fp16, no scaling otherwise."""
     initial_loss_scale: float = 2.0**32
-    """Where dynamic scaling starts."""
+    """Initial loss scale of dynamic scaling."""
     min_loss_scale: float = 1.0
-    """Where dynamic scaling stops backing off."""
+    """Lower bound of the dynamic loss scale."""
     loss_scale_window: float = 1000
-    """Good steps before the dynamic scale grows."""
+    """Successful steps before the dynamic loss scale grows."""
     hysteresis: int = 2
-    """Overflows before the dynamic scale backs off."""
+    """Overflows before the dynamic loss scale is reduced."""
 
     adam_beta1: float = 0.9
     """Decay of Adam's first moment (and of SOAP's)."""
@@ -97,45 +97,46 @@ class OptimizerConfig(Configuration):
     adam_eps: float = 1e-08
     """Added to Adam's denominator."""
     decoupled_weight_decay: bool = True
-    """Decay the weights beside the update (AdamW); False: add the decay to the gradient. Lion and SOAP only do the
-    former, SGD only the latter."""
+    """Decay the weights separately from the update (AdamW). False: add the decay to the gradient. Lion and SOAP support
+    only True; SGD always adds it to the gradient."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
 
     muon_momentum: float = 0.95
-    """Momentum of Muon's gradient average."""
+    """Momentum of Muon."""
     muon_split_qkv: bool = True
-    """Orthogonalise query, key and value of a fused QKV matrix one by one."""
+    """Orthogonalise query, key and value of a fused QKV matrix separately."""
     muon_nesterov: bool = False
     """Nesterov momentum in Muon."""
     muon_scale_mode: str = "spectral"
     """Scale of Muon's update by the matrix's shape (rows, cols): spectral, sqrt(max); unit_rms_norm and mup,
     sqrt(rows / cols); shape_scaling, sqrt(max(1, rows / cols)); match_rms_adamw, 0.2 sqrt(max)."""
     muon_fp32_matmul_prec: str = "medium"
-    """Precision of the Newton-Schulz products: highest, high or medium, as torch names them."""
+    """Precision of the fp32 matrix products of Newton-Schulz: highest, high or medium, as in
+    `torch.set_float32_matmul_precision`."""
     muon_coefficient_type: str = "quintic"
-    """Newton-Schulz coefficients."""
+    """Name of the set of Newton-Schulz coefficients."""
     muon_num_ns_steps: int = 5
-    """Newton-Schulz steps."""
+    """Number of Newton-Schulz steps."""
     muon_tp_mode: str = "blockwise"
-    """What is orthogonalised of a tensor-parallel matrix: the local block (blockwise), or the whole, on every rank
-    (duplicated) or together (distributed)."""
+    """How a tensor-parallel matrix is orthogonalised: its local block only (blockwise), the whole matrix on every rank
+    (duplicated), or the whole matrix with the work divided over the ranks (distributed)."""
     muon_extra_scale_factor: float = 1.0
-    """Multiplies Muon's update."""
+    """Factor of Muon's update."""
     muon_scalar_optimizer: str = "adam"
-    """The rule of what Muon leaves (embeddings, biases, norms): adam or lion."""
+    """Rule of the parameters that Muon does not update (embeddings, biases, norms): adam or lion."""
 
     lion_beta1: float = 0.95
-    """Lion's interpolation between momentum and gradient."""
+    """Interpolation between momentum and gradient in Lion's update."""
     lion_beta2: float = 0.98
     """Decay of Lion's momentum."""
 
     soap_shampoo_beta: float = 0.95
     """Decay of SOAP's preconditioner."""
     soap_precondition_frequency: int = 1
-    """Steps between two updates of SOAP's basis."""
+    """Number of steps from one update of SOAP's basis to the next."""
     soap_use_kl_shampoo: bool = True
-    """SOAP's preconditioner by the Kullback-Leibler variant of Shampoo."""
+    """Use the Kullback-Leibler variant of Shampoo for SOAP's preconditioner."""
 
     adaptive_muon_moment2_method: str = "adamuon"
     """Second moment of Adaptive Muon: adamuon, normuon or namo."""
@@ -145,67 +146,67 @@ class OptimizerConfig(Configuration):
     """Added to Adaptive Muon's denominator."""
 
     use_distributed_optimizer: bool = False
-    """Cut the state over data-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""
     use_layer_wise_distributed_optimizer: bool = False
-    """Deal whole matrices to data-parallel ranks, for rules that need them."""
+    """Assign whole matrices to data-parallel ranks, for rules that need whole matrices."""
     overlap_param_gather: bool = False
-    """Gather parameters in the next forward, before use, instead of at the end of the step."""
+    """Gather parameters in the next forward pass, before they are used, instead of at the end of the step."""
     overlap_param_gather_with_optimizer_step: bool = False
-    """Start the first model chunk's gather while the other chunks are stepped; refused where there is one chunk."""
+    """Gather the parameters of the first model chunk while the other chunks are updated. Needs two or more chunks."""
 
     optimizer_cpu_offload: bool = False
-    """Keep and update a part of the state on the host."""
+    """Keep a part of the optimizer state in host memory and update it there."""
     optimizer_offload_fraction: float = 0.0
-    """Which part of the elements, in (0, 1]."""
+    """Fraction of the elements that are offloaded, in (0, 1]."""
     use_torch_optimizer_for_cpu_offload: bool = False
-    """Update on the host by torch's optimizer."""
+    """Update offloaded parameters with the optimizer of torch.optim."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Copy gradients and parameters while the host updates others."""
+    """Overlap copies between device and host with the update on the host."""
     pin_cpu_grads: bool = True
-    """Pin the host's gradients."""
+    """Keep offloaded gradients in pinned memory."""
     pin_cpu_params: bool = True
-    """Pin the host's parameters."""
+    """Keep offloaded parameters in pinned memory."""
 
     clip_grad: float = 1.0
-    """Largest global L2 norm of the gradients; 0: no clipping."""
+    """Clip gradients to this global L2 norm. 0: no clipping."""
     log_num_zeros_in_grad: bool = False
-    """Count the zeros among the gradients."""
+    """Count the gradient elements that are zero."""
     barrier_with_L1_time: bool = False
-    """A barrier before each timer of level 1."""
+    """Synchronize the ranks by a barrier before each timer of level 1."""
     timers: Callable[..., Any] | None = None
-    """`timers(name, log_level=...)` gives an object with `start(barrier=...)` and `stop()`."""
+    """Callable: `timers(name, log_level=...)` returns an object with `start(barrier=...)` and `stop()`."""
     config_logger_dir: str = ""
-    """Directory for the resolved configuration, written by rank 0; empty: none is written."""
+    """Directory to which rank 0 writes the resolved configuration. Empty: nothing is written."""
     optimizer_cuda_graph: bool = False
-    """Capture the step as a CUDA graph, and replay it. Of the groups, numbers stay live and all else is captured again
-    where it changes; every parameter needs a gradient in every step."""
+    """Capture the step as a CUDA graph and replay it. Numbers changed in parameter groups take effect at the next
+    replay; any other change of a group captures the step again. Every parameter needs a gradient in every step."""
 
     muon_use_syrk: bool = False
-    """Compute Muon's Gram matrices by a kernel for symmetric products."""
+    """Compute the Gram matrices of Muon with a kernel for symmetric products."""
     grad_norm_skip_threshold: float = math.inf
-    """Skip the step when the gradients' norm is above this."""
+    """Skip the step if the gradient norm is above this."""
     soap_order: str = "paper"
-    """Order of SOAP's step: paper (update, factors, bases; the first step only finds the bases) or megatron (factors,
-    bases, update; from the first step)."""
+    """Order within a step of SOAP: paper (update, factors, bases; the first step only initializes the bases) or
+    megatron (factors, bases, update; updates from the first step)."""
     soap_max_precond_dim: int | None = 10000
-    """Longest side of a matrix for which SOAP keeps a factor; None: every side."""
+    """Largest dim of a matrix for which SOAP keeps a factor. None: no limit."""
     soap_one_sided: bool = False
-    """SOAP keeps a factor of the shorter side only."""
+    """Let SOAP keep a factor of the smaller dim only."""
     optimizer_options: Mapping[str, Any] | None = None
-    """Numbers and choices of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of ademamix,
-    {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}; None: its defaults."""
+    """Hyper-parameters and options of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of
+    ademamix, {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}. None: its defaults."""
     muon_weight_decay_method: str = "decoupled"
-    """Muon's decay where decoupled_weight_decay: decoupled, lr wd p, or independent, wd p whatever the rate."""
+    """Weight decay of Muon with `decoupled_weight_decay`: decoupled (lr * wd * p) or independent (wd * p)."""
     adaptive_muon_lines: str = "rows"
-    """Lines of which normuon keeps a mean square: rows, cols, or longer: rows unless there are more columns."""
+    """Lines of a matrix of which normuon keeps the mean square: rows, cols, or longer (rows unless cols > rows)."""
 
     def validate(self) -> None:
-        """Check every field as it is now. Raises `ConfigError` with all that is wrong."""
+        """Check the current values of all fields. Raises `ConfigError` with every problem."""
         validate_optimizer_config(self)
 
     @property
     def precision(self) -> Precision:
-        """In which numbers a step is kept."""
+        """Dtypes of parameters, gradients, mains and moments."""
         params = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else self.params_dtype
         return Precision(
             params=params,
@@ -223,7 +224,7 @@ class OptimizerConfig(Configuration):
 
     @property
     def sharding(self) -> Sharding:
-        """Which part of the state lives on this rank."""
+        """Which part of the optimizer state this rank keeps."""
         if self.use_layer_wise_distributed_optimizer:
             return WholeParams(overlap_gather=self.overlap_param_gather)
         if self.use_distributed_optimizer:
@@ -235,7 +236,7 @@ class OptimizerConfig(Configuration):
 
     @property
     def loss_scaling(self) -> LossScaling:
-        """How the loss is scaled: a given `loss_scale` is kept, fp16 without one scales dynamically."""
+        """How the loss is scaled: by `loss_scale` if it is set, else dynamically with fp16, else not at all."""
         if self.loss_scale is not None:
             return ConstantScale(scale=self.loss_scale)
         if not self.fp16:
@@ -249,7 +250,7 @@ class OptimizerConfig(Configuration):
 
     @property
     def placement(self) -> Placement:
-        """Where mains and state live."""
+        """Where mains and state are kept."""
         if not self.optimizer_cpu_offload:
             return OnDevice()
         return OnHost(
@@ -262,13 +263,13 @@ class OptimizerConfig(Configuration):
 
 @dataclass
 class AdamOptimizerConfig(OptimizerConfig):
-    """An `OptimizerConfig` whose rule is Adam unless told otherwise."""
+    """An `OptimizerConfig` whose rule is Adam by default."""
 
     optimizer: str = "adam"
 
 
 @dataclass
 class SGDOptimizerConfig(OptimizerConfig):
-    """An `OptimizerConfig` whose rule is SGD unless told otherwise."""
+    """An `OptimizerConfig` whose rule is SGD by default."""
 
     optimizer: str = "sgd"

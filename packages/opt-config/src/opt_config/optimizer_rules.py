@@ -1,4 +1,4 @@
-"""What an OptimizerConfig may hold: intervals, choices, and the fields that contradict or need one another."""
+"""Validation of OptimizerConfig: intervals, choices, and fields that conflict with or need one another."""
 
 import dataclasses
 import re
@@ -79,7 +79,8 @@ CHOICES = MappingProxyType(
     }
 )
 
-# Fields that say nothing unless another one is set; off their default without it they would be ignored in silence.
+# Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
+# would be silently ignored.
 _NEEDS = MappingProxyType(
     {
         "reuse_grad_buf_for_mxfp8_param_ag": "fp8_recipe",
@@ -99,39 +100,40 @@ _NEEDS = MappingProxyType(
 
 
 def validate_optimizer_config(config: "OptimizerConfig") -> None:
-    """Raises `ConfigError` with every problem of `config`; relations are checked once the fields are right alone."""
+    """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every field is valid by itself."""
     problems = list(type_problems(config))
     wrong = {problem.field for problem in problems}
-    problems += [problem for problem in _alone(config) if problem.field not in wrong]
+    problems += [problem for problem in _field_problems(config) if problem.field not in wrong]
     if not problems:
-        problems = list(_together(config))
+        problems = list(_conflicts(config))
     if problems:
         raise ConfigError.of(type(config).__name__, problems)
 
 
-def _alone(config: "OptimizerConfig") -> Iterator[Problem]:
-    """Problems of fields taken one by one."""
+def _field_problems(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of single fields."""
     yield from interval_problems(config, INTERVALS)
     yield from choice_problems(config, CHOICES)
     if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
         yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
 
 
-def _together(config: "OptimizerConfig") -> Iterator[Problem]:
-    """Problems of fields that do not go together."""
+def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of fields that are valid by themselves but not together."""
     yield from _needs(config)
     yield from _learning_rates(config)
-    yield from _numbers(config)
+    yield from _dtypes(config)
+    yield from _fp8(config)
     yield from _shards(config)
     if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
-        reason = "moves nothing to the host; set it in (0, 1], or leave optimizer_cpu_offload off"
+        reason = "offloads nothing; set it in (0, 1], or set optimizer_cpu_offload=False"
         yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
-    if config.fp8_recipe is not None and config.optimizer_cuda_graph:
-        reason = "excludes optimizer_cuda_graph: scales are exchanged between the update and the gather; choose one"
-        yield Problem("fp8_recipe", config.fp8_recipe, reason)
     if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
-        reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; choose one"
+        reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; set only one of them"
         yield Problem("optimizer_cpu_offload", True, reason)
+    if config.min_loss_scale > config.initial_loss_scale:
+        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        yield Problem("min_loss_scale", config.min_loss_scale, reason)
 
 
 def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
@@ -139,7 +141,7 @@ def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
     for name, needed in _NEEDS.items():
         value = getattr(config, name)
         if value != defaults[name] and getattr(config, needed) == defaults[needed]:
-            reason = f"means nothing without {needed}; set that too, or leave this at {defaults[name]!r}"
+            reason = f"has no effect without {needed}; set that too, or leave this at {defaults[name]!r}"
             yield Problem(name, value, reason)
 
 
@@ -151,51 +153,59 @@ def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:
     if lr is not None and low is not None and low > lr:
         yield Problem("decoupled_min_lr", low, f"must not be above decoupled_lr={lr!r}")
     if lr is not None and low is None and config.min_lr is not None and config.min_lr > lr:
-        reason = f"is below min_lr={config.min_lr!r}, to which the schedule would raise it; set decoupled_min_lr"
-        yield Problem("decoupled_lr", lr, reason)
+        reason = f"must not be below min_lr={config.min_lr!r}, to which the schedule would raise it"
+        yield Problem("decoupled_lr", lr, f"{reason}; set decoupled_min_lr")
 
 
-def _numbers(config: "OptimizerConfig") -> Iterator[Problem]:
+def _dtypes(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.fp16 and config.bf16:
-        yield Problem("fp16", True, "excludes bf16=True; choose one")
-    named = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
-    if named is not None and config.params_dtype not in (torch.float32, named):
+        yield Problem("fp16", True, "excludes bf16=True; set only one of them")
+    by_flag = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    if by_flag is not None and config.params_dtype not in (torch.float32, by_flag):
         flag = "fp16" if config.fp16 else "bf16"
-        yield Problem("params_dtype", config.params_dtype, f"contradicts {flag}=True; leave it out or set {named}")
+        yield Problem("params_dtype", config.params_dtype, f"contradicts {flag}=True; leave it out or set {by_flag}")
+    if by_flag is None and config.params_dtype is torch.float16:
+        yield Problem("params_dtype", config.params_dtype, "needs loss scaling; set fp16=True")
     if config.main_grads_dtype is torch.bfloat16 and config.precision.params is not torch.bfloat16:
-        reason = "is for bf16 parameters, whose gradients have no more bits; set bf16=True, or leave it out"
+        reason = "is allowed for bf16 parameters only; set bf16=True, or leave it out"
         yield Problem("main_grads_dtype", config.main_grads_dtype, reason)
     if config.main_params_dtype is torch.float16 and config.precision.params is torch.float32:
-        reason = "is for mains beside 16-bit parameters; fp32 ones have none: set bf16=True or fp16=True, or leave it"
-        yield Problem("main_params_dtype", config.main_params_dtype, reason)
-    if config.fp8_recipe == "nvfp4":
-        yield Problem("fp8_recipe", "nvfp4", "4-bit parameters are not supported; use 'mxfp8', or keep them in bf16")
-    if config.fp8_recipe is not None and config.optimizer_cpu_offload:
-        yield Problem(
-            "fp8_recipe", config.fp8_recipe, "excludes optimizer_cpu_offload: mains of fp8 parameters stay here"
+        reason = (
+            "is allowed for 16-bit parameters only, since fp32 parameters have no mains; set bf16=True or fp16=True"
         )
-    if config.fp8_recipe is not None and config.main_params_dtype is torch.float16:
-        yield Problem("main_params_dtype", config.main_params_dtype, "excludes fp8_recipe, whose mains are fp32")
-    if config.reuse_grad_buf_for_mxfp8_param_ag and config.fp8_recipe != "mxfp8":
-        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "is for fp8_recipe='mxfp8'; leave it at False")
-    if named is None and config.params_dtype is torch.float16:
-        yield Problem("params_dtype", config.params_dtype, "needs fp16=True, which scales the loss")
-    if config.min_loss_scale > config.initial_loss_scale:
-        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
-        yield Problem("min_loss_scale", config.min_loss_scale, reason)
+        yield Problem("main_params_dtype", config.main_params_dtype, f"{reason}, or leave it out")
+
+
+def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:
+    recipe = config.fp8_recipe
+    if config.reuse_grad_buf_for_mxfp8_param_ag and recipe != "mxfp8":
+        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "needs fp8_recipe='mxfp8'; leave it out otherwise")
+    if recipe is None:
+        return
+    if recipe == "nvfp4":
+        yield Problem("fp8_recipe", recipe, "4-bit parameters are not supported; use 'mxfp8', or keep them in bf16")
+    if config.optimizer_cpu_offload:
+        reason = "excludes optimizer_cpu_offload: mains of fp8 parameters must stay on the device; set only one of them"
+        yield Problem("fp8_recipe", recipe, reason)
+    if config.main_params_dtype is torch.float16:
+        reason = "excludes fp8_recipe: mains of fp8 parameters are fp32; leave it out"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
+    if config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: scales are exchanged between update and gather; set only one of them"
+        yield Problem("fp8_recipe", recipe, reason)
 
 
 def _shards(config: "OptimizerConfig") -> Iterator[Problem]:
     flat, whole = config.use_distributed_optimizer, config.use_layer_wise_distributed_optimizer
     if flat and whole:
-        reason = "excludes use_layer_wise_distributed_optimizer, which cuts all but the matrices too; choose one"
+        reason = "excludes use_layer_wise_distributed_optimizer, which also shards the state; set only one of them"
         yield Problem("use_distributed_optimizer", True, reason)
     if config.overlap_param_gather and not (flat or whole):
-        reason = "needs shards; set use_distributed_optimizer or use_layer_wise_distributed_optimizer"
+        reason = "needs sharded state; set use_distributed_optimizer or use_layer_wise_distributed_optimizer"
         yield Problem("overlap_param_gather", True, reason)
     if config.overlap_param_gather_with_optimizer_step and config.optimizer_cuda_graph:
-        reason = "is no part of a graph, whose step is one call; leave it off, or set optimizer_cuda_graph=False"
+        reason = "excludes optimizer_cuda_graph: a captured step is a single call; set only one of them"
         yield Problem("overlap_param_gather_with_optimizer_step", True, reason)
     if config.overlap_param_gather_with_optimizer_step and whole:
-        reason = "is for use_distributed_optimizer; whole matrices are gathered bucket by bucket already"
+        reason = "needs use_distributed_optimizer; layer-wise sharding already gathers bucket by bucket"
         yield Problem("overlap_param_gather_with_optimizer_step", True, reason)

@@ -1,4 +1,4 @@
-"""ParamKey: which parameters are meant, by name, by attribute or by a predicate; any match counts."""
+"""ParamKey: selects parameters by name, attribute or predicate."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParamPredicate:
-    """A named test of a parameter. The name is its identity: equality and hash ignore the function.
+    """A named predicate of a parameter. Equality and hash use the name only and ignore the function.
 
     >>> import torch
     >>> shape_1_param = ParamPredicate(name="s1", fn=lambda param: len(param.shape) == 1)
@@ -36,7 +36,7 @@ class ParamPredicate:
 
 @dataclass(frozen=True)
 class ParamWithNamePredicate:
-    """A named test of a parameter together with its name in the module. Equality and hash ignore the function.
+    """A named predicate of a parameter and its name in the module. Equality and hash use the name only.
 
     >>> import torch
     >>> shape_1_not_qkln_param = ParamWithNamePredicate(
@@ -58,16 +58,16 @@ class ParamWithNamePredicate:
 
 
 def has_attribute(param: Parameter, attr: str) -> bool:
-    """Whether `param` has an attribute of that name that is true."""
+    """Whether `param` has a true attribute of this name."""
     return bool(getattr(param, attr, False))
 
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """The parameters that share an override. Each field holds one value or a tuple of them; any of them may match.
+    """Selects the parameters that an override applies to. A parameter matches if any value of any field matches.
 
-    Raises `ConfigError` for a key that could match nothing, and for values of another type (a list cannot be hashed,
-    and a key is used in dicts).
+    Each field holds one value or a tuple of values. Raises `ConfigError` for a key without values, and for values of
+    another type. Lists are refused because keys are hashed.
 
     >>> import torch
     >>> ParamKey(name="*.bias").matches(torch.nn.Parameter(torch.empty(3)), "layers.0.bias")
@@ -75,13 +75,13 @@ class ParamKey:
     """
 
     name: str | tuple[str, ...] = ()
-    """Patterns of the name, as a shell matches paths: `*`, `?`, `[abc]`; upper and lower case differ."""
+    """Shell patterns of the parameter's name: `*`, `?`, `[abc]`. Case matters."""
     attr: str | tuple[str, ...] = ()
-    """Attributes of the parameter: one that exists and is true matches."""
+    """Attributes of the parameter. An attribute matches if it exists and is true."""
     predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
-    """Tests of the parameter."""
+    """Predicates of the parameter."""
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
-    """Tests of the parameter and its name, for matches with exceptions."""
+    """Predicates of the parameter and its name."""
 
     def __post_init__(self) -> None:
         for field_name, kind in _KINDS:
@@ -89,7 +89,7 @@ class ParamKey:
             if not all(isinstance(value, kind) for value in many(given)):
                 raise ConfigError(f"ParamKey: {field_name}={given!r}: must be one {kind.__name__} or a tuple of them")
         if not self.label:
-            raise ConfigError("ParamKey: matches nothing; give a name, attr, predicate or with_name_predicate")
+            raise ConfigError("ParamKey: is empty, matches nothing; set name, attr, predicate or with_name_predicate")
 
     def matches(
         self,
@@ -98,7 +98,7 @@ class ParamKey:
         *,
         has: Callable[[Parameter, str], bool] = has_attribute,
     ) -> bool:
-        """Whether this key means `param`, called `param_name` in its module; `has` answers for attributes."""
+        """Whether this key matches `param`, named `param_name` in its module. `has` tests for an attribute."""
         return (
             any(fnmatchcase(param_name, pattern) for pattern in many(self.name))
             or any(has(param, attr) for attr in many(self.attr))
@@ -108,7 +108,7 @@ class ParamKey:
 
     @property
     def label(self) -> str:
-        """The canonical name of the key, the same everywhere: patterns, `@attributes`, `<predicates>`."""
+        """The canonical name of the key: sorted patterns, `@attributes` and `<predicates>`, joined by `|`."""
         parts = (
             [*many(self.name)]
             + [f"@{attr}" for attr in many(self.attr)]
@@ -127,5 +127,5 @@ _KINDS: tuple[tuple[str, type], ...] = (
 
 
 def many(values: T | tuple[T, ...]) -> tuple[T, ...]:
-    """One value or a tuple of them, as a tuple."""
+    """`values` as a tuple: a tuple unchanged, a single value as a tuple of one."""
     return values if isinstance(values, tuple) else (values,)

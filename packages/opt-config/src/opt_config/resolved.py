@@ -1,4 +1,4 @@
-"""A configuration as it was resolved: its fields and what they were understood to mean, as plain values."""
+"""The resolved configuration as plain values: every field, and the typed choices that follow from them."""
 
 import dataclasses
 from pathlib import Path
@@ -13,21 +13,21 @@ def load_config(path: str | Path, *, section: str = "") -> OptimizerConfig:
 
 
 def resolved(config: OptimizerConfig) -> dict[str, dict[str, object]]:
-    """The fields of `config` and its four choices, ready for JSON: what `config_logger_dir` receives.
+    """The fields of `config` and its four typed choices as JSON values, as written to `config_logger_dir`.
 
     >>> resolved(OptimizerConfig(bf16=True))["sharding"]
     {'is': 'Replicated'}
     """
     return {
         "config": config.to_dict(),
-        "precision": _said(config.precision),
-        "sharding": _said(config.sharding),
-        "loss_scaling": _said(config.loss_scaling),
-        "placement": _said(config.placement),
+        "precision": _plain_choice(config.precision),
+        "sharding": _plain_choice(config.sharding),
+        "loss_scaling": _plain_choice(config.loss_scaling),
+        "placement": _plain_choice(config.placement),
     }
 
 
-def _said(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:
+def _plain_choice(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:
     values = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
     plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
     return {"is": type(choice).__name__, **plain}

@@ -1,4 +1,4 @@
-"""The checks that every configuration shares: types from the annotations, intervals, lists of choices."""
+"""Checks shared by all configurations: annotated types, intervals and lists of choices."""
 
 import dataclasses
 import math
@@ -19,12 +19,12 @@ class Dataclass(Protocol):
 
 
 class Interval(NamedTuple):
-    """The numbers from `low` to `high`; either end may be left out."""
+    """The numbers from `low` to `high`. Either end may be excluded."""
 
     low: float
     high: float = math.inf
     low_open: bool = False
-    high_open: bool = True  # also keeps infinity out
+    high_open: bool = True  # with the default `high`, excludes infinity
 
     def __contains__(self, value: object) -> bool:
         if not isinstance(value, int | float):
@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What is allowed, in words."""
+        """The allowed values in words, for messages."""
         if not math.isinf(self.high):
             return f"must be in {self}"
         bound = f"must be {'greater than' if self.low_open else 'at least'} {self.low:g}"
@@ -55,7 +55,7 @@ FRACTION = Interval(0, 1, high_open=False)
 
 @cache
 def field_types(cls: type) -> Mapping[str, Any]:
-    """The annotation of every field of a dataclass, in order."""
+    """The annotated types of the fields of a dataclass, in order."""
     hints = get_type_hints(cls)
     return types.MappingProxyType({field.name: hints[field.name] for field in dataclasses.fields(cls)})
 
@@ -67,7 +67,7 @@ def field_default(field: dataclasses.Field[Any]) -> object:
 
 
 def type_problems(config: Dataclass) -> Iterator[Problem]:
-    """A problem for each field whose value is not of its annotated type. NaN is no number here."""
+    """A problem for each field whose value is not of its annotated type. NaN is not accepted as a number."""
     for name, hint in field_types(type(config)).items():
         value = getattr(config, name)
         if not accepts(hint, value):
@@ -75,7 +75,7 @@ def type_problems(config: Dataclass) -> Iterator[Problem]:
 
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Problem]:
-    """A problem for each number outside its interval; None passes, whether it may be None is a matter of types."""
+    """A problem for each number outside its interval. None passes: `type_problems` checks whether it is allowed."""
     for name, interval in intervals.items():
         value = getattr(config, name)
         if value is not None and value not in interval:
@@ -93,12 +93,12 @@ def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) 
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows: those of a union, else itself alone."""
+    """The types that an annotation allows: the members of a union, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def accepts(hint: Any, value: object) -> bool:
-    """Whether `value` is what a field annotated `hint` may hold."""
+    """Whether a field annotated `hint` may hold `value`."""
     if len(options(hint)) > 1:
         return any(accepts(option, value) for option in options(hint))
     if hint is types.NoneType:
@@ -118,7 +118,7 @@ def accepts(hint: Any, value: object) -> bool:
 
 
 def in_words(hint: Any) -> str:
-    """How a message calls a type."""
+    """A type in words, for messages."""
     if len(options(hint)) > 1:
         return " or ".join(in_words(option) for option in options(hint))
     if get_origin(hint) is tuple:
