@@ -163,3 +163,22 @@ def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> N
     want.load_state_dict(weights)
     for ours, theirs in zip(fp8_params(model), fp8_params(want), strict=True):
         assert torch.equal(ours.codes, theirs.codes)
+
+
+def test_a_local_state_dict_that_is_broken_on_one_rank_is_refused_on_all() -> None:
+    """A load ends in collectives over fp8 parameters, in which the other ranks waited for the one that had refused."""
+
+    def rank_main(comm: Comm) -> str:
+        model, _, optimizer = build(comm, "blockwise", **LAYOUTS["flat"])
+        train(model, optimizer, range(2))
+        saved, before = copy.deepcopy(optimizer.state_dict()), stored(model)
+        saved["param_groups"][0]["lr"] = 7.0
+        if comm.rank == 1:
+            saved["version"] = 99
+        with pytest.raises(ValueError, match="version 99") as refusal:
+            optimizer.load_state_dict(saved)
+        assert stored(model).equals(before)
+        assert optimizer.param_groups[0]["lr"] != 7.0
+        return str(refusal.value)
+
+    assert [message.startswith("rank 1 refused") for message in run_threads(3, rank_main)] == [True, False, True]

@@ -50,6 +50,22 @@ BROKEN = {
 }
 
 
+OTHER_RULES = {"laprop": "adam", "signum": "sgd", "radam": "nadam"}
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), OTHER_RULES.items())
+def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loaded_by: str) -> None:
+    """LaProp's moments were loaded into Adam, whose group was then called LaProp's in the next checkpoint."""
+    saved, optimizer = (
+        stepped(OptimizerConfig(optimizer=name, lr=1e-2, sgd_momentum=0.9)) for name in (saved_by, loaded_by)
+    )
+    before = tensors(optimizer)
+    with pytest.raises(ValueError, match=f"saved by optimizer='{saved_by}', .* optimizer='{loaded_by}'"):
+        optimizer.load_state_dict(saved.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(optimizer), strict=True))
+    assert {group["optimizer"] for group in optimizer.param_groups} == {loaded_by}
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_state_dict_is_refused_and_changes_nothing(case: str) -> None:
     edit, told = BROKEN[case]
@@ -59,6 +75,13 @@ def test_a_broken_state_dict_is_refused_and_changes_nothing(case: str) -> None:
         optimizer.load_state_dict(edited(edit))
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(optimizer), strict=True))
     assert optimizer.get_loss_scale().item() == scale
+
+
+def test_a_misspelt_source_of_main_values_is_refused() -> None:
+    """It was taken for "parameters", which starts a 16-bit run from rounded values."""
+    optimizer = stepped()
+    with pytest.raises(ValueError, match="main_values='paramters'"):
+        optimizer.load_state_dict(edited(lambda state_dict: None), main_values="paramters")  # type: ignore[arg-type]
 
 
 def test_what_is_not_broken_loads() -> None:

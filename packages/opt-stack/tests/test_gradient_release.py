@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers.storage import StorageError
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
@@ -101,6 +101,23 @@ def test_weights_and_state_have_the_bits_of_the_ordinary_step(name: str) -> None
     assert released.get_grad_norm() == found[-1][1]
     for one, other in zip(weights(model, optimizer), weights(released_model, released), strict=True):
         assert torch.equal(one, other)
+
+
+def test_norms_by_group_are_those_of_the_ordinary_step() -> None:
+    """`grad_norms_by_group` was empty or stale, and the model's norm counted groups that are left out of it."""
+    found = []
+    for releases in (False, True):
+        model = Net()
+        overrides = {ParamKey(name="second.*"): {"clip_grad": False}}
+        optimizer = get_optimizer(OptimizerConfig(lr=0.01, clip_grad=0.0), [model], overrides)
+        if releases:
+            release_gradients(optimizer)
+            assert optimizer.grad_norms_by_group == {}
+        loss_of(model, 0).backward()
+        result = optimizer.step()
+        found.append({**optimizer.grad_norms_by_group, "result": result.grad_norm, "asked": optimizer.get_grad_norm()})
+    assert found[0]["adam"] > 0
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
 def test_no_gradient_is_left_when_backward_returns() -> None:

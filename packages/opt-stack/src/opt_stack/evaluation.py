@@ -14,6 +14,7 @@ from opt_distributed.step.stepper import Stepper
 from opt_distributed.step.stored import decoded, kept_states
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.formulas import Formula
+from opt_kernels.hooks import bare
 from opt_kernels.rules.elementwise import ElementwiseRule
 
 Groups = Sequence[Mapping[str, Any]]
@@ -95,8 +96,8 @@ def _write_(weights: Mapping[Tensor, Tensor]) -> None:
 
 
 def _formula(unit: Unit) -> Formula | None:
-    """The formula of a unit whose weights are evaluated as others."""
-    rule = unit.rule
+    """The formula of a unit whose rule evaluates other weights than it trains; None for all other rules."""
+    rule = bare(unit.rule)
     return rule.formula if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None else None
 
 

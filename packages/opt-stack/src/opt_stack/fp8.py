@@ -7,6 +7,7 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm, agree
+from opt_kernels.hooks import bare
 from opt_kernels.quantized import quantized
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
@@ -27,7 +28,7 @@ def check_fp8(
             "to the recipe of the parameters: delayed, tensorwise, blockwise or mxfp8"
         )
     for id in stored:
-        rule = rules[rule_of[id]]
+        rule = bare(rules[rule_of[id]])
         if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
             raise ConfigError(
                 f"optimizer={rule.name!r} evaluates other weights than it trains, which parameters in fp8 cannot hold "

@@ -49,7 +49,7 @@ class GradientRelease:
         self.optimizer = optimizer
         self._updated: set[nn.Parameter] = set()  # in this iteration; parameters hash by identity
         self._device = optimizer.stepper.device
-        self._last_norm: StepResult | None = None
+        self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
         self._begin()
         self._handles = list(self._hooks())
         optimizer.in_backward = self
@@ -68,10 +68,10 @@ class GradientRelease:
 
     def finish(self) -> StepResult:
         """Ends the iteration."""
-        squares, skip = self._squares, self._skip
-        self._last_norm = StepResult.later(lambda: (not bool(skip), float(squares.sqrt()), None))
+        norms, skip = self._squares.sqrt(), self._skip
+        self._last_norms = norms
         self._begin()
-        return self._last_norm
+        return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
 
     def drop(self) -> None:
         """Begins an iteration anew, after a backward pass that may have failed."""
@@ -79,12 +79,19 @@ class GradientRelease:
 
     @property
     def grad_norm(self) -> float:
-        """Of the last iteration that `step()` ended; 0 before the first."""
-        return 0.0 if self._last_norm is None else self._last_norm.grad_norm
+        """The model's gradient norm in the last iteration that `step()` ended; 0 before the first."""
+        return 0.0 if self._last_norms is None else float(self._last_norms[0])
+
+    @property
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """The norms of the last iteration by group, as `Optimizer.grad_norms_by_group`; empty before the first."""
+        slots = self.optimizer.stepper.limits.slots
+        return {} if self._last_norms is None else dict(zip(slots, self._last_norms.tolist(), strict=True))
 
     def _begin(self) -> None:
         self._updated.clear()
-        self._squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        slots = self.optimizer.stepper.limits.slots
+        self._squares = torch.zeros(len(slots), dtype=torch.float64, device=self._device)  # one sum for each norm
         self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
 
     def _hooks(self) -> Iterator[RemovableHandle]:
@@ -111,7 +118,7 @@ class GradientRelease:
         assert grad is not None
         self._updated.add(piece.param)
         found = grad_stats([grad], count_zeros=False)
-        self._squares += found.sum_of_squares.to(self._device)
+        self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)
         self._skip |= (found.nonfinite > 0).to(self._device)
         if self._device.type != "cpu":
             self._move_(unit, piece, grad, skip=self._skip)

@@ -18,7 +18,12 @@ class InBackward(Protocol):
 
     @property
     def grad_norm(self) -> float:
-        """Of the last iteration."""
+        """The model's gradient norm in the last iteration."""
+        ...
+
+    @property
+    def grad_norms_by_group(self) -> dict[str, float]:
+        """The norm of each separate norm group in the last iteration."""
         ...
 
     def finish(self) -> StepResult:
@@ -98,7 +103,7 @@ class GradientStatistics:
         A parameter group with `clip_grad=False` (through `config_overrides`) is left out of it and never clipped: its
         norm stands under its rule's name. For rules whose update does not depend on the gradient's scale, such as Muon.
         """
-        return self.stepper.grad_norms_by_group
+        return (self.in_backward or self.stepper).grad_norms_by_group
 
     def get_loss_scale(self) -> Tensor:
         """Shape (1,), fp32: what the loss is multiplied by at present; 1 without loss scaling."""

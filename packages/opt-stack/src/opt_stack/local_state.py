@@ -17,6 +17,7 @@ logger = logging.getLogger("opt_stack")
 
 Group = Mapping[str, Any]
 HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
+RULE = "optimizer"  # a group's key that names its rule; groups of torch's optimizers have none
 NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # what must be a number where a saved group has it
 
 
@@ -107,6 +108,12 @@ def _check_group(ours: Group, theirs: Group) -> None:
     if len(ours["params"]) != len(theirs["params"]):
         raise ValueError(
             f"group {ours['name']!r} has {len(ours['params'])} parameters, the saved one {len(theirs['params'])}"
+        )
+    if theirs.get(RULE, ours[RULE]) != ours[RULE]:
+        raise ValueError(
+            f"group {ours['name']!r} was saved by optimizer={theirs[RULE]!r}, but is updated by "
+            f"optimizer={ours[RULE]!r}, to which state of the same name may mean something else; build the optimizer "
+            f"with {theirs[RULE]!r}, or load a sharded_state_dict, which starts from that state with a warning"
         )
     for key in NUMBERS:
         value = theirs.get(key)

@@ -26,12 +26,12 @@ from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
 from opt_stack.entries import check_loaded_numbers
 from opt_stack.hooks import HOOKS, warn_of_other_hooks
+from opt_stack.local_state import RULE
 
 logger = logging.getLogger(__name__)
 VERSION = 1
 # What a group is follows from the run that loads it; only how it is trained is restored, by the same rule.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
-RULE = "optimizer"  # a group's field that names what moves it
 
 
 class Held(NamedTuple):

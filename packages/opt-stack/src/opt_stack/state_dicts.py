@@ -1,13 +1,13 @@
 """What an optimizer saves and loads: torch's form of one rank's state, and a sharded one for any layout."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import Alone, Comm, agreed
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper
 from opt_kernels.hooks import bare
@@ -25,10 +25,20 @@ from opt_stack.local_state import (
     set_group_,
 )
 from opt_stack.offload import StateOffload
+from opt_stack.plan import Plan
 from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
+MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
 EVALUATING = "evaluating"  # in a state_dict of evaluation mode
+
+
+class _Matched(NamedTuple):
+    """A state dict in the order of the optimizer that loads it."""
+
+    groups: list[Mapping[str, Any]]  # one for each of `param_groups`
+    by_id: dict[ParamId, Mapping[str, Any]]
+    scaler: dict[str, Any]
 
 
 class StateDicts(torch.optim.Optimizer):
@@ -37,6 +47,7 @@ class StateDicts(torch.optim.Optimizer):
     stepper: Stepper
     evaluation: Evaluation
     offload: StateOffload
+    plan: Plan
     _layout_id: str
     _rank_local: bool
     _everyone: Comm
@@ -114,6 +125,8 @@ class StateDicts(torch.optim.Optimizer):
                 f"on_conflict={on_conflict!r}, override={dict(override)}: these are for a loaded sharded state; after "
                 "another, set what is to differ in param_groups"
             )
+        elif main_values not in MAIN_VALUES:
+            raise ValueError(f"main_values={main_values!r}; {' and '.join(map(repr, MAIN_VALUES))} are allowed")
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
         self.stepper.publish_set_()
@@ -151,20 +164,26 @@ class StateDicts(torch.optim.Optimizer):
         return read_state(unit, piece, copies_main=self.evaluation.replaces_weights_of(unit))
 
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
-        check_form(state_dict, version=VERSION, layout_id=self._layout_id)
-        saved_groups = match_groups(state_dict, self.param_groups)
-        by_id = match_state(state_dict, self.param_groups, saved_groups)
-        check_loaded_numbers(zip(self.param_groups, saved_groups), self._rules())
+        # With fp8 parameters the load ends in collectives, in which the other ranks would wait for one that refused.
+        peers = self._everyone if self.plan.config.fp8_recipe is not None else Alone()
+        loaded = agreed(peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         for id, (unit, piece) in self._held.items():
-            check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
-        scaler = saved_scaler(state_dict, self.stepper.scaler)
-        for id, (unit, piece) in self._held.items():
-            load_state_(unit, piece, by_id.get(id, {}))
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            load_state_(unit, piece, loaded.by_id.get(id, {}))
+        for group, saved in zip(self.param_groups, loaded.groups, strict=True):
             warn_of_other_hooks(group["name"], group, saved)
             set_group_(group, saved)
-        if scaler:
-            self.stepper.scaler.load_state_dict(scaler)
+        if loaded.scaler:
+            self.stepper.scaler.load_state_dict(loaded.scaler)
+
+    def _matched(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> _Matched:
+        """Match `state_dict` with this optimizer. Raises ValueError if any of it cannot be loaded; writes nothing."""
+        check_form(state_dict, version=VERSION, layout_id=self._layout_id)
+        groups = match_groups(state_dict, self.param_groups)
+        by_id = match_state(state_dict, self.param_groups, groups)
+        check_loaded_numbers(zip(self.param_groups, groups), self._rules())
+        for id, (unit, piece) in self._held.items():
+            check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
+        return _Matched(groups, by_id, saved_scaler(state_dict, self.stepper.scaler))
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of this rank's units by the names that groups have for them."""
