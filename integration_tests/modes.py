@@ -130,10 +130,11 @@ def name_of(values: Values) -> str:
     return ", ".join(f"{axis} {value}" for axis, value in values.items())
 
 
-def config_of(values: Values) -> OptimizerConfig:
-    fields: dict[str, Any] = {"weight_decay": 0.1, "muon_fp32_matmul_prec": "highest"}
-    for axis, value in values.items():
-        fields.update(AXES[axis][value])
+def config_of(values: Values, **others: Any) -> OptimizerConfig:
+    """`others` are fields that no axis sets."""
+    fields: dict[str, Any] = {"weight_decay": 0.1, "muon_fp32_matmul_prec": "highest", **others}
+    for axis, of_axis in AXES.items():
+        fields.update(of_axis[values[axis]])
     return OptimizerConfig(**fields)
 
 

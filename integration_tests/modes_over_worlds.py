@@ -1,0 +1,155 @@
+"""The modes of `modes.py` at any number of ranks: the cases, and the weights that one process ends with.
+
+Gradients are known to the bit (see `parity.grads_of`), so the weights of a mode depend on the number of ranks only
+where the order of a sum does. They are equal to the bit with an elementwise rule, a mean that is exact (not over three
+ranks), and no clip coefficient, which comes from a norm. Otherwise they stay within `Distance.of` it.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from modes import IN_FP8, MATRIX_RULES, REFUSALS, Values, config_of, every_mode
+from parity import Net, Wrapping, grads_of, roles_over
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.threads import run_threads
+from opt_kernels.quantized import QuantizedTensor, quantized
+from opt_stack import get_optimizer
+
+STEPS, SCALED_BLOCK = 3, 128  # elements that share a scale, in fp16 mains and scaled moments
+CLIPPED, FREE = "clipped", "not clipped"
+WORLDS = ("1", "2", "3", "4")
+
+SHAPES: Mapping[str, tuple[int, ...]] = {  # matrices of 32 columns for mxfp8, square for SOAP (see `parity.SQUARE`)
+    "embedding": (13, 16),
+    "first": (32, 32),
+    "bias": (7,),
+    "qkv": (12, 12),
+    "norm": (65,),
+    "router": (6, 6),
+    "second": (32, 32),
+    "scale": (1,),
+}
+IN_CODES = ("first", "second")  # the parameters in fp8, where the mode has some
+
+
+# One more rounding of a stored weight, relative to it; 0 for fp32.
+WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-10, **dict.fromkeys(IN_FP8, 2.0**-3)}
+# One more rounding of a moment, relative to the update.
+MOMENT_ROUNDING = {"fp32": 0.0, "bf16": 2.0**-7, "scaled fp16": 2.0**-9, "scaled fp8": 2.0**-2}
+# Of fp32 weights with fp32 moments: see `test_parity.ATOL`. SOAPMuon makes singular values equal, small ones too.
+RULE = {"adaptive_muon": 1e-4, "soap": 5e-4, "soap_muon": 1e-3}
+
+
+class Distance(NamedTuple):
+    """How far a weight may be from that of one process. Few are: roundings move a weight only at a tie."""
+
+    rtol: float
+    atol: float
+    mean: float  # of the absolute differences
+
+    @classmethod
+    def of(cls, case: Values) -> "Distance":
+        """The fp32 roundings of a mean over three ranks and of a norm, and the roundings that these turn over.
+
+        Gradients summed over three ranks in bf16 are rounded to it; matrix rules then turn updates of small elements.
+        """
+        if is_exact(case):
+            return cls(0.0, 0.0, 0.0)
+        moved = STEPS * config_of(case).lr
+        base = RULE.get(case["rule"], 2e-5)
+        rtol, atol = WEIGHT_ROUNDING.get(case["numbers"], 2.0**-7), base + MOMENT_ROUNDING[case["moments"]] * moved
+        if case["numbers"] == "bf16, bf16 gradients" and case["world"] == "3":
+            return cls(rtol, atol + (2 * moved if case["rule"] in MATRIX_RULES else 2.0**-7 * moved), 0.02 * moved)
+        return cls(2e-5 + rtol, atol, base)
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]  # fp32; of parameters in fp8 their dequantised values
+    codes: dict[str, Tensor]
+    norms: list[float]
+
+
+def every_case() -> Iterator[dict[str, str]]:
+    """Every mode that is not refused, at every number of ranks, wrapped or not, with clipping and without."""
+    legal = [mode for mode in every_mode() if not any(refusal.applies(mode) for refusal in REFUSALS)]
+    for mode, world, wrapping, clipping in itertools.product(legal, WORLDS, Wrapping, (CLIPPED, FREE)):
+        case = {**mode, "world": world, "wrapping": wrapping.value, "clipping": clipping}
+        if not (mode["rule"] == "schedule_free" and overlaps_gathers(case)):  # refused: eval() gathers at once
+            yield case
+
+
+def overlaps_gathers(case: Values) -> bool:
+    return case["wrapping"] == Wrapping.OVERLAP.value and case["sharding"] != "replicated"
+
+
+def alone(case: Values) -> dict[str, str]:
+    """The same mode in one process, not wrapped."""
+    return {**case, "world": "1", "sharding": "replicated", "wrapping": Wrapping.PLAIN.value}
+
+
+def is_exact(case: Values) -> bool:
+    return case["rule"] not in MATRIX_RULES and case["world"] != "3" and case["clipping"] == FREE
+
+
+def train(case: Values, *, steps: int = STEPS) -> list[Trained]:
+    """Every rank's weights in the end."""
+    return run_threads(int(case["world"]), lambda comm: _train(case, steps, comm))
+
+
+def make_net(config: OptimizerConfig) -> Net:
+    net = Net(config.precision.params, SHAPES)
+    for name in IN_CODES if config.fp8_recipe is not None else ():
+        held: Any = net.get_submodule(name)
+        held.weight = nn.Parameter(QuantizedTensor.of(held.weight.detach(), str(config.fp8_recipe)))
+    return net
+
+
+def configured(case: Values) -> tuple[OptimizerConfig, Wrapping]:
+    wrapping = Wrapping(case["wrapping"])
+    clip = 3.0 if case["clipping"] == CLIPPED else 0.0
+    return config_of(case, clip_grad=clip, overlap_param_gather=overlaps_gathers(case)), wrapping
+
+
+def wrap(net: Net, config: OptimizerConfig, wrapping: Wrapping, roles: Any) -> nn.Module:
+    if wrapping is Wrapping.PLAIN:
+        return net
+    overlaps, whole = wrapping is Wrapping.OVERLAP, config.use_layer_wise_distributed_optimizer
+    sharded = config.use_distributed_optimizer or whole
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.main_grads_dtype is torch.float32,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=sharded and overlaps,
+        fp8_param_gather=sharded and config.fp8_recipe is not None,
+        bucket_size=1500 if overlaps else None,
+    )
+    is_whole = matrices_whole if whole else nothing_whole
+    return DistributedDataParallel(ddp_config, net, groups=roles, is_whole=is_whole, shard_multiple=SCALED_BLOCK)
+
+
+def _train(case: Values, steps: int, comm: Comm) -> Trained:
+    config, wrapping = configured(case)
+    net, roles = make_net(config), roles_over(comm)
+    model = wrap(net, config, wrapping, roles)
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
+    norms = []
+    for step in range(steps):
+        optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, SHAPES))).backward()
+        result = optimizer.step()
+        assert result.success
+        norms.append(result.grad_norm)
+        if isinstance(model, DistributedDataParallel):
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+    if isinstance(model, DistributedDataParallel):
+        model.finish_param_sync()
+    params = dict(net.named_parameters())
+    codes = {name: stored.codes.clone() for name, param in params.items() if (stored := quantized(param)) is not None}
+    return Trained({name: param.detach().float().clone() for name, param in params.items()}, codes, norms)
