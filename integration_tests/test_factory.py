@@ -95,8 +95,8 @@ DIFFERENT = (
     "that share parameters; head.bias is trained on rank 0 only"
 )
 CONFLICT = (
-    "parameter 'head.bias': 'wd_mult' is 0.0 by the key '*.bias' and 1.0 by 'head.*'; let one of them leave it out, or "
-    "match other parameters"
+    "parameter 'head.bias': key '*.bias' sets 'wd_mult' to 0.0, key 'head.*' to 1.0; set it in one of them only, or "
+    "let them match different parameters"
 )
 NARROW = (
     "parameter 'embedding.weight' (and 8 more) is torch.float16; fp16=False and bf16=False allow torch.float32: set "

@@ -1,4 +1,4 @@
-"""Small models with the shapes and marks that groups depend on."""
+"""Small models with the shapes and attributes that groups depend on."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks and an untied output, marked as the reference marks them."""
+    """An embedding, blocks and an untied output, marked as in Megatron-Core."""
 
     def __init__(self, width: int = 4, num_layers: int = 2) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class Experts(nn.Module):
-    """A router, which all ranks share, and experts, which they do not."""
+    """A router, which all ranks share, and experts, which they do not share."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Experts(nn.Module):
 
 
 def mark(param: torch.Tensor, **attributes: object) -> torch.Tensor:
-    """Sets attributes as the reference does on its parameters."""
+    """Set attributes on a parameter, as Megatron-Core does."""
     for name, value in attributes.items():
         setattr(param, name, value)
     return param

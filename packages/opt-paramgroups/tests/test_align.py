@@ -1,4 +1,4 @@
-"""The same groups on every rank: ranks as threads, each with other parameters, and failures that all of them see."""
+"""All ranks have the same groups: ranks as threads with different parameters, and failures that reach every rank."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ STAGES: dict[int, tuple[Callable[[], nn.Module], ...]] = {
 
 
 class Ranks:
-    """A gather for as many threads."""
+    """A gather for a number of threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,7 +48,7 @@ class Ranks:
         return gather
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """The results of all ranks; an exception is a result here."""
+        """The results of all ranks, where an exception counts as a result."""
 
         def outcome(rank: int) -> Any:
             try:
@@ -61,7 +61,7 @@ class Ranks:
 
 
 def identity(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without what is the rank's own."""
+    """A group without the entries that differ between ranks."""
     return {entry: value for entry, value in group.items() if entry not in ("params", "param_ids")}
 
 
@@ -127,8 +127,8 @@ def test_one_ranks_contradiction_is_every_ranks_error():
     models = [Model(), Experts(), nn.Identity()]
     errors = ranks.run(lambda rank: get_param_groups([models[rank]], CONFIG, overrides, gather=ranks.gather_of(rank)))
     contradiction = (
-        "parameter 'experts.0.bias': 'wd_mult' is 0.0 by the key '*.bias' and 0.5 by 'experts.*'; let one of them "
-        "leave it out, or match other parameters"
+        "parameter 'experts.0.bias': key '*.bias' sets 'wd_mult' to 0.0, key 'experts.*' to 0.5; set it in "
+        "one of them only, or let them match different parameters"
     )
     assert [str(error) for error in errors] == [f"rank 1: {contradiction}", contradiction, f"rank 1: {contradiction}"]
 

@@ -109,8 +109,8 @@ def test_contradicting_keys_are_an_error_that_names_both_and_the_parameter():
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Experts()], CONFIG, {BIAS: {"wd_mult": 0.0}, VECTOR: {"wd_mult": 0.5}})
     assert str(caught.value) == (
-        "parameter 'router.bias': 'wd_mult' is 0.0 by the key '*.bias' and 0.5 by '<1-D>'; let one of them leave it "
-        "out, or match other parameters"
+        "parameter 'router.bias': key '*.bias' sets 'wd_mult' to 0.0, key '<1-D>' to 0.5; set it in one of them "
+        "only, or let them match different parameters"
     )
 
 
@@ -274,14 +274,15 @@ REFUSED = {
     ),
     "a field that is one for all": (
         {BIAS: dataclasses.replace(CONFIG, clip_grad=2.0)},
-        "config_overrides[*.bias]: clip_grad=2.0 differs from the common 1.0, but a key of adam may change only lr, "
-        "min_lr, weight_decay, optimizer, adam_beta1, adam_beta2, adam_eps; make the override by "
-        "dataclasses.replace(config, ...) of these",
+        "config_overrides[*.bias]: clip_grad=2.0 differs from 1.0 in the main configuration; an override with adam "
+        "may change only lr, min_lr, weight_decay, optimizer, adam_beta1, adam_beta2, adam_eps; derive it from the "
+        "main configuration by dataclasses.replace(config, ...)",
     ),
     "a number that the rule does not read": (
         {BIAS: dataclasses.replace(CONFIG, optimizer="sgd", adam_eps=1.0)},
-        "config_overrides[*.bias]: adam_eps=1.0 differs from the common 1e-08, but a key of sgd may change only lr, "
-        "min_lr, weight_decay, optimizer, sgd_momentum; make the override by dataclasses.replace(config, ...) of these",
+        "config_overrides[*.bias]: adam_eps=1.0 differs from 1e-08 in the main configuration; an override with sgd "
+        "may change only lr, min_lr, weight_decay, optimizer, sgd_momentum; derive it from the main configuration by "
+        "dataclasses.replace(config, ...)",
     ),
     "patterns that match nothing": (
         {ParamKey(name="*.biass"): {"wd_mult": 0.0}, ParamKey(attr="is_embeding_parameter"): {"max_lr": 1.0}},
@@ -298,6 +299,21 @@ def test_a_bad_override_is_refused_with_its_message(overrides, message):
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Model()], CONFIG, overrides)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.ones(2), torch.tensor(1.0)], ids=["NaN", "tensor", "0-d"])
+def test_values_that_are_not_equal_to_themselves_are_refused(value):
+    """A NaN of two keys was reported as a conflict of a key with itself; a tensor of two keys as an ambiguous bool."""
+    overrides = {BIAS: {"mine": value}, ParamKey(name="output.*"): {"mine": value}}
+    with pytest.raises(
+        ConfigError, match=r"config_overrides\[\*\.bias\]: mine=.*: must be a number, a string or a tuple"
+    ):
+        get_param_groups([Model()], CONFIG, overrides, extra_group_keys=("mine",))
+
+
+def test_a_lazy_parameter_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"^parameter '0\.weight' is uninitialized: .*run one forward pass"):
+        get_param_groups([nn.Sequential(nn.LazyLinear(3))], CONFIG, None)
 
 
 def test_a_misspelt_entry_is_refused_even_if_its_value_is_none():
@@ -347,7 +363,7 @@ def test_a_predicate_may_find_nothing():
 
 
 def test_a_multiplier_of_no_rate_is_refused():
-    with pytest.raises(ConfigError, match=r"the group '\*\.bias' has lr_mult=0\.5, but neither lr nor max_lr is set"):
+    with pytest.raises(ConfigError, match=r"group '\*\.bias' has lr_mult=0\.5 but no learning rate; set lr"):
         get_param_groups([Model()], OptimizerConfig(), {BIAS: {"lr_mult": 0.5}})
 
 
@@ -367,7 +383,7 @@ def test_a_module_in_place_of_chunks_is_refused():
 
 
 def test_metas_of_another_model_are_refused():
-    with pytest.raises(ConfigError, match=r"^metas: there is no entry for 'embedding\.weight'; describe"):
+    with pytest.raises(ConfigError, match=r"^metas: no entry for parameter 'embedding\.weight'; pass describe"):
         get_param_groups([Model()], CONFIG, {}, metas=describe([Experts()]))
 
 

@@ -1,4 +1,4 @@
-"""Process groups come in through the door: no file imports torch.distributed."""
+"""No module imports torch.distributed: process groups are arguments."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""ParamMeta: read from attributes and placements, or said by the caller; refused where the shape contradicts."""
+"""ParamMeta: read from attributes and placements, or given by the caller; refused if it does not fit the shape."""
 
 from collections.abc import Iterator
 
@@ -122,19 +122,23 @@ def test_the_caller_may_know_better():
     [
         (
             {"output.wieght": {"shared": True}},
-            "overrides['output.wieght']: no trainable parameter is called so. Did you mean output.weight?",
+            "overrides['output.wieght']: no trainable parameter has this name. Did you mean output.weight?",
         ),
         (
             {ParamId(1, "output.weight"): {"shared": True}},
-            "overrides['chunk 1: output.weight']: no trainable parameter is called so. Did you mean output.weight?",
+            "overrides['chunk 1: output.weight']: no trainable parameter has this name. Did you mean output.weight?",
         ),
         (
             {"output.weight": {"is_expret": True}},
-            "overrides['output.weight']: 'is_expret' is no such role; there are is_expert, expert_tp, shared, "
+            "overrides['output.weight']: unknown role 'is_expret'; allowed are is_expert, expert_tp, shared, "
             "shared_embedding, shared_position_embedding, pipeline_parallel, tensor_parallel, partition_dim, "
             "partition_stride, sequence_parallel, "
             "average_gradients_across_tp, is_embedding_or_output, is_embedding, use_muon, grad_norm_group, "
             "qkv_split_shapes, head_rows, split_sizes. Did you mean is_expert?",
+        ),
+        (
+            {"output.weight": {"qkv_split_shapes": 3}},
+            "overrides['output.weight']: qkv_split_shapes=3: must be a tuple of numbers of rows",
         ),
         (
             {"output.weight": {"partition_dim": 2}},
@@ -165,11 +169,19 @@ def test_the_caller_may_know_better():
         ),
         (
             {"output.weight": {"split_sizes": (3, 4), "head_rows": 7}},
-            "output.weight: head_rows=7 and split_sizes=(3, 4): give one of them",
+            "output.weight: head_rows=7 and split_sizes=(3, 4): set only one of them",
         ),
     ],
     ids=[
-        *("unknown name", "unknown chunk", "unknown role", "no such dim", "indivisible QKV", "QKV of a vector"),
+        *(
+            "unknown name",
+            "unknown chunk",
+            "unknown role",
+            "QKV that is no tuple",
+            "no such dim",
+            "indivisible QKV",
+            "QKV of a vector",
+        ),
         *("indivisible heads", "heads of a vector", "sizes that are too few", "two splits"),
     ],
 )
@@ -212,5 +224,5 @@ def test_a_partial_placement_is_refused(mesh):
 
     model = nn.Module()
     model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Partial(), Replicate()], run_check=False))
-    with pytest.raises(ConfigError, match="reduce it to shards or replicas first"):
+    with pytest.raises(ConfigError, match="allowed are Shard and Replicate; redistribute it first"):
         describe([model])

@@ -1,4 +1,4 @@
-"""muP's numbers: what is divided, what is multiplied, what is left, by rule and by shape."""
+"""muP: which learning rates and eps are scaled, by rule and by shape."""
 
 import pytest
 from models import Model
@@ -124,10 +124,11 @@ def test_an_unset_floor_stays_unset():
 @pytest.mark.parametrize(
     ("config", "width", "message"),
     [
-        (CONFIG, 0, "muP: the width is 0 times its base: it must be greater than 0"),
-        (OptimizerConfig(), 2, "muP: lr=None: muP scales the learning rate; set it in the OptimizerConfig"),
+        (CONFIG, 0, "muP: width 0: must be greater than 0 and finite"),
+        (CONFIG, float("inf"), "muP: width inf: must be greater than 0 and finite"),
+        (OptimizerConfig(), 2, "muP: lr=None: muP scales the learning rate; set lr in the OptimizerConfig"),
     ],
-    ids=["no width", "no rate"],
+    ids=["no width", "an infinite width", "no rate"],
 )
 def test_what_cannot_be_scaled_is_refused(config, width, message):
     with pytest.raises(ConfigError) as caught:
@@ -157,13 +158,13 @@ def test_by_shape_without_a_base_is_refused():
     with pytest.raises(ConfigError) as caught:
         get_mup_overrides_by_shape(CONFIG, [wide], base)
     assert str(caught.value) == (
-        "parameter 'weight' of shape (2, 2) has the base shape (3,): give base_shapes one of 2 dims, as "
-        "shapes_of(base_model_chunks) does"
+        "base_shapes: parameter 'weight' of shape (2, 2) has base shape (3,); it must have 2 dims and no empty dim, "
+        "as shapes_of(base_model_chunks) returns it"
     )
 
 
 def test_by_shape_chunks_that_repeat_a_name_must_agree():
     chunks = [nn.Linear(8, 2, bias=False), nn.Linear(4, 2, bias=False)]
     base = {ParamId(0, "weight"): (2, 2), ParamId(1, "weight"): (2, 2)}
-    with pytest.raises(ConfigError, match="model chunks use the name 'weight' for parameters 4 and 2 times as wide"):
+    with pytest.raises(ConfigError, match="model chunks use the name 'weight' for parameters of widths 4 and 2"):
         get_mup_overrides_by_shape(CONFIG, chunks, base)

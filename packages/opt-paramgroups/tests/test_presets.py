@@ -1,4 +1,4 @@
-"""Presets by the reference's own rules: weight decay, decoupled rates, matrices, layer decay."""
+"""Presets, as in Megatron-Core: weight decay, decoupled rates, matrix rules, layer decay."""
 
 import pytest
 from models import Model, mark
@@ -127,7 +127,7 @@ def test_layer_decay_of_a_stage_counts_the_whole_models_layers():
         ({"decay": 0.0}, "get_layer_decay_overrides: decay=0.0: must be in (0, 1]"),
         (
             {"decay": 0.5, "num_layers": 1},
-            "get_layer_decay_overrides: num_layers=1: a parameter is of layer 2",
+            "get_layer_decay_overrides: num_layers=1: must be at least 2, the depth of a parameter",
         ),
     ],
     ids=["no decay at all", "too few layers"],
@@ -136,3 +136,9 @@ def test_bad_layer_decay_is_refused(options, message):
     with pytest.raises(ConfigError) as caught:
         get_layer_decay_overrides([Model(num_layers=2)], **options)
     assert str(caught.value) == message
+
+
+def test_a_negative_number_of_layers_is_refused_for_a_model_without_layers():
+    """`max()` of no depths raised "max() arg is an empty sequence"."""
+    with pytest.raises(ConfigError, match="num_layers=-1: must be at least 0"):
+        get_layer_decay_overrides([nn.Linear(2, 2)], 0.5, num_layers=-1)

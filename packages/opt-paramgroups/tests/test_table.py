@@ -1,4 +1,4 @@
-"""The group table in its four forms, and the command that prints it."""
+"""The group table in its four formats, and the command that prints it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Embeddings and output layers are recognised by their modules, so that a matrix rule leaves them alone."""
+"""Embeddings and output layers are recognised by their modules, so that a matrix rule does not update them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """What people write: nothing is marked."""
+    """A typical model without any attributes."""
 
     def __init__(self, *, hidden: int = 16, tied: bool = False, head: str = "readout") -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GPT(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """As data-parallel wrappers hold a model."""
+    """Holds a model as data-parallel wrappers do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Wrapper(nn.Module):
 
 
 class Compiled(nn.Module):
-    """As torch.compile holds a model, without the seconds that its import takes."""
+    """Holds a model as torch.compile does, without the seconds that importing it takes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -109,8 +109,8 @@ CASES = {
     ),
     "overrides that conflict": (
         {"overrides": {BIAS: {"wd_mult": 0.0}, FIRST: {"wd_mult": 1.0}}},
-        "parameter '0.bias': 'wd_mult' is 0.0 by the key '*.bias' and 1.0 by '0.*'; let one of them leave it out, or "
-        "match other parameters",
+        "parameter '0.bias': key '*.bias' sets 'wd_mult' to 0.0, key '0.*' to 1.0; set it in one of them only, or let "
+        "them match different parameters",
     ),
     "override of nothing": (
         {"overrides": {ParamKey(name="*.bais"): {"wd_mult": 0.0}}},

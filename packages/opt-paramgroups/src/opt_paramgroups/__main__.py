@@ -1,4 +1,4 @@
-"""python -m opt_paramgroups table module:factory — the parameter groups of a model, before it trains."""
+"""Command line of opt_paramgroups: print the parameter groups of a model before it is trained."""
 
 import argparse
 import sys
@@ -24,12 +24,12 @@ FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = MappingProxyType(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 1 where the model or the configuration cannot be had."""
+    """Run one command. Return the exit status: 1 if the model or the configuration cannot be loaded."""
     parser = argparse.ArgumentParser(prog="python -m opt_paramgroups", description=__doc__)
     table = parser.add_subparsers(dest="command", required=True).add_parser("table", help="print the group table")
     table.add_argument("model", metavar="module:factory", help="a callable that returns a module, or a list of chunks")
     table.add_argument("--config", help="an OptimizerConfig as a .json, .toml or .yaml file")
-    table.add_argument("--section", default="", help="the table of that file that holds it")
+    table.add_argument("--section", default="", help="the table of that file that holds the configuration")
     table.add_argument("--format", choices=[*FORMATS, "rich"], default="text")
     options = parser.parse_args(arguments)
     try:
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usual_overrides(config: OptimizerConfig) -> Overrides:
-    """The standard overrides and, for a matrix rule, what it leaves to another."""
+    """The standard overrides and, for a matrix rule, the overrides of parameters that it does not update."""
     matrices = get_matrix_rule_overrides(config) if config.optimizer in MATRIX_RULES else {}
     return {**get_standard_config_overrides(config), **matrices}
 
 
 def show(rows: Sequence[GroupRow], form: str) -> None:
-    """Print a table. Raises `ConfigError` where `rich` is asked for and not installed."""
+    """Print a table. Raises `ConfigError` if `rich` is requested but not installed."""
     if form != "rich":
         print(FORMATS[form](rows))
         return
@@ -61,7 +61,7 @@ def show(rows: Sequence[GroupRow], form: str) -> None:
 
 
 def model_chunks_of(place: str) -> list[nn.Module]:
-    """The chunks of the model that `module:factory` makes. Raises `ConfigError` where there is none."""
+    """The model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
     module_name, colon, attr = place.partition(":")
     if not colon:
         raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
@@ -69,10 +69,10 @@ def model_chunks_of(place: str) -> list[nn.Module]:
         factory = getattr(import_module(module_name), attr)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{place!r}: {error}") from error
-    made = factory()
-    chunks = [made] if isinstance(made, nn.Module) else list(made)
+    model = factory()
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
     if not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {made!r}")
+        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {model!r}")
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""The same groups on every rank: each reports which groups its parameters make, all take the union."""
+"""Agreement on groups: each rank reports the groups of its parameters, and every rank builds their union."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,58 +8,58 @@ from opt_config import ConfigError
 from opt_paramgroups.match import Entries
 
 Gather = Callable[[Any], Sequence[Any]]
-"""Takes a picklable value, gives those of all ranks in the same order everywhere."""
+"""Takes a picklable value and returns the values of all ranks, in the same order on every rank."""
 
 
 class GroupKey(NamedTuple):
-    """What makes parameters share a group: the same override, and the same side of the expert divide."""
+    """Identifies a group: its merged override, and whether its parameters belong to experts."""
 
     entries: Entries | None
     is_expert: bool
 
 
 class Seen(NamedTuple):
-    """A set of keys that some parameter is matched by, and the group that this makes."""
+    """The labels of all keys that match some parameter, and the group that this parameter belongs to."""
 
     labels: frozenset[str]
     key: GroupKey
 
 
 class Report(NamedTuple):
-    """What one rank has to say."""
+    """What one rank sends to the others."""
 
     seen: frozenset[Seen]
-    error: str  # why it cannot go on; empty: it can
+    error: str  # why the rank failed; empty: it did not
     frozen: tuple[tuple[str, str], ...] = ()  # label of a key, and the first frozen parameter that it matches
 
     @classmethod
     def of(cls, seen: Iterable[Seen], *, frozen: Mapping[str, str]) -> Self:
-        """The report of a rank that has matched all its parameters."""
+        """The report of a rank that matched all its parameters."""
         return cls(frozenset(seen), "", tuple(frozen.items()))
 
     @classmethod
     def failed(cls, error: Exception) -> Self:
-        """The report of a rank that cannot go on."""
+        """The report of a rank that failed."""
         return cls(frozenset(), str(error) or repr(error))
 
 
 class Agreed(NamedTuple):
-    """What all ranks build."""
+    """What every rank builds its groups from."""
 
     names: dict[GroupKey, str]  # in the order of the groups
     labels: frozenset[str]  # of all keys that matched a trainable parameter on some rank
-    frozen: Mapping[str, str]  # of all keys that matched frozen parameters, and the first of these
+    frozen: Mapping[str, str]  # label of a key that matched frozen parameters on some rank: the first of these
 
 
 def alone(value: Any) -> list[Any]:
-    """The gather of a process that is by itself."""
+    """The gather of a single process."""
     return [value]
 
 
 def agree(report: Report, gather: Gather) -> Agreed:
     """The groups of all ranks, named and in one order. Collective: every rank calls it once.
 
-    A rank that has failed gives `Report.failed` to `gather` instead of staying away, so that none waits for it. Raises
+    A rank that failed passes `Report.failed` to `gather`, so that the other ranks do not wait for it forever. Raises
     `ConfigError` if another rank failed, or if ranks were given different overrides.
     """
     reports: list[Report] = list(gather(report))
@@ -72,7 +72,7 @@ def agree(report: Report, gather: Gather) -> Agreed:
 
 
 def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:
-    """A name for each group: default groups first, then by name; dense before experts."""
+    """The name of each group, in the order of the groups: default first, then by name, dense before experts."""
     sets: dict[GroupKey, set[str]] = {}
     for labels, key in seen:
         sets.setdefault(key, set()).add(" & ".join(sorted(labels)))
@@ -82,17 +82,17 @@ def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:
 
 
 def _name(key: GroupKey, label_sets: set[str]) -> str:
-    """The keys that lead to a group: `&` where they meet on a parameter, a comma between different parameters' keys."""
+    """The keys of a group: `&` joins keys that match the same parameter, a comma those of different parameters."""
     name = "default" if key.entries is None else ", ".join(sorted(label_sets))
     return f"{name} (experts)" if key.is_expert else name
 
 
 def _check_distinct(seen: frozenset[Seen], names: dict[GroupKey, str]) -> None:
-    """One set of keys makes one override, wherever it is met; and no two groups have one name."""
-    counted = Counter((" & ".join(sorted(labels)), key.is_expert) for labels, key in seen)
-    twice = sorted({labels for (labels, _), count in counted.items() if count > 1})
-    if twice or len(set(names.values())) < len(names):
+    """Raise `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name."""
+    counts = Counter((" & ".join(sorted(labels)), key.is_expert) for labels, key in seen)
+    ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
+    if ambiguous or len(set(names.values())) < len(names):
         raise ConfigError(
-            f"config_overrides: {' and '.join(map(repr, twice or names.values()))}: the same keys make different "
+            f"config_overrides: {' and '.join(map(repr, ambiguous or names.values()))}: the same keys make different "
             "groups; give every rank the same overrides, and different predicates different names"
         )

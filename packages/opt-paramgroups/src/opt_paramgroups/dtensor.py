@@ -1,4 +1,4 @@
-"""How a DTensor is laid out, as plain values: the one file here that knows DTensors."""
+"""The layout of a DTensor as plain values. No other module of this package refers to DTensors."""
 
 import sys
 from typing import Any, NamedTuple
@@ -12,16 +12,16 @@ TENSOR_PARALLEL_AXES = ("tp",)
 
 
 class MeshPlacement(NamedTuple):
-    """What one axis of the device mesh does to a tensor."""
+    """How a tensor is placed along one axis of the device mesh."""
 
     axis: str  # the mesh's name for it, or its number
     size: int
-    shard_dim: int | None  # the dim it cuts; None: replicas
-    cuts_last: bool = False  # after the axes behind it: FSDP2 cuts what tensor parallelism has left of a dim
+    shard_dim: int | None  # the dim it shards; None: replicated
+    cuts_last: bool = False  # applied after the inner axes: FSDP2 shards the tensor-parallel shard of a dim
 
 
 class DTensorLayout(NamedTuple):
-    """How a DTensor parameter lies on its mesh."""
+    """The placement of a DTensor parameter on its mesh."""
 
     local_shape: tuple[int, ...]
     placements: tuple[MeshPlacement, ...]  # one for each axis of the mesh, outermost first
@@ -30,10 +30,10 @@ class DTensorLayout(NamedTuple):
 def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
     """The layout of a DTensor; None for any other tensor.
 
-    Raises `ConfigError` for partial placements: a parameter that is a sum still to be made cannot be updated.
+    Raises `ConfigError` for partial placements: a pending sum cannot be updated.
     """
-    # A DTensor exists only where its module was imported. Importing it here would cost every user most of a second,
-    # and fail on builds of torch without distributed.
+    # DTensors exist only if their module was imported. Importing it here would cost every user most of a second and
+    # fail on builds of torch without distributed.
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
         return None
@@ -48,5 +48,7 @@ def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
 
 def _shard_dim(placement: Any) -> int | None:
     if placement.is_partial():
-        raise ConfigError(f"a parameter is placed as {placement}: reduce it to shards or replicas first")
-    return None if placement.is_replicate() else int(placement.dim)  # is_shard() knows no strided shards, since 2.13
+        raise ConfigError(
+            f"a parameter has the placement {placement}; allowed are Shard and Replicate; redistribute it first"
+        )
+    return None if placement.is_replicate() else int(placement.dim)  # is_shard() is False for strided shards since 2.13

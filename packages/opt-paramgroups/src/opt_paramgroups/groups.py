@@ -1,4 +1,4 @@
-"""Parameter groups: every trainable parameter in exactly one, the same groups in the same order on every rank."""
+"""Parameter groups: every trainable parameter is in exactly one, and all ranks have the same groups in one order."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from opt_paramgroups.overrides import ConfigOverrides, Override, read_overrides
 from opt_paramgroups.presets import get_standard_config_overrides
 
 ParamGroup = dict[str, Any]
-"""A group as torch's optimizers know them."""
+"""A parameter group of torch.optim."""
 
 
 class GroupsAndBuffers(NamedTuple):
-    """Groups, and for each chunk that has them its buffers."""
+    """Parameter groups, and the buffers of each model chunk that has any, by the number of the chunk."""
 
     param_groups: list[ParamGroup]
     buffers: dict[int, Any]
@@ -35,29 +35,29 @@ def get_param_groups(
     model_chunk_offset: int = 0,
     extra_group_keys: Collection[str] | None = (),
 ) -> list[ParamGroup]:
-    """Parameter groups of a model, for any optimizer that takes torch's groups.
+    """Parameter groups of a model, for any optimizer that accepts torch's groups.
 
-    A group is what the same merged override makes of dense or of expert parameters. Default groups come first, then by
-    name. Beside its overrides a group has `params` and `param_ids` (in the same order), `name`, `optimizer`, `lr` and
-    `weight_decay` to start from, `max_lr`, `min_lr`, `wd_mult`, `lr_mult`, `is_decoupled_lr`, `is_expert_parallel` and
-    `default_config`. `name` is made of the matched keys and holds no numbers: it stays when they change, as long as the
-    same keys share a group.
+    Parameters with the same merged override share a group; experts have groups of their own. Default groups come
+    first, the others are sorted by name. In addition to its overrides a group has `params` and `param_ids` (in the same
+    order), `name`, `optimizer`, the initial `lr` and `weight_decay`, `max_lr`, `min_lr`, `wd_mult`, `lr_mult`,
+    `is_decoupled_lr`, `is_expert_parallel` and `default_config`. `name` consists of the matched keys and contains no
+    numbers: it is stable while hyper-parameters change, as long as the same keys share a group.
 
     Args:
         model_chunks: the model, or its virtual pipeline stages.
-        config: what is common to all parameters.
-        config_overrides: by key what differs: a `ParamGroupOverride`, or an `OptimizerConfig` of which the difference
-            from `config` counts. All keys that match are merged. None: the standard overrides; {}: none.
-        gather: `all_gather_object` of the ranks that must agree, called once; the default is for one process.
-        metas: what is known of the parameters; None: `describe(model_chunks)`.
-        allow_unmatched: accept keys of names or attributes that match nothing on any rank.
+        config: the configuration common to all parameters.
+        config_overrides: for each key a `ParamGroupOverride`, or an `OptimizerConfig` whose differences from `config`
+            apply. The overrides of all matching keys are merged. None: the standard overrides; {}: none.
+        gather: `all_gather_object` over the ranks that must agree; called once. The default is for a single process.
+        metas: roles of the parameters. None: `describe(model_chunks)`.
+        allow_unmatched: accept keys of names or attributes that match no parameter on any rank.
         model_chunk_offset: number of the first chunk.
-        extra_group_keys: names of entries that overrides may set although nothing here knows them, for code of one's
-            own that reads the groups; None: any name.
+        extra_group_keys: names of further entries that overrides may set, for the caller's own code that reads them.
+            None: any name.
 
     Raises:
-        ConfigError: keys contradict each other on a parameter, a key matches nothing, an override sets an unknown entry
-            or a value that is not allowed. Any rank's error is raised on all.
+        ConfigError: two keys set different values for one parameter, a key matches no parameter, or an override sets an
+            unknown entry or a value that is not allowed. An error of any rank is raised on all ranks.
     """
     try:
         params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
@@ -67,7 +67,7 @@ def get_param_groups(
         seen = {id: _seen(param, _known(known, id), overrides) for id, param in params.items()}
         frozen = frozen_matches(overrides, frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset))
     except Exception as error:
-        gather(Report.failed(error))  # the other ranks wait there
+        gather(Report.failed(error))  # the other ranks wait in this collective
         raise
     agreed = agree(Report.of(seen.values(), frozen=frozen), gather)
     warn_of_frozen(overrides, agreed.labels, agreed.frozen)
@@ -89,22 +89,24 @@ def get_param_groups_and_buffers(
     *,
     gather: Gather = alone,
 ) -> GroupsAndBuffers:
-    """The groups that `filter_fn` accepts, and of each chunk the buffers it holds as its attribute `buffer_name`.
+    """The groups that `filter_fn` accepts, and the buffers that each chunk holds in its attribute `buffer_name`.
 
-    Chunks are numbered from `model_chunk_offset`. A chunk without buffers of ours is left out: on a plain module,
-    `buffers` is a method. Raises `ConfigError` as `get_param_groups` does.
+    Chunks are numbered from `model_chunk_offset`. A chunk without that attribute is left out, and so is a plain module,
+    whose `buffers` is a method. Raises `ConfigError` as `get_param_groups` does.
     """
     groups = get_param_groups(
         model_chunks, config, config_overrides, gather=gather, model_chunk_offset=model_chunk_offset
     )
-    found = {number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)}
-    buffers = {number: held for number, held in found.items() if held is not None and not callable(held)}
+    attributes = {
+        number: getattr(chunk, buffer_name, None) for number, chunk in enumerate(model_chunks, model_chunk_offset)
+    }
+    buffers = {number: held for number, held in attributes.items() if held is not None and not callable(held)}
     return GroupsAndBuffers([group for group in groups if filter_fn(group)], buffers)
 
 
 def _known(metas: Mapping[ParamId, ParamMeta], id: ParamId) -> ParamMeta:
     if id not in metas:
-        raise ConfigError(f"metas: there is no entry for {str(id)!r}; describe(model_chunks) makes them all")
+        raise ConfigError(f"metas: no entry for parameter {str(id)!r}; pass describe(model_chunks) of the same model")
     return metas[id]
 
 
@@ -114,13 +116,14 @@ def _seen(param: nn.Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Ove
 
 
 def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], config: OptimizerConfig) -> ParamGroup:
-    """One group with all its entries. Raises `ConfigError` where lr_mult has nothing to multiply."""
+    """One group with all its entries. Raises `ConfigError` if lr_mult is set without a learning rate."""
     override = dict(key.entries or ())
     lr_mult = override.get("lr_mult", 1.0)
     max_lr = _times(override.get("max_lr", config.lr), lr_mult)
     if max_lr is None and lr_mult != 1.0:
         raise ConfigError(
-            f"config_overrides: the group {name!r} has lr_mult={lr_mult!r}, but neither lr nor max_lr is set"
+            f"config_overrides: group {name!r} has lr_mult={lr_mult!r} but no learning rate; set lr in the "
+            "OptimizerConfig, or max_lr in the override"
         )
     wd_mult = override.get("wd_mult", 1.0)
     return {
@@ -142,5 +145,5 @@ def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], con
 
 
 def _times(value: Any, factor: Any) -> Any:
-    # An unset rate stays unset; factor 1 keeps the bits and the type of what was given.
+    # An unset rate stays unset. Factor 1 keeps the exact value and type.
     return value if value is None or factor == 1.0 else value * factor

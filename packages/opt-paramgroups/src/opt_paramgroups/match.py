@@ -1,4 +1,4 @@
-"""Which keys mean a parameter, and what they make of it together."""
+"""Matching of keys to parameters, and merging of the overrides of all keys that match."""
 
 import logging
 from collections.abc import Hashable, Mapping
@@ -15,18 +15,18 @@ from opt_scheduler import combine_param_group_overrides, param_group_override_to
 logger = logging.getLogger("opt_paramgroups")
 
 Entries = tuple[tuple[str, Hashable], ...]
-"""A merged override as pairs sorted by name: equal for equal overrides, in whatever order they were merged."""
+"""A merged override as pairs sorted by name, independent of the order of merging."""
 
 
 class Match(NamedTuple):
-    """What the keys say of one parameter."""
+    """The keys that match one parameter, and their merged override."""
 
-    labels: frozenset[str]  # of the keys that mean it
-    entries: Entries | None  # of all of them; None: nothing differs from the configuration
+    labels: frozenset[str]  # of the keys that match it
+    entries: Entries | None  # of all of them; None: no difference from the configuration
 
 
 def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
-    """Whether `param_key` means `param`, called `param_name` in its module: any of the key's fields may match.
+    """Whether `param_key` matches `param`, named `param_name` in its module. Any field of the key may match.
 
     >>> import torch
     >>> matches(torch.nn.Parameter(torch.empty(3)), "layers.0.bias", ParamKey(name="*.bias"))
@@ -38,22 +38,24 @@ def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
 def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Match:
     """The keys of `overrides` that match a parameter, and their merged override.
 
-    Attributes that `meta` knows are asked of it, others of the tensor. `DefaultEntries` apply where no other key sets
-    the entry. Raises `ConfigError` where two keys contradict each other, with both keys and the parameter.
+    Attributes are read from `meta` if it has them, else from the tensor. `DefaultEntries` apply only to entries that no
+    other key sets. Raises `ConfigError` if two keys set different values; it names both keys and the parameter.
     """
-    found = [key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))]
-    set_by_caller = {e for key in found if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
+    matching = [
+        key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))
+    ]
+    set_by_caller = {e for key in matching if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
     chosen = {
         key: {entry: value for entry, value in overrides[key].items() if entry not in set_by_caller}
         if isinstance(overrides[key], DefaultEntries)
         else overrides[key]
-        for key in found
+        for key in matching
     }
     try:
         merged = combine_param_group_overrides([_as_override(override) for override in chosen.values()])
     except ValueError as error:
         raise _contradiction(meta, chosen) from error
-    return Match(frozenset(key.label for key in found), param_group_override_to_tuple(merged) or None)
+    return Match(frozenset(key.label for key in matching), param_group_override_to_tuple(merged) or None)
 
 
 def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
@@ -62,55 +64,56 @@ def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
 
 
 def _as_override(override: Override) -> Any:
-    # A group may carry entries beyond those that the typed dict names.
+    # An override may have entries that the TypedDict does not declare.
     return dict(override)
 
 
 def _contradiction(meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> ConfigError:
     """The error that names the first two keys that set one entry to different values."""
-    said: dict[str, ParamKey] = {}
+    first_key: dict[str, ParamKey] = {}
     for key, override in overrides.items():
         for entry, value in override.items():
-            first = said.setdefault(entry, key)
+            first = first_key.setdefault(entry, key)
             if overrides[first][entry] != value:
                 return ConfigError(
-                    f"parameter {str(meta.id)!r}: {entry!r} is {overrides[first][entry]!r} by the key "
-                    f"{first.label!r} and {value!r} by {key.label!r}; let one of them leave it out, or match other "
-                    "parameters"
+                    f"parameter {str(meta.id)!r}: key {first.label!r} sets {entry!r} to "
+                    f"{overrides[first][entry]!r}, key {key.label!r} to {value!r}; set it in "
+                    "one of them only, or let them match different parameters"
                 )
-    raise AssertionError("combine_param_group_overrides objected to overrides that agree")
+    raise AssertionError("combine_param_group_overrides rejected overrides that do not conflict")
 
 
 def check_all_matched(
     overrides: Mapping[ParamKey, Override], matched: frozenset[str], params: Mapping[ParamId, Parameter]
 ) -> None:
-    """Raises `ConfigError` with every key that is spelt out, by names or attributes alone, and matches nothing.
+    """Raise `ConfigError` for keys of names and attributes that match no parameter, with near misses on this rank.
 
-    Near misses are offered from this rank's parameters. A predicate may well find nothing: it is a condition, not a
-    spelling.
+    Keys with a predicate are exempt: a condition may rightly match nothing, a misspelt name may not.
     """
-    lost = [key for key in overrides if key.label not in matched and not (key.predicate or key.with_name_predicate)]
-    if lost:
+    unmatched = [
+        key for key in overrides if key.label not in matched and not (key.predicate or key.with_name_predicate)
+    ]
+    if unmatched:
         raise ConfigError(
             "\n".join(
-                f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in lost
+                f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in unmatched
             )
             + "\nCorrect or drop the key, or pass allow_unmatched=True."
         )
 
 
 def frozen_matches(overrides: Mapping[ParamKey, Override], frozen: Mapping[ParamId, Parameter]) -> dict[str, str]:
-    """The first frozen parameter that each key matches, by the key's label; keys without one are left out."""
-    found: dict[str, str] = {}
+    """The first frozen parameter that each key matches, by the label of the key. Other keys are left out."""
+    first: dict[str, str] = {}
     for id, param in frozen.items():
         for key in overrides:
-            if key.label not in found and key.matches(param, id.name):
-                found[key.label] = str(id)
-    return found
+            if key.label not in first and key.matches(param, id.name):
+                first[key.label] = str(id)
+    return first
 
 
 def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[str], frozen: Mapping[str, str]) -> None:
-    """Log a warning for every key that is spelt out and matches frozen parameters only: its override has no effect."""
+    """Log a warning for every key of names and attributes that matches frozen parameters only: it has no effect."""
     for key in overrides:
         name = frozen.get(key.label)
         if name and key.label not in matched and not (key.predicate or key.with_name_predicate):

@@ -1,4 +1,4 @@
-"""ParamMeta: everything that must be known about a parameter, read once; later packages ask here, never the tensor."""
+"""ParamMeta: the roles and layout of a parameter, read once. Other packages never read attributes of the tensor."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,33 +18,33 @@ from opt_paramgroups.vocabulary import vocabulary_roles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamMeta:
-    """What is known of one parameter. Raises `ConfigError` for roles that its shape cannot have."""
+    """The roles and layout of one parameter. Raises `ConfigError` for roles that do not fit its shape."""
 
     id: ParamId
     shape: tuple[int, ...]  # of the whole parameter; of this rank's part under tensor parallelism without DTensors
-    local_shape: tuple[int, ...]  # of what is stored here
+    local_shape: tuple[int, ...]  # of what this rank stores
     dtype: torch.dtype
     placements: tuple[MeshPlacement, ...] = ()  # of a DTensor
     is_expert: bool = False  # reduced over the expert data-parallel ranks only
     expert_tp: bool = False  # tensor-parallel over the experts' group
-    shared: bool = False  # a copy of a parameter that another rank counts
+    shared: bool = False  # a copy of a parameter; another rank counts it in norms
     shared_embedding: bool = False  # embedding tied to the output over pipeline stages
-    shared_position_embedding: bool = False  # position embedding that several pipeline stages hold
-    pipeline_parallel: bool = False  # held by every pipeline stage, such as an embedder of conditions
-    tensor_parallel: bool = False  # tensor-parallel ranks hold different parts
-    partition_dim: int | None = None  # the dim that tensor parallelism cuts
+    shared_position_embedding: bool = False  # position embedding that several pipeline stages store
+    pipeline_parallel: bool = False  # every pipeline stage stores it, such as an embedder of conditions
+    tensor_parallel: bool = False  # tensor-parallel ranks store different parts
+    partition_dim: int | None = None  # the dim that tensor parallelism shards
     partition_stride: int = 1
     sequence_parallel: bool = False  # gradients are summed over the tensor-parallel ranks
     average_gradients_across_tp: bool = False  # gradients are averaged over the tensor-parallel ranks
     is_embedding_or_output: bool = False
     is_embedding: bool = False
-    guess: str = ""  # why it counts as an embedding or output, where no module or attribute makes that certain
-    use_muon: bool = True  # a matrix rule may move it
-    grad_norm_group: str | None = None  # a norm and clip of its own
-    qkv_split_shapes: tuple[int, ...] = ()  # rows of q, k and v in one query group; (): not fused
-    head_rows: int = 0  # rows of one head, which a matrix rule moves as a matrix of its own; 0: not by heads
-    split_sizes: tuple[int, ...] = ()  # rows of matrices of their own that make up the whole; (): one matrix
-    codes: torch.dtype | None = None  # of what is stored, where these are codes with scales; None: values of `dtype`
+    guess: str = ""  # why it is taken for an embedding or output, if no module or attribute makes that certain
+    use_muon: bool = True  # a matrix rule may update it
+    grad_norm_group: str | None = None  # parameters of a group share a norm and are clipped by it
+    qkv_split_shapes: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; (): not fused
+    head_rows: int = 0  # rows of one head, which a matrix rule updates as a separate matrix; 0: not split by head
+    split_sizes: tuple[int, ...] = ()  # rows of the separate matrices that it concatenates; (): one matrix
+    codes: torch.dtype | None = None  # dtype of stored codes with scales; None: values of `dtype` are stored
 
     def __post_init__(self) -> None:
         dim, rows = self.partition_dim, sum(self.qkv_split_shapes)
@@ -65,18 +65,18 @@ class ParamMeta:
             )
 
     def _check_split(self) -> None:
-        """Raises ConfigError where the rows of heads or split matrices do not fit the shape, and for two splits."""
+        """Raise ConfigError if the rows of heads or of separate matrices do not fit the shape, and for two splits."""
         given = {name: getattr(self, name) for name in ("qkv_split_shapes", "head_rows", "split_sizes")}
         given = {name: value for name, value in given.items() if value}
         if len(given) > 1:
-            raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: give one of them")
+            raise ConfigError(f"{self.id}: {' and '.join(f'{n}={v}' for n, v in given.items())}: set only one of them")
         rows = self.shape[-2] if len(self.shape) in (2, 3) else 0
         if self.head_rows and (self.head_rows < 0 or not rows or rows % self.head_rows):
             raise ConfigError(
                 f"{self.id}: head_rows={self.head_rows} of shape {self.shape}: must divide the rows of a matrix or of "
                 "a stack of matrices"
             )
-        is_part = self.tensor_parallel and not self.is_dtensor  # of the whole, which has as many times these rows
+        is_part = self.tensor_parallel and not self.is_dtensor  # the whole has a multiple of these rows
         fits = rows and (sum(self.split_sizes) == rows or (is_part and sum(self.split_sizes) % rows == 0))
         if self.split_sizes and (min(self.split_sizes) <= 0 or not fits):
             raise ConfigError(
@@ -91,35 +91,35 @@ class ParamMeta:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of what is stored: `dtype`, or that of the codes."""
+        """Dtype of the stored elements: that of the codes, or `dtype`."""
         return self.dtype if self.codes is None else self.codes
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether the parameter arrives already laid out."""
+        """Whether the parameter is a DTensor."""
         return bool(self.placements)
 
     @property
     def moved_as_matrix(self) -> bool:
-        """Whether a matrix rule, where there is one, moves it: a matrix, but not an embedding or output."""
+        """Whether a matrix rule updates it, if one is used: a matrix that is neither an embedding nor an output."""
         return self.use_muon and len(self.shape) == 2 and not self.is_embedding_or_output
 
     @property
     def is_on_several_stages(self) -> bool:
-        """Whether its gradients are summed over pipeline stages. It is alone in its bucket: so all cut it alike."""
+        """Whether its gradients are summed over pipeline stages. Its bucket holds nothing else: all cut it alike."""
         return self.shared_embedding or self.shared_position_embedding or self.pipeline_parallel
 
     def has_attribute(self, attr: str) -> bool | None:
-        """Whether the reference's attribute of that name is true of this parameter; None: only the tensor can tell.
+        """Whether Megatron-Core's attribute `attr` is true for this parameter. None: look at the tensor.
 
-        That is so for attributes not known here, and for those that are true of a parameter that says nothing: the
-        reference tells a parameter that has the attribute from one that lacks it.
+        None is returned for unknown attributes, and for those that default to true: Megatron-Core distinguishes a
+        parameter that has such an attribute from one that lacks it.
         """
         field = _FIELD_OF_ATTRIBUTE.get(attr)
-        return None if field is None or field in _TRUE_UNSAID else bool(getattr(self, field))
+        return None if field is None or field in _TRUE_BY_DEFAULT else bool(getattr(self, field))
 
 
-# field: the reference's attribute
+# field: attribute in Megatron-Core
 _ATTRIBUTE_OF_FIELD = MappingProxyType(
     {
         "expert_tp": "expert_tp",
@@ -141,14 +141,15 @@ _ATTRIBUTE_OF_FIELD = MappingProxyType(
         "split_sizes": "split_sizes",
     }
 )
-_TRUE_UNSAID = frozenset({"use_muon", "partition_stride"})
+_TRUE_BY_DEFAULT = frozenset({"use_muon", "partition_stride"})
 _FIELD_OF_ATTRIBUTE = MappingProxyType({attr: field for field, attr in _ATTRIBUTE_OF_FIELD.items()})
 REFERENCE_ATTRIBUTES = ("allreduce", *_FIELD_OF_ATTRIBUTE)
-"""The attributes of a parameter that are read here."""
-_ROLES = ("is_expert", *_ATTRIBUTE_OF_FIELD)  # what a caller may say in place of the attributes
+"""The attributes of a parameter that `describe` reads."""
+_ROLES = ("is_expert", *_ATTRIBUTE_OF_FIELD)  # what `overrides` may set
+_ROWS = ("qkv_split_shapes", "split_sizes")
 
 Roles = Mapping[ParamId | str, Mapping[str, Any]]
-"""What a caller knows: by id, or by a pattern of names, the fields of `ParamMeta` and their values."""
+"""Fields of `ParamMeta` and their values, by the id of a parameter or a pattern of names."""
 
 
 def describe(
@@ -158,14 +159,14 @@ def describe(
     tensor_parallel_axes: Sequence[str] = TENSOR_PARALLEL_AXES,
     model_chunk_offset: int = 0,
 ) -> dict[ParamId, ParamMeta]:
-    """What is known of every trainable parameter: tied ones once, under their first name; frozen ones never.
+    """The roles and layout of every trainable parameter. Tied parameters appear once, under their first name.
 
-    Read from Megatron-Core's attribute names, from DTensor placements, and, for embeddings and output layers without
-    the attribute `is_embedding_or_output_parameter`, from the modules (`vocabulary_roles`).
+    They are read from Megatron-Core's attribute names and from DTensor placements. Embeddings and output layers without
+    the attribute `is_embedding_or_output_parameter` are recognised by their modules (`vocabulary_roles`).
 
     Args:
         model_chunks: the model, or its virtual pipeline stages; wrappers do not change the names.
-        overrides: what the caller knows better, by id or by a pattern of names; later entries win.
+        overrides: fields that replace those read, by id or by a pattern of names. Later entries win.
         tensor_parallel_axes: the mesh axes of DTensors that mean tensor parallelism.
         model_chunk_offset: number of the first chunk.
 
@@ -194,14 +195,14 @@ def _meta(id: ParamId, param: nn.Parameter, roles: Mapping[str, Any]) -> ParamMe
         local_shape=layout.local_shape,
         dtype=param.dtype,
         placements=layout.placements,
-        **{**roles, **{name: tuple(roles.get(name, ())) for name in ("qkv_split_shapes", "split_sizes")}},
+        **{**roles, **{name: tuple(roles.get(name, ())) for name in _ROWS}},
     )
 
 
 def _roles_recognised(
     model_chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter]
 ) -> dict[ParamId, dict[str, Any]]:
-    """The fields that the modules of embeddings and output layers tell."""
+    """The roles of embeddings and output layers, recognised by their modules."""
     known = vocabulary_roles(model_chunks)
     return {
         param_id: {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
@@ -211,13 +212,13 @@ def _roles_recognised(
 
 
 def _roles_read(id: ParamId, param: nn.Parameter, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
-    """The fields that the tensor itself tells; those it does not mention are left to their defaults."""
+    """The roles read from the attributes and placements of a parameter. Others keep their defaults."""
     roles = {
         field: getattr(param, attr)
         for field, attr in _ATTRIBUTE_OF_FIELD.items()
         if getattr(param, attr, None) is not None
     }
-    if roles.get("partition_dim", -1) < 0:  # the reference's mark of a parameter that is not cut
+    if roles.get("partition_dim", -1) < 0:  # Megatron-Core sets -1 on parameters that are not sharded
         roles.pop("partition_dim", None)
     if not getattr(param, "is_qkv", True):
         roles.pop("qkv_split_shapes", None)
@@ -228,7 +229,7 @@ def _roles_read(id: ParamId, param: nn.Parameter, tensor_parallel_axes: frozense
 
 
 def _roles_placed(layout: DTensorLayout | None, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
-    """The fields that the placements of a DTensor tell."""
+    """The roles read from the placements of a DTensor."""
     for placement in layout.placements if layout else ():
         if placement.axis in tensor_parallel_axes and placement.shard_dim is not None:
             return {"tensor_parallel": True, "partition_dim": placement.shard_dim}
@@ -238,15 +239,20 @@ def _roles_placed(layout: DTensorLayout | None, tensor_parallel_axes: frozenset[
 def _check_fields(which: ParamId | str, fields: Mapping[str, Any]) -> None:
     for field in fields:
         if field not in _ROLES:
-            reason = f"no such role; there are {', '.join(_ROLES)}.{did_you_mean(field, _ROLES)}"
-            raise ConfigError(f"overrides[{str(which)!r}]: {field!r} is {reason}")
+            reason = f"allowed are {', '.join(_ROLES)}.{did_you_mean(field, _ROLES)}"
+            raise ConfigError(f"overrides[{str(which)!r}]: unknown role {field!r}; {reason}")
+    for field in _ROWS:
+        rows = fields.get(field, ())
+        if not isinstance(rows, tuple | list) or not all(isinstance(count, int) for count in rows):
+            reason = "must be a tuple of numbers of rows"
+            raise ConfigError(f"overrides[{str(which)!r}]: {field}={rows!r}: {reason}")
 
 
 def _meant(which: ParamId | str, params: Mapping[ParamId, nn.Parameter]) -> Iterator[ParamId]:
-    """The parameters that an entry of `overrides` is about."""
-    found = [id for id in params if (fnmatchcase(id.name, which) if isinstance(which, str) else id == which)]
-    if not found:
+    """The parameters that an entry of `overrides` applies to."""
+    matching = [id for id in params if (fnmatchcase(id.name, which) if isinstance(which, str) else id == which)]
+    if not matching:
         name = which if isinstance(which, str) else which.name
         hint = did_you_mean(name, {id.name for id in params})
-        raise ConfigError(f"overrides[{str(which)!r}]: no trainable parameter is called so.{hint}")
-    return iter(found)
+        raise ConfigError(f"overrides[{str(which)!r}]: no trainable parameter has this name.{hint}")
+    return iter(matching)

@@ -1,7 +1,7 @@
-"""muP: learning rates and eps that keep their meaning when a model is made wider (arXiv 2203.03466, table 8)."""
+"""muP: learning rates and eps scaled by width, so that tuned values transfer (arXiv 2203.03466, table 8)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from torch import nn
@@ -18,7 +18,7 @@ _WITH_EPS = ("adam", "adamw")
 
 
 class _Traits(NamedTuple):
-    """What muP asks of a parameter."""
+    """The properties of a parameter on which muP depends."""
 
     num_dims: int
     is_embedding: bool
@@ -27,35 +27,34 @@ class _Traits(NamedTuple):
 
     @property
     def is_hidden(self) -> bool:
-        """Matrix-like, and no embedding: both of its dims grow with the width, or its input does."""
+        """A parameter with two or more dims that is not an embedding: its input dim grows with the width."""
         return self.num_dims >= 2 and not self.is_embedding
 
     def keeps_lr(self, config: OptimizerConfig, rule: str) -> bool:
-        """Whether its learning rate is set by something else: a decoupled rate, or Muon's own scale."""
+        """Whether its learning rate is not scaled: it has a decoupled rate, or Muon scales its update."""
         decoupled = config.decoupled_lr is not None and self.is_embedding_or_output
         by_muon = rule in MUON_FAMILY and self.use_muon and self.num_dims == 2 and not self.is_embedding_or_output
         return decoupled or by_muon
 
 
 class _Scale(NamedTuple):
-    """What muP does to a parameter."""
+    """Which hyper-parameters of a parameter muP scales."""
 
     lr: bool
     eps: bool
 
 
 def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam") -> Overrides:
-    """muP overrides of a model that is `mup_width_mult` times as wide as the one its learning rate was found on.
+    """muP overrides for a model `mup_width_mult` times as wide as the one on which its learning rate was tuned.
 
-    Hidden parameters are matrix-like (two dims or more) and no embeddings (`is_embedding_parameter`).
+    Hidden parameters have two or more dims and are not embeddings (`is_embedding_parameter`).
 
     - Adam: hidden parameters get max_lr, min_lr and eps divided by the width.
-    - SGD: all others get max_lr and min_lr multiplied by the width.
-    - Other rules: hidden parameters get max_lr and min_lr divided, but for the matrices that Muon moves itself.
+    - SGD: all other parameters get max_lr and min_lr multiplied by the width.
+    - Other rules: hidden parameters get max_lr and min_lr divided by the width, except for matrices updated by Muon.
 
-    With `decoupled_lr`, embedding and output parameters keep it; their eps is still scaled when they are hidden.
-    Width 1 gives {}. Raises `ConfigError` for a width that is not positive, and where `config.lr`, which is scaled, is
-    not set.
+    With `decoupled_lr`, embedding and output parameters keep it; their eps is still scaled if they are hidden.
+    Width 1 gives {}. Raises `ConfigError` for a width that is not positive and finite, and if `config.lr` is not set.
 
     >>> overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-2, adam_eps=1e-8), mup_width_mult=4)
     >>> {key.label: override for key, override in overrides.items()}
@@ -81,21 +80,21 @@ def get_mup_overrides_by_shape(
     *,
     metas: Mapping[ParamId, ParamMeta] | None = None,
 ) -> Overrides:
-    """The same overrides where widths differ from parameter to parameter: each is compared with its base shape.
+    """The same overrides with a width for each parameter, from its shape and that of the base model.
 
-    The width of a hidden parameter is that of its input (all dims but the first), of another one that of all its
-    elements. What is as large as its base keeps everything.
+    The width of a hidden parameter is the ratio of its input size (all dims except the first) to that of the base, the
+    width of any other parameter the ratio of all elements. Parameters of width 1 are not overridden.
 
     Args:
-        config: holds the learning rates and eps that were found on the base model.
+        config: holds the learning rates and eps tuned on the base model.
         model_chunks: the wide model.
-        base_shapes: the base model's shapes by id; `shapes_of(base_model_chunks)` reads them.
-        optimizer_type: the rule that moves the parameters.
-        metas: what is known of the parameters; None: `describe(model_chunks)`.
+        base_shapes: the shapes of the base model by id, as `shapes_of(base_model_chunks)` returns them.
+        optimizer_type: the rule that updates the parameters.
+        metas: roles of the parameters. None: `describe(model_chunks)`.
 
     Raises:
-        ConfigError: a parameter has no base shape, or one with another number of dims; two chunks use one name for
-            different widths; `config.lr` is not set.
+        ConfigError: a parameter has no base shape, or one with another number of dims; model chunks use the same name
+            for parameters of different widths; `config.lr` is not set.
     """
     rule = optimizer_type.lower()
     names: dict[tuple[str, float], set[str]] = {}
@@ -115,7 +114,7 @@ def get_mup_overrides_by_shape(
 
 
 def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...]]:
-    """The shapes of all trainable parameters: the base shapes of a model, worth keeping in a file beside it."""
+    """The shapes of all trainable parameters, for use as base shapes."""
     return {id: meta.shape for id, meta in describe(model_chunks).items()}
 
 
@@ -127,13 +126,13 @@ def _scale(traits: _Traits, config: OptimizerConfig, rule: str) -> _Scale:
 
 
 def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]:
-    """The scaled learning rates; one that is not set stays so."""
+    """The scaled learning rates. A rate that is not set stays unset."""
     rates = {"max_lr": config.lr, "min_lr": config.min_lr}
     return {name: rate * width if rule == "sgd" else rate / width for name, rate in rates.items() if rate is not None}
 
 
-def _by_traits(entry: str, means: Callable[[_Traits], bool]) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=lambda param: means(_traits_of(param))))
+def _by_traits(entry: str, applies: Callable[[_Traits], bool]) -> ParamKey:
+    return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=lambda param: applies(_traits_of(param))))
 
 
 def _traits_of(param: Parameter) -> _Traits:
@@ -156,31 +155,31 @@ def _scaled_entries(scale: _Scale, width: float) -> Iterator[str]:
 
 
 def _width(meta: ParamMeta, base_shapes: Shapes, *, is_hidden: bool) -> float:
-    """How many times as wide as its base a parameter is."""
+    """The ratio of the width of a parameter to that of its base."""
     base = base_shapes.get(meta.id)
     if base is None or len(base) != len(meta.shape) or prod(base) == 0:
         raise ConfigError(
-            f"parameter {str(meta.id)!r} of shape {meta.shape} has the base shape {base}: give base_shapes one of "
-            f"{len(meta.shape)} dims, as shapes_of(base_model_chunks) does"
+            f"base_shapes: parameter {str(meta.id)!r} of shape {meta.shape} has base shape {base}; it must have "
+            f"{len(meta.shape)} dims and no empty dim, as shapes_of(base_model_chunks) returns it"
         )
     first = 1 if is_hidden else 0
     return prod(meta.shape[first:]) / prod(base[first:])
 
 
 def _check_width(config: OptimizerConfig, width: float) -> None:
-    if not width > 0:
-        raise ConfigError(f"muP: the width is {width!r} times its base: it must be greater than 0")
+    if not 0 < width < inf:
+        raise ConfigError(f"muP: width {width!r}: must be greater than 0 and finite")
     if config.lr is None:
-        raise ConfigError("muP: lr=None: muP scales the learning rate; set it in the OptimizerConfig")
+        raise ConfigError("muP: lr=None: muP scales the learning rate; set lr in the OptimizerConfig")
 
 
 def _check_one_width(names: Mapping[tuple[str, float], set[str]]) -> None:
-    """Keys go by names alone, so chunks that repeat a name must agree."""
+    """Raise ConfigError if chunks use one name for parameters of different widths: keys cannot tell these apart."""
     seen: dict[tuple[str, str], float] = {}
     for (entry, width), called in names.items():
         for name in called:
             if seen.setdefault((entry, name), width) != width:
                 raise ConfigError(
-                    f"muP: model chunks use the name {name!r} for parameters {seen[entry, name]:g} and {width:g} times "
-                    "as wide as their base; make their overrides chunk by chunk"
+                    f"muP: model chunks use the name {name!r} for parameters of widths {seen[entry, name]:g} and "
+                    f"{width:g}; make the overrides of each chunk separately"
                 )

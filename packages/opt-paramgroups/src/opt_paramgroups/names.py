@@ -1,18 +1,19 @@
-"""ParamId: what a parameter is called, and the trainable parameters of a model under these names."""
+"""ParamId: the name of a parameter and its model chunk, and the parameters of a model by ParamId."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError
 
-# Wrappers hold the model as their only child, under one of these names, and have no parameters of their own.
+# Wrappers hold the model as their only child, under one of these names, and own no parameters.
 _WRAPPED = frozenset({"module", "_orig_mod"})
 
 
 class ParamId(NamedTuple):
-    """A parameter's name: the chunks of a virtual pipeline repeat local names, so the chunk belongs to it."""
+    """The name of a parameter and its model chunk: chunks of a virtual pipeline repeat local names."""
 
     chunk: int
     name: str
@@ -22,7 +23,7 @@ class ParamId(NamedTuple):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside data-parallel and compile wrappers, so that wrapping changes no name."""
+    """The model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
     while True:
         children = list(module.named_children())
         if len(children) != 1 or children[0][0] not in _WRAPPED or any(True for _ in module.parameters(recurse=False)):
@@ -31,17 +32,25 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """The trainable parameters in order of registration: tied ones once, under their first name; frozen ones never.
+    """The trainable parameters in order of registration. Tied parameters appear once, under their first name.
 
-    Raises `ConfigError` for a module in place of the list of chunks: the layers of a sequential model are none.
+    Raises `ConfigError` for a module in place of the list of chunks (the layers of an `nn.Sequential` are not model
+    chunks), and for a parameter of a lazy module, whose shape is not known yet.
     """
     if isinstance(model_chunks, nn.Module):
         raise ConfigError(f"model_chunks: {type(model_chunks).__name__} is a module: pass a list, [model]")
-    return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
+    params = {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
+    for id, param in params.items():
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {str(id)!r} is uninitialized: its lazy module has not seen a batch; run one forward pass "
+                "before building the optimizer"
+            )
+    return params
 
 
 def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
-    """The parameters with `requires_grad=False`, in order of registration; tied ones once, under their first name."""
+    """The parameters with `requires_grad=False`, likewise."""
     return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if not param.requires_grad}
 
 

@@ -1,9 +1,12 @@
-"""What a key changes for its parameters: overrides as dicts or as whole configurations, read and checked."""
+"""Overrides of parameter groups: reads and checks them, given as dicts or as whole configurations."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
+
+from torch import Tensor
 
 from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey, did_you_mean
 from opt_scheduler import ParamGroupOverride
@@ -13,7 +16,7 @@ Override = Mapping[str, Any]
 
 
 class DefaultEntries(dict[str, Any]):
-    """An override whose entries hold only where no other override sets them, instead of contradicting it."""
+    """An override with lower precedence: its entries apply only if no other override sets them."""
 
 
 ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Override]
@@ -23,25 +26,25 @@ OVERRIDE_KEYS = (
     *("lr_mult", "is_decoupled_lr", "optimizer", "clip_grad"),
     *("betas", "eps", "momentum"),
 )
-"""What a key may set for its parameters: read by schedulers, by the factory, or by a rule."""
+"""The entries that an override may set. Schedulers, the factory or rules read them."""
 
 TORCH_KEYS = (
     *("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"),
     *("dampening", "nesterov", "alpha", "centered", "rho", "lambd", "t0", "lr_decay", "momentum_decay", "etas"),
     *("step_sizes", "ns_coefficients", "ns_steps", "adjust_lr_fn"),
 )
-"""What the groups of torch's own optimizers may set besides."""
+"""Further entries that torch.optim's own optimizers read."""
 
 _RESERVED = MappingProxyType(
     {
         "params": "a group's parameters follow from the keys",
         "param_ids": "a group's parameters follow from the keys",
         "name": "a group's name follows from the keys",
-        "is_expert_parallel": "experts are told apart by what is known of the parameter",
-        "default_config": "it marks the group without overrides",
+        "is_expert_parallel": "it follows from the roles of the parameters, see opt_paramgroups.describe",
+        "default_config": "it marks the groups without overrides",
         "lr": "the schedule writes it; set max_lr, min_lr or lr_mult",
         "weight_decay": "the schedule writes it; set wd_mult, or start_wd and end_wd",
-        "step": "it is counted",
+        "step": "the optimizer counts steps",
     }
 )
 
@@ -64,11 +67,11 @@ _INTERVALS = MappingProxyType(
 def read_overrides(
     config: OptimizerConfig, config_overrides: Mapping[ParamKey, Any], *, extra_group_keys: Collection[str] | None = ()
 ) -> dict[ParamKey, Override]:
-    """Every override as a dict of group entries, checked; the arguments are left as they are.
+    """Every override as a checked dict of group entries. The arguments are not modified.
 
-    Of an `OptimizerConfig`, what differs from `config` is the override. `extra_group_keys` names entries that are
-    allowed besides `OVERRIDE_KEYS` and `TORCH_KEYS`; None allows every name. Raises `ConfigError` for keys of another
-    type, for entries that a key may not set, for unknown ones, and for values outside their range.
+    An `OptimizerConfig` overrides the fields in which it differs from `config`. `extra_group_keys` are allowed in
+    addition to `OVERRIDE_KEYS` and `TORCH_KEYS`; None allows every name. Raises `ConfigError` for keys of another
+    type, for reserved and unknown entries, and for values that are not allowed.
     """
     known = None if extra_group_keys is None else {*OVERRIDE_KEYS, *TORCH_KEYS, *extra_group_keys}
     read: dict[ParamKey, Override] = {}
@@ -93,7 +96,7 @@ def read_overrides(
 
 
 def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKey) -> Override:
-    """What `override` changes in `config`, as entries of a group. Unset learning rates change nothing."""
+    """The fields in which `override` differs from `config`, as entries of a group. Unset learning rates are ignored."""
     per_key = _entries(override)
     entries: dict[str, Any] = {}
     for field in dataclasses.fields(OptimizerConfig):
@@ -102,16 +105,16 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
             continue
         if field.name not in per_key:
             raise ConfigError(
-                f"config_overrides[{key.label}]: {field.name}={value!r} differs from the common {common!r}, but a key "
-                f"of {override.optimizer} may change only {', '.join(per_key)}; make the override by "
-                "dataclasses.replace(config, ...) of these"
+                f"config_overrides[{key.label}]: {field.name}={value!r} differs from {common!r} in the main "
+                f"configuration; an override with {override.optimizer} may change only {', '.join(per_key)}; derive "
+                "it from the main configuration by dataclasses.replace(config, ...)"
             )
         entries |= per_key[field.name]
     return entries
 
 
 def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """The fields that may differ per key, and what each of them is called in a group."""
+    """The fields that an override may change, with the group entries that each of them sets."""
     return {
         "lr": {"max_lr": override.lr},
         "min_lr": {"min_lr": override.min_lr},
@@ -122,7 +125,7 @@ def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
 
 
 def _entries_of_rule(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """The same for what only the override's own rule reads: a configuration names these apart, a group does not."""
+    """The same for fields of the override's rule: fields have a prefix for each rule, group entries do not."""
     match override.optimizer:
         case "sgd":
             return {"sgd_momentum": {"momentum": override.sgd_momentum}}
@@ -143,7 +146,7 @@ def _check_names(override: Override, key: ParamKey, known: Collection[str] | Non
 
 
 def unknown_entry(entry: str, known: Collection[str] = OVERRIDE_KEYS) -> str:
-    """Why an entry of a group is refused that nothing reads, with the closest of the `known` ones."""
+    """Why an unknown entry of a group is refused, with the closest of the `known` names."""
     return (
         f"unknown entry; nothing reads it. Allowed are {', '.join(sorted(known))}.{did_you_mean(str(entry), known)} "
         f"For an entry that your own code reads, pass extra_group_keys=({entry!r},)"
@@ -158,15 +161,15 @@ def _check(override: Override, key: ParamKey) -> None:
 
 
 def value_problem(entry: str, value: object) -> str:
-    """Why a group's entry may not have this value; empty when it may."""
+    """Why a group's entry may not have this value; empty if it may."""
+    if isinstance(value, Mapping | set | Tensor) or (isinstance(value, float) and math.isnan(value)):
+        return (
+            "must be a number, a string or a tuple of these: parameters share a group when all their entries are equal"
+        )
     if entry in _INTERVALS and value not in _INTERVALS[entry]:
         return _INTERVALS[entry].sentence
     if entry == "betas" and not (isinstance(value, tuple | list) and all(beta in Interval(0, 1) for beta in value)):
         return f"must be a tuple of numbers in {Interval(0, 1)}"
-    if isinstance(value, Mapping | set):
-        return (
-            "must be a number, a string or a tuple of these: parameters share a group when all their entries are equal"
-        )
     if entry == "optimizer" and not (isinstance(value, str) and value):
         return "must be the name of a rule"
     return ""

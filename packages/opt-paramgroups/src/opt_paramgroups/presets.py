@@ -1,4 +1,4 @@
-"""Overrides that most models want: no decay on vectors, decoupled learning rates, matrices to the matrix rule."""
+"""Preset overrides: no weight decay of vectors, decoupled learning rates, matrix rules for matrices, layer decay."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,19 +11,19 @@ from opt_paramgroups.names import parameters_by_id
 from opt_paramgroups.overrides import DefaultEntries, Override
 
 MUON_FAMILY = ("muon", "adaptive_muon")
-"""The rules for which `use_muon=False` on a parameter and `muon_scalar_optimizer` are meant."""
+"""The rules that honour `use_muon=False` on a parameter and `muon_scalar_optimizer`."""
 
 MATRIX_RULES = (*MUON_FAMILY, "soap", "soap_muon")
-"""The rules of ours that move whole matrices only."""
+"""The rules that update whole matrices only."""
 
 Overrides = dict[ParamKey, Override]
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
-    """What Megatron-Core overrides unless told otherwise: the weight decay of biases and vectors, decoupled rates.
+    """Megatron-Core's default overrides: no weight decay of biases and vectors, and decoupled learning rates.
 
-    `apply_wd_to_qk_layernorm` keeps the decay of query and key layer norms; `decoupled_lr` and `decoupled_min_lr` go to
-    the parameters marked `is_embedding_or_output_parameter`.
+    `apply_wd_to_qk_layernorm` keeps the decay of query and key layer norms. `decoupled_lr` and `decoupled_min_lr` apply
+    to the parameters marked `is_embedding_or_output_parameter`.
     """
     overrides: Overrides = {_undecayed(config): {"wd_mult": 0.0}}
     if config.decoupled_lr is not None:
@@ -35,17 +35,17 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
 
 
 def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str | None = None) -> Overrides:
-    """What a matrix rule (Muon, SOAP) leaves to an elementwise one: embeddings, outputs, and what is not a matrix.
+    """An elementwise rule for the parameters that a matrix rule (Muon, SOAP) leaves: embeddings, outputs, non-matrices.
 
     An override of the caller that sets `optimizer` for such a parameter takes precedence.
 
-    `scalar_optimizer` names the elementwise rule; None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
-    Muon's family also leaves out parameters marked `use_muon=False`.
+    `scalar_optimizer` names the elementwise rule. None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
+    Muon's family also leaves parameters marked `use_muon=False`.
     """
     muon = config.optimizer in MUON_FAMILY
-    no_matrix = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
-    spared = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
-    key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(no_matrix, spared) if muon else no_matrix)
+    not_2d = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
+    not_muon = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
+    key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(not_2d, not_muon) if muon else not_2d)
     return {key: DefaultEntries(optimizer=scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam"))}
 
 
@@ -59,23 +59,25 @@ def get_layer_decay_overrides(
     """Learning rates that shrink towards the input: `lr_mult = decay ** (num_layers + 1 - depth)` (arXiv 2106.08254).
 
     Args:
-        model_chunks: the model whose parameters are named.
+        model_chunks: the model.
         decay: in (0, 1].
-        num_layers: layers of the whole model; None: as many as the names tell. Every rank must be given the same.
-        depth_of: of a parameter's name, 0 for embeddings, i + 1 for layer i, None for what follows the layers. None:
-            the number behind `layers.`, `blocks.` or `h.`, and 0 for names with `embed`.
+        num_layers: number of layers of the whole model, equal on every rank. None: as found in the names.
+        depth_of: maps the name of a parameter to its depth: 0 for embeddings, i + 1 for layer i, None for parameters
+            after the layers. None: `depth_by_name`, which reads the number after `layers.`, `blocks.` or `h.`.
 
     Raises:
-        ConfigError: `decay` is not in (0, 1], or a name is deeper than `num_layers`.
+        ConfigError: `decay` is not in (0, 1], or `num_layers` is smaller than the depth of a parameter.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"get_layer_decay_overrides: decay={decay!r}: must be in (0, 1]")
     find = depth_of or depth_by_name
     depths = [depth for id in parameters_by_id(model_chunks) if (depth := find(id.name)) is not None]
-    last = max(depths, default=0) if num_layers is None else num_layers
-    if max(depths, default=0) > last:
+    deepest = max(depths, default=0)
+    last = deepest if num_layers is None else num_layers
+    if deepest > last:
         raise ConfigError(
-            f"get_layer_decay_overrides: num_layers={num_layers!r}: a parameter is of layer {max(depths)}"
+            f"get_layer_decay_overrides: num_layers={num_layers!r}: must be at least {deepest}, the depth of a "
+            "parameter"
         )
     return {
         ParamKey(with_name_predicate=_at_depth(depth, find)): {"lr_mult": decay ** (last + 1 - depth)}
@@ -84,7 +86,7 @@ def get_layer_decay_overrides(
 
 
 def depth_by_name(name: str) -> int | None:
-    """The depth of a parameter by the usual names of layers: 0 for embeddings, i + 1 for layer i, else None.
+    """The depth of a parameter by common names of layers: 0 for names with `embed`, i + 1 for layer i, else None.
 
     >>> depth_by_name("decoder.layers.11.mlp.weight"), depth_by_name("embed.weight"), depth_by_name("head.weight")
     (12, 0, None)
@@ -100,16 +102,16 @@ def _at_depth(depth: int, depth_of: Callable[[str], int | None]) -> ParamWithNam
 
 
 def _undecayed(config: OptimizerConfig) -> ParamKey:
-    """The key of what is spared the weight decay."""
+    """The key of parameters without weight decay."""
     if not config.apply_wd_to_qk_layernorm:
         return ParamKey(name="*.bias", predicate=ParamPredicate(name="1-D", fn=_is_vector))
-    spared = ParamWithNamePredicate(
+    undecayed = ParamWithNamePredicate(
         name="bias or 1-D, no qk layernorm",
         fn=lambda param, name: (
             (_is_vector(param) or name.endswith(".bias")) and not _contains(name, ("q_layernorm.", "k_layernorm."))
         ),
     )
-    return ParamKey(with_name_predicate=spared)
+    return ParamKey(with_name_predicate=undecayed)
 
 
 def _is_vector(param: Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""The table of parameter groups in colour: the one file that needs the `rich` extra."""
+"""The table of parameter groups in colour. Needs the `rich` extra."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def as_rich(rows: Sequence[GroupRow]) -> Table:
     for heading in headings():
         table.add_column(heading, overflow="fold")
     for row in rows:
-        # A key's label may hold square brackets, which rich would take for a style.
+        # rich would read square brackets in the label of a key as markup.
         table.add_row(*(cell.replace("[", r"\[") for cell in cells(row)))
     return table
 

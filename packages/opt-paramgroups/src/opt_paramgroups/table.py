@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class GroupRow(NamedTuple):
-    """One group, as the table shows it."""
+    """One group as a row of the table."""
 
     name: str
     optimizer: str
@@ -29,12 +29,12 @@ _SHOWN_ELSEWHERE = frozenset(
 
 
 def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
-    """A row for each group; the numbers are of this rank."""
+    """One row per group. Counts are those of this rank."""
     return [_row(group) for group in param_groups]
 
 
 def _row(group: Mapping[str, Any]) -> GroupRow:
-    further = {entry: value for entry, value in group.items() if entry not in _SHOWN_ELSEWHERE}
+    other_entries = {entry: value for entry, value in group.items() if entry not in _SHOWN_ELSEWHERE}
     return GroupRow(
         name=group["name"],
         optimizer=group["optimizer"],
@@ -44,13 +44,13 @@ def _row(group: Mapping[str, Any]) -> GroupRow:
         lr=group["lr"],
         min_lr=group["min_lr"],
         weight_decay=group["weight_decay"],
-        overrides=" ".join(f"{entry}={value}" for entry, value in further.items()),
+        overrides=" ".join(f"{entry}={value}" for entry, value in other_entries.items()),
         first_param=str(group["param_ids"][0]) if group["param_ids"] else "",
     )
 
 
 def cells(row: GroupRow) -> list[str]:
-    """A row as people read it: thousands apart, an unset value as a dash."""
+    """A row as text: thousands separated, unset values as dashes."""
     return [_cell(value) for value in row]
 
 
@@ -61,7 +61,7 @@ def _cell(value: object) -> str:
 
 
 def headings() -> list[str]:
-    """The columns' names."""
+    """The names of the columns."""
     return [field.replace("num_", "").replace("_", " ") for field in GroupRow._fields]
 
 

@@ -1,4 +1,4 @@
-"""Which parameters are embeddings or output layers, recognised by the modules that hold them."""
+"""Recognition of embeddings and output layers by the modules that hold them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,14 +17,14 @@ _GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face 
 
 
 class VocabularyRole(NamedTuple):
-    """Why a parameter counts as an embedding or an output layer."""
+    """The role of a parameter that is an embedding or an output layer."""
 
     is_embedding: bool
-    guess: str = ""  # what the decision rests on where it is not certain; empty: certain
+    guess: str = ""  # reason for an uncertain decision; empty: certain
 
 
 class _Held(NamedTuple):
-    """A matrix, the module that holds it, and the last part of the name under which it is known."""
+    """A matrix, the module that holds it, and the last part of its name."""
 
     param: nn.Parameter
     module: nn.Module
@@ -32,12 +32,12 @@ class _Held(NamedTuple):
 
 
 def vocabulary_roles(model_chunks: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
-    """The embeddings and output layers of a model by the `id` of their parameters, so that tied ones are found too.
+    """The embeddings and output layers of a model, by the `id()` of their parameters. Tied parameters are included.
 
-    Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, what is tied to them, what the model's
-    `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if its weight has the shape
-    of an embedding's. Guessed are the one other matrix of such a shape, and matrices with the name of a head or an
-    embedding.
+    Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the
+    modules that the model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if
+    its weight has the shape of an embedding. Guessed are the only other `nn.Linear` of such a shape, and matrices with
+    a name that is common for heads or embeddings.
     """
     roots = [unwrapped(chunk) for chunk in model_chunks]
     tables = [p for root in roots for module in root.modules() if _is_table(module) for p in module.parameters()]
@@ -79,7 +79,7 @@ def _matrices(root: nn.Module) -> Iterator[_Held]:
 
 
 def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
-    """The output layer of these tables, if it can be told from the hidden layers."""
+    """The output layer of these tables, if it can be distinguished from hidden layers."""
     shapes = {tuple(table.shape) for table in tables}
     linears = [held for held in matrices if isinstance(held.module, nn.Linear)]
     candidates = [held for held in linears if tuple(held.param.shape) in shapes]
