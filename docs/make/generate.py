@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import api
+import benchmarks
+import gallery
 import pictures
 import tables
 
@@ -16,6 +18,8 @@ def write_all(folder: Path) -> None:
     (new / "pictures").mkdir()
     api.write(new / "api")
     tables.write(new)
+    benchmarks.write(new)
+    gallery.write(new)
     pictures.write(new / "pictures")
     _replace(folder, new)
 

@@ -1,8 +1,6 @@
-"""Tables of the site that are computed or recorded: bytes per parameter, modes, benchmarks with their machines."""
+"""Tables of the site that are computed or recorded: bytes per parameter, modes, the leaderboard."""
 
-import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ from opt_stack.factory import plan_of, with_matrix_rule
 from opt_stack.planner import WorldSizes
 
 ROOT = Path(__file__).parents[2]
-RESULTS = [*sorted(ROOT.glob("kernels/results/*.json")), *sorted(ROOT.glob("packages/*/benchmarks/results/*.json"))]
 RANKS = 8
 AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
 BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
@@ -51,10 +48,8 @@ MODES = [
 
 
 def write(folder: Path) -> None:
-    """Write `memory.md`, `benchmarks.md`, `leaderboard.md` with its plot where it is recorded, and copy the gallery."""
-    shutil.copy(ROOT / "packages/opt-scheduler/docs/gallery.svg", folder)
+    """Write the tables of memory, refused modes, the leaderboard and the number formats."""
     (folder / "memory.md").write_text(memory_table())
-    (folder / "benchmarks.md").write_text("\n".join(benchmarks()))
     (folder / "leaderboard.md").write_text(recorded(folder, "leaderboard", "Loss over steps for every rule"))
     (folder / "numbers.md").write_text(recorded(folder, "numbers", "Bytes and loss of every number format"))
     (folder / "refused_modes.md").write_text(refused_modes())
@@ -81,47 +76,6 @@ def memory_table() -> str:
         alone, sharded = (bytes_per_parameter(mode.fields, ranks) for ranks in (1, RANKS))
         lines.append(f"| {mode.name} | {alone:.4g} | {sharded:.3g} |")
     return "\n".join(lines) + "\n"
-
-
-def benchmarks() -> Iterator[str]:
-    """A section for each file of results: when and where it was measured, and its figures."""
-    for path in RESULTS:
-        result = json.loads(path.read_text())
-        if "benchmarks" in result:
-            for name, part in result["benchmarks"].items():
-                machine = {
-                    "processor": result.get("processor", ""),
-                    **{k: v for k, v in part.get("machine", {}).items() if v},
-                }
-                yield from _section(
-                    f"{path.stem}: {name}", result.get("date"), machine, _ratios(part.get("figures", []))
-                )
-        elif "machine" in result and "figures" in result:
-            machine = {**result["machine"], **({"load": result["load"]} if "load" in result else {})}
-            yield from _section(path.stem, result.get("date"), machine, _figures(result["figures"]))
-
-
-def _section(title: str, date: str | None, machine: dict[str, Any], table: list[str]) -> Iterator[str]:
-    if len(table) < 3:
-        return
-    where = ", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str | int | float))
-    yield from (f"## {title}\n", f"{date or 'Date not recorded'}; {where}.\n", *table, "")
-
-
-def _ratios(figures: list[dict[str, Any]]) -> list[str]:
-    rows = ["| ours / theirs | ratio | ours, ms | theirs, ms |", "|---|---|---|---|"]
-    for row in figures:
-        times = [f"{row[key]:.1f}" if isinstance(row.get(key), float) else "" for key in ("ours_ms", "peer_ms")]
-        rows.append(f"| {row['name']} | {row['ratio']:.2f} | {times[0]} | {times[1]} |" if "ratio" in row else "")
-    return [row for row in rows if row]
-
-
-def _figures(figures: dict[str, float] | list[dict[str, float]]) -> list[str]:
-    tables = figures if isinstance(figures, list) else [figures]
-    rows = ["| figure | value |", "|---|---|"]
-    for table in tables:
-        rows += [f"| {name} | {value:.4g} |" for name, value in table.items() if isinstance(value, int | float)]
-    return rows
 
 
 def recorded(folder: Path, name: str, alt: str, results: Path = ROOT / "kernels" / "results") -> str:
