@@ -188,11 +188,6 @@ def test_splits_that_do_not_fit_are_refused_when_the_optimizer_is_made(group: di
         Muon([{"params": [nn.Parameter(torch.zeros(12, 8))], **group}])
 
 
-def test_soap_has_no_splits() -> None:
-    with pytest.raises(ValueError, match="num_heads=3 in a parameter group: nothing reads it"):
-        SOAP([{"params": [nn.Parameter(torch.zeros(12, 8))], "num_heads": 3}])
-
-
 def test_a_parameter_that_is_refused_is_named() -> None:
     net = model()
     with pytest.raises(MatrixError, match=r"'0\.bias' of shape \(24,\) is not a matrix for Muon"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
-from opt_kernels.rules.base import MatrixRule
+from opt_kernels.rules.base import MatrixRule, init_state
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP, Order
@@ -27,6 +27,7 @@ RULES: dict[str, MatrixRule] = {
     "soap in megatron's order": SOAP(order=Order.MEGATRON),
 }
 SPLIT = (4, 1, 1)
+MATRIX = MatrixSpec(split_rows=SPLIT)
 CUTS = {"rows": [(0, 5), (5, 11), (11, 24)], "one": [(0, 24)], "none and all": [(0, 0), (0, 24)]}  # through groups of 6
 
 
@@ -46,7 +47,7 @@ class Part(NamedTuple):
 def in_phases(rule: MatrixRule, main: Tensor, grads: list[Tensor], cuts: list[tuple[int, int]]) -> Tensor:
     """The main after a step for each of `grads`, its rows being kept apart."""
     whole = {spec.name for spec in rule.state_specs if spec.whole}
-    state = {name: value for name, value in rule.init_state(main).items() if name in whole}
+    state = {name: value for name, value in init_state(rule, main, MATRIX).items() if name in whole}
     parts = []
     for first, stop in cuts:
         rows = main[first:stop].clone()
@@ -60,7 +61,7 @@ def in_phases(rule: MatrixRule, main: Tensor, grads: list[Tensor], cuts: list[tu
             tasks.append(Task(hyper, Work(grad=rows, main=part.main, state=part.state, matrix=spec)))
             rule.prepare_(tasks[-1], rows, None)
             inputs.append(rows)
-        work = Work(grad=torch.cat(inputs), main=None, state=state, matrix=MatrixSpec(split_rows=SPLIT))
+        work = Work(grad=torch.cat(inputs), main=None, state=state, matrix=MATRIX)
         (update,) = rule.transform_([Task(hyper, work)], work.grad.unsqueeze(0), None)
         for part, task in zip(parts, tasks, strict=True):
             rule.apply_(task, update[part.first : part.stop].clone(), None)
@@ -73,10 +74,10 @@ def test_parts_move_as_the_whole_does(name: str, cut: str) -> None:
     """To the bit, however rows are cut: also those of q, k and v, which have scales of their own."""
     rule, main, grads = RULES[name], tensor(0), [tensor(seed) for seed in (1, 2, 3)]
     got = in_phases(rule, main, grads, CUTS[cut])
-    state = rule.init_state(main)
+    state = init_state(rule, main, MATRIX)
     for step, grad in enumerate(grads, start=1):
         hyper = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), step=step)
-        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=MatrixSpec(split_rows=SPLIT))])])
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=MATRIX)])])
     assert torch.equal(got, main)
 
 

@@ -33,6 +33,7 @@ class StateSpec:
     block: int = 0  # BLOCK_SCALES: elements per scale
     optional: bool = False  # only some parameters have it: `Rule.init_state` says which
     whole: bool = False  # of a whole matrix, though ranks store parts of it: it is where `MatrixRule.transform_` is
+    by_part: bool = False  # with `MatrixSpec.split_rows`, (*batch, numel): that of each part in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,15 @@ class MatrixSpec:
     partition_dim: int | None = None  # the dim that tensor parallelism cuts; None: the whole matrix is here
     tensor_parallel: TensorParallel | None = None
     part: MatrixPart | None = None  # None: the whole is here, or as equal parts as `tensor_parallel` has ranks
+
+    @property
+    def split_name(self) -> str:
+        """How the rows are split, as checkpoints mark states of parts: `64-16-16`, `16-each`, or empty."""
+        return "-".join(map(str, self.split_rows)) + ("-each" if self.split_rows and self.by_group else "")
+
+
+NOT_SPLIT = MatrixSpec()
+"""A whole matrix, on one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

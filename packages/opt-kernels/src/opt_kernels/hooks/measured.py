@@ -26,8 +26,8 @@ from opt_kernels.hooks.gradients import gradients
 from opt_kernels.hooks.rows import RowMeans
 from opt_kernels.hooks.sums import columns, sums_of
 from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks, RowFloor
-from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.works import Batch, Hyper, StateSpec, Work, Works
+from opt_kernels.rules.base import Needs, Rule, init_state
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work, Works
 
 ALIGNED = 64  # elements: each direction begins at a multiple
 
@@ -102,8 +102,8 @@ class HookedUpdate:
         """The rule's."""
         return bool(getattr(self.rule, "stochastic_rounding", False))
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return self.rule.init_state(main)
+    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
+        return init_state(self.rule, main, matrix)
 
     @property
     def is_measured(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from opt_kernels.backends.dispatch import version
 from opt_kernels.choice import Choice
 from opt_kernels.matrices.orthogonal_basis import reference
 from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
-from opt_kernels.matrices.stacks import StackedStates
-from opt_kernels.works import StateKind, StateSpec
+from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of
+from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 
 LEFT, RIGHT = "L", "R"
 
@@ -57,13 +57,13 @@ class Shampoo:
     def state_specs(self) -> tuple[StateSpec, ...]:
         """Of both sides; `sides` tells which of them a parameter has."""
         optional = self.one_sided or self.max_dim is not None
+        kept: dict[str, Any] = {"whole": True, "optional": optional, "by_part": True}
         specs = []
         for side, dim, other in ((LEFT, -2, -1), (RIGHT, -1, -2)):
             for name in (side, f"Q_{side}"):
-                specs.append(StateSpec(name=name, kind=StateKind.MATRIX, dims=(dim,), whole=True, optional=optional))
+                specs.append(StateSpec(name=name, kind=StateKind.MATRIX, dims=(dim,), **kept))
             if self.use_kl:
-                name, kind = f"eigvals_{side}", StateKind.REDUCED
-                specs.append(StateSpec(name=name, kind=kind, dims=(other,), whole=True, optional=optional))
+                specs.append(StateSpec(name=f"eigvals_{side}", kind=StateKind.REDUCED, dims=(other,), **kept))
         return tuple(specs)
 
     def sides(self, shape: Sequence[int]) -> tuple[str, ...]:
@@ -73,20 +73,34 @@ class Shampoo:
         sizes = {LEFT: m, RIGHT: n}
         return tuple(side for side in found if self.max_dim is None or sizes[side] <= self.max_dim)
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Zero factors, and the basis and eigenvalues of the identity, one for each matrix of a stack."""
-        *batch, m, n = main.shape
+    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Of the states of one matrix (m, n)."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for side in self.sides(shape):
+            size = shape[0] if side == LEFT else shape[1]
+            shapes |= {side: (size, size), f"Q_{side}": (size, size)}
+            shapes |= {f"eigvals_{side}": (size,)} if self.use_kl else {}
+        return shapes
+
+    def init_state(self, main: Tensor, spec: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
+        """Zero factors, and the basis and eigenvalues of the identity, of each matrix of a stack, and of each part."""
+        batch = main.shape[:-2]
+        of_parts = [self._fresh(part, batch, main.device) for part in parts_of(spec, main.shape)]
+        if spec.split_rows:
+            return joined(of_parts, len(batch))
+        return {name: value.squeeze(len(batch)) for name, value in of_parts[0].items()}
+
+    def _fresh(self, part: Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """(*batch, num_matrices, *shape) of one part."""
         state = {}
-        for side in self.sides(main.shape):
-            size = m if side == LEFT else n
-            state[side] = torch.zeros(*batch, size, size, dtype=torch.float32, device=main.device)
-            state[f"Q_{side}"] = torch.zeros_like(state[side])
-            state[f"Q_{side}"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
-            if self.use_kl:
-                state[f"eigvals_{side}"] = torch.ones(*batch, size, dtype=torch.float32, device=main.device)
+        for name, shape in self.shapes(part.shape).items():
+            value = 1.0 if name.startswith("eigvals") else 0.0
+            state[name] = torch.full((*batch, part.num_matrices, *shape), value, dtype=torch.float32, device=device)
+            if name.startswith("Q_"):
+                state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
         return state
 
-    def update_factors_(self, states: StackedStates, grads: Tensor, *, step: int, eps: float) -> None:
+    def update_factors_(self, states: PartStates, grads: Tensor, *, step: int, eps: float) -> None:
         """Write L and R for gradients (batch, m, n)."""
         weight = (1.0 - self.beta) / (1.0 - self.beta**step)
         sides = self.sides(grads.shape)
@@ -96,7 +110,7 @@ class Shampoo:
             scale = 1.0 / half.shape[-1] if self.use_kl else 1.0
             states.store_(side, states.load(side).lerp(scale * (half @ half.mT), weight))
 
-    def _half(self, states: StackedStates, side: str, grads: Tensor, eps: float) -> Tensor:
+    def _half(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
         """The root of the update of one factor: G seen from its side, for KL times the other's inverse root."""
         seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
         if not self.use_kl or other not in self.sides(grads.shape):
@@ -104,7 +118,7 @@ class Shampoo:
         inverse_root = states.load(f"eigvals_{other}").clamp_min(eps).rsqrt()
         return (seen @ states.load(f"Q_{other}")) * inverse_root.unsqueeze(-2)
 
-    def turn_(self, states: StackedStates, shape: Sequence[int], *, first: bool) -> dict[str, Turned]:
+    def turn_(self, states: PartStates, shape: Sequence[int], *, first: bool) -> dict[str, Turned]:
         """Move the bases to the eigenvectors of the factors: by eigh at first, then by powers of the factors."""
         moved = {}
         for side in self.sides(shape):
@@ -145,13 +159,13 @@ class Shampoo:
         return result
 
 
-def into_basis(states: StackedStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+def into_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis stays as it is."""
     x = states.load("Q_L").mT @ x if LEFT in sides else x
     return x @ states.load("Q_R") if RIGHT in sides else x
 
 
-def out_of_basis(states: StackedStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+def out_of_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_L X Q_Rᵀ, the inverse of `into_basis`."""
     x = states.load("Q_L") @ x if LEFT in sides else x
     return x @ states.load("Q_R").mT if RIGHT in sides else x

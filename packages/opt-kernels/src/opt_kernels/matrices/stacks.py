@@ -123,8 +123,9 @@ def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
     merged = (0, 1) if spec.by_group else (1, 2)
-    # Contiguous, since sums over strided rows run in another order: the bits would tell where a part came from.
-    return [part.flatten(*merged).contiguous() for part in torch.split(grouped, rows, dim=2)]
+    # Copies, contiguous and aligned: else products sum in another order, and bits would depend on where a part lies.
+    parts = (part.clone(memory_format=torch.contiguous_format) for part in torch.split(grouped, rows, dim=2))
+    return [part.flatten(*merged) for part in parts]
 
 
 def join(parts: Sequence[Tensor], spec: MatrixSpec, shape: Sequence[int]) -> Tensor:
@@ -134,24 +135,6 @@ def join(parts: Sequence[Tensor], spec: MatrixSpec, shape: Sequence[int]) -> Ten
     batch = prod(shape[:-2])
     grouped = [part.reshape(batch, -1, r, shape[-1]) for part, r in zip(parts, spec.split_rows)]
     return torch.cat(grouped, dim=2).reshape(shape)
-
-
-class StackedStates:
-    """The states of works of one shape as stacked copies, loaded by name and stored back."""
-
-    def __init__(self, tasks: Sequence[Task], dtype: torch.dtype) -> None:
-        self._tasks = tasks
-        self._dtype = dtype
-        self._is_batched = tasks[0].work.grad.dim() == 3
-
-    def load(self, name: str) -> Tensor:
-        """(batch, *shape of one matrix's state): the matrices of all works, those of a stack one by one."""
-        stacked = torch.stack([work.state[name].to(self._dtype) for _, work in self._tasks])
-        return stacked.flatten(0, 1) if self._is_batched else stacked
-
-    def store_(self, name: str, values: Tensor) -> None:
-        for value, (_, work) in zip(values.chunk(len(self._tasks)), self._tasks):
-            work.state[name].copy_(value.reshape(work.state[name].shape))
 
 
 def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:

@@ -169,13 +169,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             warn_of_other_hooks(number, group.get(HOOKS, self.hooks), of_saved)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         found = [
-            Saved(self.rule_of(group, param), self.mains, param, loaded["state"][index])
+            Saved(self.rule_of(group, param), self.mains, param, self.matrix_of(group, param), loaded["state"][index])
             for index, (group, param) in zip(indices, params_with_groups(groups), strict=True)
             if index in loaded["state"]
         ]
         try:
-            for group in groups:
+            for own, group in zip(self.param_groups, groups):
                 self._check_group(group)
+                self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
         for saved in found:
@@ -211,6 +212,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_options(group)
         check_fixed(group, self.defaults, self.fixed)
         check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
+
+    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
+        """Raises ValueError where state saved with the options of `loaded` means nothing with those of `own`."""
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         """Raises ValueError for a parameter that no step could update."""
@@ -305,12 +309,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
         of_group = self.param_groups[group]
-        rule, state = self._hooked_rule_of(of_group, param), self.state[param]
+        rule, matrix, state = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param), self.state[param]
         if not state:
-            state.update(init_state(rule, self.mains, param))
-        return Member(
-            place, group, param, state, rule, self.matrix_of(of_group, param), first, self._spans(rule, param)
-        )
+            state.update(init_state(rule, self.mains, param, matrix))
+        return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))
 
     def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
         """The elements of `param` that are here, cut where stochastic rounding must number them apart."""

@@ -19,7 +19,7 @@ from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import MatrixSpec, Work
 
@@ -50,7 +50,6 @@ class MatrixOptimizer(RuleOptimizer, ABC):
 
     numbers: ClassVar[Mapping[str, Any]]  # what groups have of their own
     options: ClassVar[Mapping[str, Any]]  # of the rule, the same for all groups
-    splits: ClassVar[tuple[str, ...]] = ("split_rows", "num_heads", "split_sizes")
     default_hooks: ClassVar[GivenHooks] = ()
     __signature__: ClassVar[Signature]
 
@@ -66,7 +65,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         rule = self.rule_with(numbers | {name: given[name] for name in (*self.options, "backend")})
         self.scalar_rule = _scalar_rule(given["scalar_optimizer"], given["scalar_options"] or {}, given["backend"])
         self._names: dict[Tensor, str] = {}
-        of_groups: ParamGroup = {"use_matrix_rule": None} | {name: _UNSPLIT[name] for name in self.splits}
+        of_groups: ParamGroup = {"use_matrix_rule": None, **_UNSPLIT}
         if isinstance(params, nn.Module):
             self._names = {param: name for name, param in params.named_parameters()}
             params = groups_of(params)
@@ -111,7 +110,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
                 f"{tuple(local(param).shape)}; replicate it, or use opt_distributed, which gathers"
             )
         check_shape(param.shape)
-        chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in self.splits}
+        chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in _UNSPLIT}
         given = {name: value for name, value in chosen.items() if value != _UNSPLIT[name]}
         if len(given) > 1:
             raise MatrixError(f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: give one of them")
@@ -133,7 +132,19 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return
         like = local(param).detach().to("meta")
         check(Work(grad=like, main=like, state={}, matrix=self.matrix_of(group, param)))
-        self.rule.init_state(like)
+        init_state(self.rule, like, self.matrix_of(group, param))
+
+    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
+        if not keeps_parts(self.rule):
+            return
+        for param in own["params"]:
+            if self.matrix_of(own, param) != self.matrix_of(loaded, param):
+                then, now = ({name: group[name] for name in _UNSPLIT} for group in (loaded, own))
+                raise MatrixError(
+                    f"state of {self._named(own, param)} that was saved with {then}, but here the group has {now}: "
+                    f"{type(self).__name__} keeps factors and moments of the matrices that rows are split into; build "
+                    "the optimizer with the saved options, or train on without this state"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"scalar_rule": self.scalar_rule, "_names": self._names}

@@ -28,8 +28,10 @@ class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al., arXiv 2409.11321) for matrices, and with `scalar_optimizer` Adam or Lion for the others.
 
     Its state is 2 (m² + n²) numbers larger than Adam's for a matrix (m, n), without the sides that `max_precond_dim`
-    and `one_sided` leave out: keep embeddings out of it. `order="megatron"` takes Megatron-Core's steps. The options
-    are those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option that is not allowed.
+    and `one_sided` leave out: keep embeddings out of it. Rows that a group splits into heads or parts have factors of
+    their own; a state_dict that was saved with another split is refused. `order="megatron"` takes Megatron-Core's
+    steps. The options are those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option
+    that is not allowed.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -38,7 +40,6 @@ class SOAP(MatrixOptimizer):
     options: ClassVar[Mapping[str, Any]] = MappingProxyType(
         {name: value for name, value in options_of(SOAPRule).items() if name != "backend"}
     )
-    splits: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:

@@ -11,6 +11,8 @@ from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
 from opt_kernels.optim.mains import MAIN, REMAINDER, Mains, init_main, load_main_, saved_main
 from opt_kernels.rules.base import Rule
+from opt_kernels.rules.base import init_state as state_of_rule
+from opt_kernels.works import MatrixSpec
 
 STEP = "step"
 
@@ -19,10 +21,10 @@ class StateDictError(ValueError):
     """A state_dict does not fit the optimizer that loads it."""
 
 
-def init_state(rule: Rule, mains: Mains, param: Tensor) -> dict[str, Tensor]:
+def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
     """Everything kept for `param`, as it is before the first step; for a DTensor, of its local shard."""
     shard = local(param).detach()
-    return {STEP: torch.zeros(())} | rule.init_state(shard) | init_main(mains, shard)
+    return {STEP: torch.zeros(())} | state_of_rule(rule, shard, matrix) | init_main(mains, shard)
 
 
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -48,6 +50,7 @@ class Saved:
     rule: Rule
     mains: Mains
     param: Tensor
+    matrix: MatrixSpec
     values: Mapping[str, Tensor | float]
 
     def check(self) -> None:
@@ -73,7 +76,7 @@ class Saved:
         what `check` does.
         """
         shard = local(self.param).detach()
-        state = init_state(self.rule, self.mains, self.param)
+        state = init_state(self.rule, self.mains, self.param, self.matrix)
         state[STEP].fill_(_step(self.values))
         for name in self._kept(shard.to("meta")):
             tensor, codec = self._fitting(name, state[name]), self.rule.codecs.get(name)
@@ -89,7 +92,8 @@ class Saved:
     def _kept(self, like: Tensor) -> dict[str, Tensor]:
         """What must have been saved: the rule's states, but block scales, which the values tell."""
         scales = {scale_name(name) for name, codec in self.rule.codecs.items() if codec.block}
-        return {name: tensor for name, tensor in self.rule.init_state(like).items() if name not in scales}
+        kept = state_of_rule(self.rule, like, self.matrix)
+        return {name: tensor for name, tensor in kept.items() if name not in scales}
 
     def _fitting(self, name: str, wanted: Tensor) -> Tensor:
         """This rank's part of a saved state, in the shape `wanted`."""

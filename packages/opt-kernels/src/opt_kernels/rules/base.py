@@ -5,14 +5,14 @@ A rule is structure. What varies from step to step and group to group comes in a
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import scaled_grads, stacks
-from opt_kernels.works import Batch, StateSpec, Task
+from opt_kernels.works import Batch, MatrixSpec, StateSpec, Task
 
 
 class Needs(Enum):
@@ -83,6 +83,26 @@ class MatrixRule(Rule, Protocol):
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Moves `main` along `update` (*shape), which it may write over; element by element."""
         ...
+
+
+class SplitStateRule(Rule, Protocol):
+    """A rule whose state depends on the rows that are matrices of their own: see `StateSpec.by_part`."""
+
+    def init_state(self, main: Tensor, matrix: MatrixSpec = ...) -> dict[str, Tensor]:
+        """`Rule.init_state` of a parameter that is split as `matrix` says."""
+        ...
+
+
+def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
+    """`rule.init_state`, by part where the rule keeps it so."""
+    if keeps_parts(rule):
+        return cast(SplitStateRule, rule).init_state(main, matrix)
+    return rule.init_state(main)
+
+
+def keeps_parts(rule: Rule) -> bool:
+    """Whether the state of a parameter depends on how its rows are split."""
+    return any(spec.by_part for spec in rule.state_specs)
 
 
 def update_in_phases_(

@@ -1,6 +1,6 @@
 """SOAP: Adam in the slowly turning eigenbasis of Shampoo's preconditioner."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +9,17 @@ from torch import Tensor
 from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
 from opt_kernels.choice import Choice
-from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon.reference import decay_of
+from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
 from opt_kernels.matrices.shampoo import LEFT, RIGHT, Orthonormalization, Shampoo, Turned, into_basis, out_of_basis
-from opt_kernels.matrices.stacks import MatrixError, StackedStates, check_shape, matrix_dim, read_main, write_main_
+from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, read_main, split, write_main_
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.rules.base import Needs, update_in_phases_
-from opt_kernels.works import Batch, Hyper, StateSpec, Task, Work
+from opt_kernels.rules.whole_matrices import WholeMatrices
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Work
 
 __all__ = ["SOAP", "Order", "Orthonormalization"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
 
 
 class Order(Choice):
@@ -28,7 +30,7 @@ class Order(Choice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAP:
+class SOAP(WholeMatrices):
     """SOAP (Vyas et al., arXiv 2409.11321); by default KL-SOAP, with KL-Shampoo's factors (Lin et al., 2509.03378).
 
     Of `Hyper`: lr, weight_decay, step t, betas, eps. For a gradient G (m, n) of each matrix:
@@ -54,7 +56,11 @@ class SOAP:
     With `max_precond_dim`, a longer side has no factor and no basis, as in the authors' code: an output layer of
     128,000 rows would need 2 x 64 GB. With `one_sided` only the shorter side has them, as in the paper's variant.
 
-    The host reads the step and the skip flag: this rule cannot be captured in a CUDA graph. Fused rows are not split.
+    Where `MatrixSpec.split_rows` names rows that are matrices of their own, heads or q, k and v, each has factors and
+    bases of its own, and all of the above is done part by part: what SOAP does to the parts as parameters. Heads
+    are batched. Megatron-Core preconditions fused rows whole.
+
+    The host reads the step and the skip flag: this rule cannot be captured in a CUDA graph.
     Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
     """
 
@@ -85,20 +91,6 @@ class SOAP:
         return "soap"
 
     @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
-
-    @property
-    def splits_rows(self) -> bool:
-        """Heads and other rows are not matrices of their own."""
-        return False
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """All state is stored as it is."""
-        return {}
-
-    @property
     def shampoo(self) -> Shampoo:
         """Its preconditioner."""
         return Shampoo(
@@ -114,43 +106,40 @@ class SOAP:
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        moments = (StateSpec(name="exp_avg", whole=True), StateSpec(name="exp_avg_sq", whole=True))  # in the basis
-        return moments + self.shampoo.state_specs
+        return tuple(StateSpec(name=name, whole=True) for name in _MOMENTS) + self.shampoo.state_specs
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Zero moments and factors; the bases and eigenvalues of the identity. Raises MatrixError for no matrix."""
+    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
+        """Zero moments and factors; the bases and eigenvalues of the identity, for each part of a split parameter.
+
+        Raises MatrixError for no matrix.
+        """
         check_shape(main.shape)
-        moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-        return moments | self.shampoo.init_state(main)
-
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
-        if skipped(skip):
-            return
-        for batch in batches:
-            update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
-
-    @property
-    def tp_mode(self) -> None:
-        """It needs whole matrices."""
-        return None
-
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Nothing: gradients are transformed as they are."""
+        moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in _MOMENTS}
+        return moments | self.shampoo.init_state(main, matrix)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """Q_L U Q_Rᵀ of gradients; zeros at a first step that only finds the bases. Updates moments and bases."""
-        _check_whole(tasks[0].work)
+        return self.transform_parts_(tasks, inputs, skip, lambda updates: updates)
+
+    def transform_parts_(
+        self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None, then: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`transform_`, with `then` of the updates (matrices, rows, cols) of each part; not of a first step's zeros."""
+        hyper, work = tasks[0]
+        _check_whole(work)
         if skipped(skip):
             return torch.zeros_like(inputs)
-        grads = inputs.reshape(-1, *inputs.shape[-2:])
+        shapes = [self.shampoo.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)]
+        states = states_by_part(tasks, elements=_MOMENTS, shapes=shapes, dtype=inputs.dtype)
         # In TF32 the bases lose four digits of their orthogonality, and every later step is taken in them.
         with fp32_products(MatmulPrecision.HIGHEST):
-            updates = self._step_(StackedStates(tasks, inputs.dtype), grads, tasks[0].hyper)
-        return updates.view(inputs.shape)
+            grads = split(inputs, work.matrix)
+            updates = [self._step_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
+        if not self.only_finds_bases(hyper):
+            updates = list(map(then, updates))
+        return join(updates, work.matrix, inputs.shape)
 
-    def _step_(self, states: StackedStates, grads: Tensor, hyper: Hyper) -> Tensor:
+    def _step_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """The updates of matrices (batch, m, n)."""
         step = int(hyper.step)
         if self.order is Order.MEGATRON:
@@ -160,12 +149,12 @@ class SOAP:
         self._precondition_(states, grads, hyper)
         return updates
 
-    def _update_(self, states: StackedStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
+    def _update_(self, states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
         sides = self.shampoo.sides(grads.shape)
         update = _adam_(states, into_basis(states, grads, sides), hyper, count=count)
         return out_of_basis(states, update, sides)
 
-    def _precondition_(self, states: StackedStates, grads: Tensor, hyper: Hyper) -> None:
+    def _precondition_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> None:
         """Update the factors, and where it is time the bases with the moments in them."""
         step = int(hyper.step)
         self.shampoo.update_factors_(states, grads, step=step, eps=float(hyper.eps))
@@ -195,7 +184,7 @@ def _check_whole(work: Work) -> None:
         )
 
 
-def _turn_moments_(states: StackedStates, turned: Mapping[str, Turned], *, sorts: bool) -> None:
+def _turn_moments_(states: PartStates, turned: Mapping[str, Turned], *, sorts: bool) -> None:
     """exp_avg into the new bases, and exp_avg_sq, where it `sorts`, into the order of their vectors."""
     exp_avg, exp_avg_sq = states.load("exp_avg"), states.load("exp_avg_sq")
     for side in (LEFT, RIGHT):
@@ -208,7 +197,7 @@ def _turn_moments_(states: StackedStates, turned: Mapping[str, Turned], *, sorts
     states.store_("exp_avg_sq", exp_avg_sq)
 
 
-def _adam_(states: StackedStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
+def _adam_(states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
     """Adam's update number `count` for gradients in the bases; updates the moments."""
     beta1, beta2 = map(float, hyper.betas)
     exp_avg = states.load("exp_avg").lerp_(grads, 1.0 - beta1)

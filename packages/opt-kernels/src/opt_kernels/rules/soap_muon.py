@@ -5,18 +5,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from opt_kernels.backends.elements import skipped
-from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
-from opt_kernels.rules.base import Needs, update_in_phases_
 from opt_kernels.rules.soap import SOAP
-from opt_kernels.works import Batch, StateSpec, Task
+from opt_kernels.rules.whole_matrices import WholeMatrices
+from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateSpec, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAPMuon:
+class SOAPMuon(WholeMatrices):
     """SOAP (arXiv 2409.11321) whose direction is orthogonalised by Muon's Newton-Schulz iteration.
 
     No paper was at hand: this is our reading of the name. With Q_L A Q_Rᵀ the direction of `SOAP`, where A is Adam's
@@ -28,8 +26,8 @@ class SOAPMuon:
     where s is `scale_mode`'s factor for (m, n), and e `extra_scale_factor`. States, factors, bases and the order of a
     step are SOAP's, whose first step in the paper's order only finds the bases. Of `Hyper`: SOAP's.
 
-    The host reads the step and the skip flag, as for SOAP. Fused rows are not split. Raises ValueError for options out
-    of range; `update_` raises MatrixError for parts of a matrix.
+    Split rows are matrices of their own, as for SOAP, with scales of their own. The host reads the step and the skip
+    flag. Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
     """
 
     soap: SOAP = field(default_factory=SOAP)
@@ -49,23 +47,9 @@ class SOAPMuon:
         return "soap_muon"
 
     @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
-
-    @property
     def backend(self) -> str | None:
         """SOAP's."""
         return self.soap.backend
-
-    @property
-    def splits_rows(self) -> bool:
-        """Heads and other rows are not matrices of their own."""
-        return False
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """All state is stored as it is."""
-        return self.soap.codecs
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -82,35 +66,19 @@ class SOAPMuon:
             backend=self.backend,
         )
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
         """SOAP's."""
-        return self.soap.init_state(main)
-
-    def update_(
-        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> None:
-        if skipped(skip):
-            return
-        for batch in batches:
-            update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
-
-    @property
-    def tp_mode(self) -> None:
-        """It needs whole matrices."""
-        return None
-
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Nothing: gradients are transformed as they are."""
+        return self.soap.init_state(main, matrix)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """s e O of gradients; zeros at a first step that only finds the bases. Updates moments and bases."""
-        directions = self.soap.transform_(tasks, inputs, skip)
-        if skipped(skip) or self.soap.only_finds_bases(tasks[0].hyper):
-            return directions
+        return self.soap.transform_parts_(tasks, inputs, skip, self._orthogonal)
+
+    def _orthogonal(self, directions: Tensor) -> Tensor:
+        """s e O of directions (matrices, rows, cols)."""
         rows, cols = directions.shape[-2:]
-        orthogonal = self.orthogonalization(directions.reshape(-1, rows, cols)).view(directions.shape)
         scale = scale_factor(self.scale_mode, rows=rows, cols=cols) * self.extra_scale_factor
-        return orthogonal.to(directions.dtype) * scale
+        return self.orthogonalization(directions).to(directions.dtype) * scale
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """SOAP's."""
