@@ -207,6 +207,31 @@ def test_rows_of_heads_and_sizes_are_orthogonalised_one_by_one(roles: dict[str, 
     assert not torch.allclose(moved(grad), apart, rtol=0, atol=1e-3)
 
 
+def test_soap_splits_fused_rows_where_asked() -> None:
+    """Off by default, as Megatron-Core preconditions them whole; heads and sizes that a parameter names are split."""
+    rows, grads = (4, 1, 1), [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
+
+    def moved(start: Tensor, grads: list[Tensor], **marks: Any) -> Tensor:
+        config = OptimizerConfig(**PLAIN, optimizer="soap", soap_split_qkv=marks.pop("split", False))
+        model = Named(weight=start.clone())
+        for mark, value in marks.items():
+            setattr(model.weight, mark, value)
+        optimizer = get_optimizer(config, [model], {})
+        for grad in grads:
+            model.weight.grad = grad.clone()
+            optimizer.step()
+        return model.weight.detach()
+
+    start = normal(*SHAPE, seed=9)
+    parts = zip(start.split(rows), *(grad.split(rows) for grad in grads), strict=True)
+    apart = torch.cat([moved(part, list(of_part)) for part, *of_part in parts])
+    together = moved(start, grads)
+    assert torch.equal(moved(start, grads, qkv_split_shapes=rows, split=True), apart)
+    assert torch.equal(moved(start, grads, qkv_split_shapes=rows), together)
+    assert torch.equal(moved(start, grads, split_sizes=rows), apart)
+    assert not torch.allclose(apart, together, rtol=0, atol=1e-3)
+
+
 def test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to() -> None:
     rows, grad = (4, 1, 1), normal(*SHAPE, seed=10)
 

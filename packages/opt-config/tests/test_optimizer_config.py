@@ -81,6 +81,7 @@ OURS: dict[str, object] = {
     "soap_order": "paper",
     "soap_max_precond_dim": 10000,
     "soap_one_sided": False,
+    "soap_split_qkv": False,
     "optimizer_options": None,
     "muon_weight_decay_method": "decoupled",
     "adaptive_muon_lines": "rows",

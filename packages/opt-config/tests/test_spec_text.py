@@ -55,6 +55,6 @@ def test_every_name_and_default_of_the_page_is_ours():
     theirs = fields_of(PAGE.read_text())
     assert len(theirs) == 62
     assert {name: ours.get(name, "missing") for name in theirs} == theirs
-    own = {"soap_order", "soap_max_precond_dim", "soap_one_sided", "optimizer_options"}
+    own = {"soap_order", "soap_max_precond_dim", "soap_one_sided", "soap_split_qkv", "optimizer_options"}
     own |= {"muon_weight_decay_method", "adaptive_muon_lines"}
     assert set(ours) - set(theirs) == {"muon_use_syrk", "grad_norm_skip_threshold"} | own

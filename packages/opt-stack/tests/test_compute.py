@@ -9,7 +9,6 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
-from opt_kernels.hooks import CentralizeGradient, Hook
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
@@ -17,8 +16,8 @@ from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
-from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
-from opt_stack.compute import ComputePlan, compute_lines, plan_compute
+from opt_stack import get_optimizer_based_on_param_groups
+from opt_stack.compute import ComputePlan, compute_lines, plan_compute, split_rows
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
 FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)
@@ -30,7 +29,8 @@ def meta(shape: tuple[int, ...] = (16, 8), *placements: MeshPlacement, name: str
 
 
 def plan(rule: Rule, *metas: ParamMeta, **changes: Any) -> tuple[ComputePlan, ...]:
-    given = {"tensor_parallel": 2, "team_of": {}, "split_qkv": True, **changes}
+    splits = split_rows(metas, split_qkv=changes.pop("split_qkv", True))
+    given = {"tensor_parallel": 2, "team_of": {}, "splits": splits, **changes}
     return plan_compute(rule, metas, **given)
 
 
@@ -187,14 +187,6 @@ def test_heads_are_whole_where_they_are_gathered_or_dealt() -> None:
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
     assert plan(SOAP(), meta((24, 8), FSDP, head_rows=8))
     assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)
-
-
-@pytest.mark.parametrize("hooks", [(), (CentralizeGradient(),)], ids=["bare", "hooked"])
-def test_soap_refuses_heads_that_it_would_not_split(hooks: tuple[Hook, ...]) -> None:
-    model = nn.Linear(4, 6, bias=False)
-    model.weight.head_rows = 2
-    with pytest.raises(ConfigError, match=r"moves whole matrices, but weight has head_rows=2 and split_sizes=\(\)"):
-        get_optimizer(OptimizerConfig(lr=0.1, optimizer="soap"), [model], {}, hooks=hooks)
 
 
 @pytest.mark.parametrize(("rule", "shape"), [("muon", (5,)), ("soap", (2, 3, 4, 5))])

@@ -141,6 +141,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
+        "soap_split_qkv": _effect("opt_stack.planner", "test_soap_splits_fused_rows_where_asked"),
         "optimizer_options": _rule(),
         "muon_weight_decay_method": _rule(),
         "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_lines_asked_for"),

@@ -105,7 +105,7 @@ class OptimizerConfig(Configuration):
     muon_momentum: float = 0.95
     """Momentum of Muon."""
     muon_split_qkv: bool = True
-    """Orthogonalise query, key and value of a fused QKV matrix separately."""
+    """Orthogonalise query, key and value of a fused QKV matrix separately. For SOAP: soap_split_qkv."""
     muon_nesterov: bool = False
     """Nesterov momentum in Muon."""
     muon_scale_mode: str = "spectral"
@@ -192,6 +192,9 @@ class OptimizerConfig(Configuration):
     """Largest dim of a matrix for which SOAP keeps a factor. None: no limit."""
     soap_one_sided: bool = False
     """Let SOAP keep a factor of the smaller dim only."""
+    soap_split_qkv: bool = False
+    """Keep factors of query, key and value of a fused QKV matrix separately in SOAP. False: of the whole matrix, as in
+    Megatron-Core."""
     optimizer_options: Mapping[str, Any] | None = None
     """Hyper-parameters and options of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of
     ademamix, {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}. None: its defaults."""

@@ -183,9 +183,7 @@ def _unit(
     unit, on_host = side
     axes = roles.expert if unit.is_expert else roles.dense
     over = host.comm if on_host else _itself
-    placed = place_matrices(
-        unit, model.params, model.metas, axes.tp, split_qkv=plan.config.muon_split_qkv, over=over
-    )  # fmt: skip
+    placed = place_matrices(unit, model.params, model.metas, axes.tp, over=over)
     pieces = list(_pieces(plan, side, model, roles, sources, placed, host))
     return Unit(
         name=f"{unit.name}/host" if on_host else unit.name,
@@ -224,11 +222,12 @@ def _pieces(
             source = sources[buffer.name]
             if isinstance(source, QuantizedSource):
                 fp8 = source.main(id, of_param)
-                main, state = fp8, init_state(rule, fp8.value(), id=id, stage=placed[id].stage)
+                main, at = fp8, placed[id]
+                state = init_state(rule, fp8.value(), id=id, matrix=at.spec, stage=at.stage)
             else:
                 _check_dense(id, stored)
                 target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
-                main, state = host.kept(numbers, target, rule, id, placed[id].stage, on_host=on_host)
+                main, state = host.kept(numbers, target, rule, id, placed[id], on_host=on_host)
             if whole:
                 check_start(unit.rule, id, stored)
             inspected = _inspected(buffer, axes, number)

@@ -9,6 +9,7 @@ from opt_config import ConfigError
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
 
@@ -65,7 +66,7 @@ def plan_compute(
     *,
     tensor_parallel: int,  # ranks that hold the parts of a matrix that is marked as tensor parallel
     team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
-    split_qkv: bool,
+    splits: Mapping[ParamId, MatrixSpec],  # of parameters with rows that are matrices of their own
 ) -> tuple[ComputePlan, ...]:
     """Who computes what of a matrix rule's parameters; those that are whole on their ranks are in no plan.
 
@@ -82,8 +83,8 @@ def plan_compute(
         if cuts:
             arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
             found.setdefault(arranged, []).append(matrix)
-            if split_rows(meta, split_qkv=split_qkv).rows:
-                _check_groups(meta, arranged, matrix)
+            if meta.id in splits:
+                _check_groups(meta, sum(splits[meta.id].split_rows), arranged, matrix)
     return tuple(
         ComputePlan(
             axes=arranged.axes,
@@ -156,24 +157,21 @@ def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
             )
 
 
-class SplitRows(NamedTuple):
-    """Rows of a parameter that a matrix rule moves as matrices of their own."""
-
-    rows: tuple[int, ...]  # of one group; (): the whole is one matrix
-    by_group: bool  # every group is a matrix of its own
-
-
-def split_rows(meta: ParamMeta, *, split_qkv: bool) -> SplitRows:
-    """How the rows of a parameter are split: heads, matrices of any sizes, or with `split_qkv` fused q, k and v."""
-    if meta.head_rows:
-        return SplitRows((meta.head_rows,), True)
-    return SplitRows(meta.split_sizes or (meta.qkv_split_shapes if split_qkv else ()), False)
+def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
+    """The parameters with rows that a matrix rule moves as matrices of their own: heads, matrices of any sizes, or with
+    `split_qkv` fused q, k and v."""
+    found = {}
+    for meta in metas:
+        if meta.head_rows:
+            found[meta.id] = MatrixSpec(split_rows=(meta.head_rows,), by_group=True)
+        elif rows := meta.split_sizes or (meta.qkv_split_shapes if split_qkv else ()):
+            found[meta.id] = MatrixSpec(split_rows=rows)
+    return found
 
 
-def _check_groups(meta: ParamMeta, arranged: _Arranged, matrix: SplitMatrix) -> None:
+def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: SplitMatrix) -> None:
     """Groups of rows are whole in whatever the rule sees as one matrix."""
-    split, sizes = split_rows(meta, split_qkv=True), tuple(axis.size for axis in arranged.axes)
-    rows = sum(split.rows)
+    sizes = tuple(axis.size for axis in arranged.axes)
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         if block.shape[-2] % rows or block.offset[-2] % rows:

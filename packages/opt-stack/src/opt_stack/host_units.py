@@ -11,7 +11,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.host import HostComm
 from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.compute import ComputeStage, init_state
+from opt_distributed.step.compute import init_state
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.mains import Main, Numbers, make_main
@@ -19,6 +19,7 @@ from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId
+from opt_stack.matrices import PlacedMatrix
 
 PART_NUMEL = 1 << 24
 """Elements, at least, of a part of a unit that is copied while the host updates another. At 1 << 24 a part takes about
@@ -38,15 +39,15 @@ class HostBuilder:
         return HostComm(comm, self.device) if self.device.is_asynchronous and comm.size > 1 else comm
 
     def kept(
-        self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, stage: ComputeStage | None, *, on_host: bool
+        self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, placed: PlacedMatrix, *, on_host: bool
     ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
         """The main values of `target`, and the rule's state before the first step."""
         if not on_host or not self.device.is_asynchronous:
             near = _make(numbers, target)
-            return near, init_state(rule, near.value(), id=id, stage=stage)
+            return near, init_state(rule, near.value(), id=id, matrix=placed.spec, stage=placed.stage)
         main = HostMain.of(numbers, target, self.device, _make)
         with self.device.on_host():
-            return main, init_state(rule, main.moved.value(), id=id, stage=stage)
+            return main, init_state(rule, main.moved.value(), id=id, matrix=placed.spec, stage=placed.stage)
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
         """`unit` in parts, each with its own copies: while one is updated, the next is on its way.

@@ -11,9 +11,9 @@ from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.layout import ComputeSlot, LayoutError
 from opt_distributed.step.compute import ComputeStage
 from opt_distributed.step.dtensor import mesh_comms
-from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
+from opt_kernels.works import NOT_SPLIT, MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.compute import ComputePlan, split_rows
+from opt_stack.compute import ComputePlan
 from opt_stack.plan import UnitPlan
 
 
@@ -30,7 +30,6 @@ def place_matrices(
     metas: Mapping[ParamId, ParamMeta],
     tensor_parallel_comm: Comm,
     *,
-    split_qkv: bool,
     over: Callable[[Comm], Comm] = lambda comm: comm,
 ) -> dict[ParamId, PlacedMatrix]:
     """Of every parameter of the unit. Makes no collective calls. `over` gives the `Comm` through which the rule and the
@@ -39,7 +38,7 @@ def place_matrices(
     Raises:
         LayoutError: a DTensor whose local part is not what its placements say.
     """
-    splits = {id: _split_of(metas[id], split_qkv=split_qkv) for id in unit.ids}
+    splits = {id: unit.splits.get(id, NOT_SPLIT) for id in unit.ids}
     # Sorted: a set's order differs between processes, and that of the stages is that of their collectives.
     placed = {id: PlacedMatrix(splits[id]) for id in sorted(unit.ids)}
     peers = _Peers(over)
@@ -72,12 +71,6 @@ def tensor_parallel(comm: Comm) -> TensorParallel:
         return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
 
     return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
-
-
-def _split_of(meta: ParamMeta, *, split_qkv: bool) -> MatrixSpec:
-    """Which rows of a parameter are matrices of their own."""
-    rows, by_group = split_rows(meta, split_qkv=split_qkv)
-    return MatrixSpec(split_rows=rows, by_group=by_group)
 
 
 class _Peers:

@@ -9,7 +9,7 @@ from torch import nn
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.plan import NUMBERS_TOLD, UnitPlan, kept_specs, main_bytes, short, spec_bytes
+from opt_stack.plan import NUMBERS_TOLD, UnitPlan, kept_bytes, main_bytes, short
 from opt_stack.planner import WorldSizes
 from opt_stack.registry import Registry
 
@@ -78,8 +78,7 @@ def _stand_ins(dtype: torch.dtype) -> nn.Module:
 
 def _bytes(unit: UnitPlan, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     numel = torch.Size(shape).numel()
-    kept = kept_specs(unit.rule, shape)
-    return main_bytes(unit.numbers[dtype], numel) + sum(spec_bytes(spec, shape, numel) for spec in kept)
+    return main_bytes(unit.numbers[dtype], numel) + sum(kept_bytes(unit.rule, shape).values())
 
 
 def _cells(row: KindRow) -> list[str]:

@@ -17,8 +17,8 @@ from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import hooks_of
 from opt_kernels.quantized import RECIPES
 from opt_kernels.quantized.recipes import FP8
-from opt_kernels.rules.base import Rule
-from opt_kernels.works import StateKind, StateSpec
+from opt_kernels.rules.base import Rule, init_state
+from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.compute import ComputePlan, compute_lines
 
@@ -91,6 +91,8 @@ class UnitPlan:
     ids: frozenset[ParamId]
     numbers: Mapping[torch.dtype, Numbers]  # where the main values of a parameter of each dtype are kept
     compute: tuple[ComputePlan, ...] = ()  # of matrices that ranks store parts of
+    splits: Mapping[ParamId, MatrixSpec] = field(default_factory=dict)  # of parameters whose rows are several matrices
+    whole_qkv: int = 0  # parameters of fused q, k and v that the rule takes for one matrix each
     host_rule: Rule | None = None  # moves the pieces that live on the host; None: `rule` does
 
     def rule_of(self, *, on_host: bool) -> Rule:
@@ -150,6 +152,7 @@ class Plan:
         units = [u for u in self.units if u.is_expert in which]
         text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
         text += [f"{u.name}:{u.rule!r}:{sorted(u.ids)}" for u in units]
+        text += [f"{u.name}:{id}:{u.splits[id].split_name}" for u in units for id in sorted(u.splits)]
         text += [f"{b.name}:{list(map(sorted, self.hosted[b.name]))}" for b in buffers if b.name in self.hosted]
         return sha256("|".join(text).encode()).hexdigest()
 
@@ -181,11 +184,9 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
             if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
                 total += main_bytes(numbers, run.numel)
                 whole = wholes.get(run.id)
-                for spec in kept_specs(rule, shapes[run.id] if whole is None else whole.shape):
-                    if spec.whole and whole is not None:
-                        total += spec_bytes(spec, whole.shape, prod(whole.shape)) // whole.num_owners
-                    else:
-                        total += spec_bytes(spec, shapes[run.id], run.numel)
+                shape, owners = (shapes[run.id], 1) if whole is None else whole
+                for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
+                    total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
     return total
 
 
@@ -218,13 +219,13 @@ def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
             yield slot.matrix.id, _Whole(layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners)
 
 
-def kept_specs(rule: Rule, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
-    """The states that `rule` keeps of a parameter of `shape`."""
-    specs = rule.state_specs
-    if not any(spec.optional for spec in specs):
-        return specs
-    kept = rule.init_state(torch.empty(shape, device="meta"))
-    return tuple(spec for spec in specs if spec.name in kept)
+def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
+    """The states that `rule` keeps of a parameter of `shape`, and the bytes of each."""
+    specs, numel = rule.state_specs, prod(shape)
+    if not any(spec.optional or spec.by_part for spec in specs):
+        return {spec: spec_bytes(spec, shape, numel) for spec in specs}
+    kept = init_state(rule, torch.empty(shape, device="meta"), matrix)
+    return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
 
 
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
@@ -255,6 +256,8 @@ def _unit_lines(plan: Plan) -> Iterator[str]:
         yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
         if hooks := hooks_of(unit.rule):
             yield f"  hooks: {', '.join(map(repr, hooks))}"
+        if unit.whole_qkv:
+            yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
         yield from (f"  {line}" for line in compute_lines(unit.compute))
 
 

@@ -14,8 +14,11 @@ from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.soap_muon import SOAPMuon
+from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.compute import plan_compute
+from opt_stack.compute import plan_compute, split_rows
 from opt_stack.fp8 import check_fp8
 from opt_stack.hooks import check_hooks
 from opt_stack.host_plan import plan_host
@@ -175,9 +178,29 @@ def _plan_units(
             is_expert=key.is_expert,
             ids=frozenset(ids),
             numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
+            splits=_splits(config, rules[key.rule], [metas[id] for id in ids]),
+            whole_qkv=_whole_qkv(config, rules[key.rule], [metas[id] for id in ids]),
         )
         for key, ids in sorted(found.items(), key=lambda item: item[0][:2])
     )
+
+
+def _splits(config: OptimizerConfig, rule: Rule, metas: Sequence[ParamMeta]) -> Mapping[ParamId, MatrixSpec]:
+    """What a matrix rule must know of parameters whose rows are several matrices."""
+    if rule.needs is not Needs.MATRICES:
+        return {}
+    return split_rows(metas, split_qkv=config.soap_split_qkv if _is_soap(rule) else config.muon_split_qkv)
+
+
+def _whole_qkv(config: OptimizerConfig, rule: Rule, metas: Sequence[ParamMeta]) -> int:
+    """Fused q, k and v that SOAP takes for one matrix."""
+    if not _is_soap(rule) or config.soap_split_qkv:
+        return 0
+    return len(split_rows(metas, split_qkv=True)) - len(split_rows(metas, split_qkv=False))
+
+
+def _is_soap(rule: Rule) -> bool:
+    return isinstance(bare(rule), SOAP | SOAPMuon)
 
 
 def _check_dtypes(config: OptimizerConfig, metas: Mapping[ParamId, ParamMeta], rule_of: Mapping[ParamId, str]) -> None:
@@ -229,13 +252,6 @@ def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
             f"optimizer={unit.rule.name!r} moves matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
             f"{metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
         )
-    split = [id for id in sorted(unit.ids) if metas[id].head_rows or metas[id].split_sizes]
-    if split and not getattr(bare(unit.rule), "splits_rows", True):
-        raise ConfigError(
-            f"optimizer={unit.rule.name!r} moves whole matrices, but {split[0]} has "
-            f"head_rows={metas[split[0]].head_rows} and split_sizes={metas[split[0]].split_sizes}; leave these out, or "
-            "use 'muon' or 'adaptive_muon'"
-        )
 
 
 def _with_compute(
@@ -254,7 +270,7 @@ def _with_compute(
         [metas[param.id] for buffer in buffers for param in buffer.params if param.id in unit.ids],
         tensor_parallel=tensor_parallel,
         team_of=_shard_of(buffers) if tensor_parallel > 1 else {},
-        split_qkv=config.muon_split_qkv,
+        splits=unit.splits,
     )
     return replace(unit, compute=compute)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from opt_checkpoint.errors import CheckpointKeyError
-from opt_checkpoint.state.state_spec import LAYOUT_MARK
+from opt_checkpoint.state.state_spec import LAYOUT_MARK, SPLIT_MARK
 
 logger = logging.getLogger(__name__)
 _SHOWN = 12
+_SPLIT = re.compile(rf"{SPLIT_MARK}([\w-]+)")
 _MAIN_NAMES = frozenset({"fp32_param", "param"})  # of main weights: ours, and Megatron-Core's other one
 _MAIN = tuple(f"optimizer.state.{name}." for name in _MAIN_NAMES)
 
@@ -118,11 +120,18 @@ def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
             " (it holds buckets as they lay in memory, Megatron-Core's dp_reshardable, where parameters have no names; "
             "convert it first: optckpt convert ... --from megatron --slots ...)"
         )
+    by_split = {_unsplit(key): key for key in stored if key.startswith("optimizer.state.")}
     bound = {key.split(LAYOUT_MARK)[0] for key in stored if LAYOUT_MARK in key}
     for key in missing:
         name, mark, _ = key.partition(LAYOUT_MARK)
         if mark and name in bound:
             return f" ({name} was saved, but on another layout, and cannot be loaded on this one; reset it)"
+        saved = by_split.get(_unsplit(key))
+        if saved is not None and _split_of(saved) != _split_of(key):
+            return (
+                f" (it was saved for {_split_of(saved)}, and is asked for {_split_of(key)}: set soap_split_qkv, "
+                "head_rows and split_sizes as in the run that saved it, or reset the state)"
+            )
         others = _other_states(key, stored)
         if others and (not key.startswith(_MAIN) or _MAIN_NAMES.intersection(others)):
             return (
@@ -134,6 +143,16 @@ def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
             " (no main weights were saved, e.g. by an fp32 run; leave them out: they are made from the model's weights)"
         )
     return _path_hint(missing[0], stored)
+
+
+def _unsplit(key: str) -> str:
+    """The key without how rows are split."""
+    return _SPLIT.sub("", key)
+
+
+def _split_of(key: str) -> str:
+    found = _SPLIT.search(key)
+    return f"rows split as {found[1]!r}" if found else "whole matrices"
 
 
 def _path_hint(key: str, stored: Sequence[str]) -> str:

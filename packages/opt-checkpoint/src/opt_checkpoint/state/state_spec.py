@@ -19,6 +19,7 @@ from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedO
 from opt_checkpoint.state.sharded import is_main_replica as is_main
 
 LAYOUT_MARK = "@layout="
+SPLIT_MARK = "@split="  # in the name of a state that depends on which rows are matrices of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
 from opt_kernels.matrices.stacks import scaled_grads, stacks
 from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
@@ -162,16 +163,18 @@ def matrix_of(work: Work) -> ParamId:
     return id
 
 
-def init_state(rule: Rule, main: Tensor, *, id: ParamId, stage: ComputeStage | None) -> dict[str, Tensor]:
+def init_state(
+    rule: Rule, main: Tensor, *, id: ParamId, matrix: MatrixSpec, stage: ComputeStage | None
+) -> dict[str, Tensor]:
     """The state this rank keeps of a parameter of which it stores `main`, as it is before the first step."""
     whole = {spec.name for spec in rule.state_specs if spec.whole} if stage is not None else set()
     if stage is None or not whole:
-        return rule.init_state(main)
+        return state_of_rule(rule, main, matrix)
     state = {}
     if len(whole) < len(rule.state_specs):
         state = {name: value for name, value in rule.init_state(main).items() if name not in whole}
     if stage.computes(id):
-        made = rule.init_state(main.new_empty(stage.whole(id).shape))
+        made = state_of_rule(rule, main.new_empty(stage.whole(id).shape), stage.of_whole[id])
         state |= {name: value for name, value in made.items() if name in whole}
     return state
 

@@ -24,10 +24,11 @@ from opt_checkpoint import (
     StateSpec,
     make_sharded_state,
 )
+from opt_checkpoint.state.state_spec import SPLIT_MARK
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.quantized import QuantizedMain, extra_of
 from opt_distributed.step.state import MAIN, STEP, StateError
-from opt_distributed.step.stored import decoded, kept_states, store_
+from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared
@@ -44,6 +45,7 @@ class SavedPiece:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     specs: dict[str, StateSpec] = field(default_factory=dict)
     of_whole: set[str] = field(default_factory=set)  # those of them that belong to a matrix of which this is a part
+    saved_names: dict[str, str] = field(default_factory=dict)  # of states whose keys say how rows are split
 
     def sharded(self, param: ShardedParam) -> dict[str, ShardedBase]:
         """Each tensor as its spec says, under the parameter's key."""
@@ -52,12 +54,13 @@ class SavedPiece:
         whole = _whole(param, self.piece)
         found = {}
         for name, tensor in self.tensors.items():
+            saved_name = self.saved_names.get(name, name)
             if name not in self.of_whole:
-                found[name] = make_sharded_state(held, tensor, name, self.specs[name])
+                found[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
             elif whole is not None:
-                found[name] = make_sharded_state(whole, tensor, name, self.specs[name])
+                found[name] = make_sharded_state(whole, tensor, saved_name, self.specs[name])
             else:
-                found[name] = make_sharded_state(held, tensor, name, _bound(self.piece))
+                found[name] = make_sharded_state(held, tensor, saved_name, _bound(self.piece))
         for name in extra_of(self.piece.main):
             made = found[name]
             assert isinstance(made, ShardedTensor)
@@ -108,6 +111,8 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
         saved.specs[spec.name] = _spec(spec, piece)
         if spec.whole and piece.stage is not None:
             saved.of_whole.add(spec.name)
+        if is_by_part(spec, piece):
+            saved.saved_names[spec.name] = spec.name + SPLIT_MARK + piece.matrix.split_name
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
     for name, tensor in extra_of(piece.main).items():
@@ -174,6 +179,8 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
         case StateKind.MATRIX if group is not None:
             # Factors of this rank's block mean nothing for a block of another size.
             return LayoutBound(fingerprint=f"tp{group.size}")
+        case StateKind.MATRIX | StateKind.REDUCED if is_by_part(spec, piece):
+            return PerMatrix()
         case StateKind.MATRIX:
             return PerMatrix()
         case StateKind.REDUCED:

@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.quantized import QuantizedMain, extra_of
-from opt_distributed.step.stored import decoded, kept_states, store_
+from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.works import StateKind, StateSpec
 
@@ -166,12 +166,13 @@ def _part(piece: OwnedPiece, spec: StateSpec) -> str:
     """What marks the state of a part of a parameter; empty where the name means the same tensor on every rank."""
     if spec.kind is StateKind.SCALAR:
         return ""
+    split = f"@{piece.matrix.split_name}" if is_by_part(spec, piece) else ""
     if spec.whole and piece.stage is not None:
         block = piece.stage.whole(piece.id)
-        return "" if block.shape == piece.stage.shape(piece.id) else "@" + ".".join(map(str, block.offset))
+        return split + ("" if block.shape == piece.stage.shape(piece.id) else "@" + ".".join(map(str, block.offset)))
     if is_dtensor(piece.param):
-        return "" if _is_like_param(piece, spec) else part_of_mesh(piece.param)
-    return piece.part + ("" if piece.is_whole else f"[{piece.of_param.start}:{piece.of_param.stop}]")
+        return split + ("" if _is_like_param(piece, spec) else part_of_mesh(piece.param))
+    return split + piece.part + ("" if piece.is_whole else f"[{piece.of_param.start}:{piece.of_param.stop}]")
 
 
 def _is_like_param(piece: OwnedPiece, spec: StateSpec) -> bool:

@@ -18,6 +18,11 @@ def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:
             yield spec
 
 
+def is_by_part(spec: Declared, piece: OwnedPiece) -> bool:
+    """Whether a state depends on how the piece's rows are split, so that no other split may load it."""
+    return spec.by_part and bool(piece.matrix.split_rows)
+
+
 def _codec(unit: Unit, name: str) -> StateCodec | None:
     """The codec of a state that is stored by block; None where its memory holds the values themselves."""
     found = unit.rule.codecs.get(name)

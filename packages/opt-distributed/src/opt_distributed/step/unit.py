@@ -249,7 +249,7 @@ class Unit:
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces, as it is before the first step."""
-        return init_state(self.rule, piece.main.value(), id=piece.id, stage=piece.stage)
+        return init_state(self.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
 
     def state_bytes(self) -> int:
         """Bytes this rank keeps for the unit beside parameters and gradients."""
