@@ -39,6 +39,7 @@ def config(rule: str, **changes: Any) -> OptimizerConfig:
     return OptimizerConfig(optimizer=rule, **{**base, **changes})
 
 
+SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
 SOAP, MUON = config("soap"), config("muon")  # whose mode is "blockwise", which is of tensor parallelism only
 DUPLICATED = config("muon", muon_tp_mode="duplicated")
 ADAMUON = config("adaptive_muon", muon_tp_mode="duplicated")
@@ -57,6 +58,8 @@ CASES = {
     "muon, fsdp": Case(MUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
     "adamuon, fsdp": Case(ADAMUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
     "soap, fsdp": Case(SOAP, UNEVEN, fsdp, f"4 ranks (0): {ONE}"),
+    "soap of parts, fsdp": Case(SOAP_OF_PARTS, UNEVEN, fsdp, f"4 ranks (0): {ONE}"),
+    "soap of parts, fsdp x tp": Case(SOAP_OF_PARTS, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
     "normuon, hsdp": Case(NORMUON, OBLONG, hsdp, f"2 ranks (shard): {ONE}"),
     "soap, hsdp": Case(SOAP, UNEVEN, hsdp, f"2 ranks (shard): {ONE}"),
     "muon, fsdp x tp": Case(DUPLICATED, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
@@ -66,7 +69,12 @@ CASES = {
     "soap, an owner without rows": Case(SOAP, SMALL, fsdp, f"4 ranks (0): {ONE}"),
 }
 JOINT = config("adaptive_muon", muon_tp_mode="distributed", adaptive_muon_moment2_method="normuon")
-BY_ATTRIBUTES = {"soap": (SOAP, SOAP), "muon": (DUPLICATED, DUPLICATED), "normuon, gathered to joint": (NORMUON, JOINT)}
+BY_ATTRIBUTES = {
+    "soap": (SOAP, SOAP),
+    "soap of parts": (SOAP_OF_PARTS, SOAP_OF_PARTS),
+    "muon": (DUPLICATED, DUPLICATED),
+    "normuon, gathered to joint": (NORMUON, JOINT),
+}
 BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
 HOOKED = {"adam": config("adam"), "muon": DUPLICATED}
@@ -74,6 +82,7 @@ HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the
 HOOKS = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), CentralizeGradient())
 SAVED = {
     "soap": (SOAP, UNEVEN, fsdp),
+    "soap of parts": (SOAP_OF_PARTS, UNEVEN, fsdp),
     "normuon": (NORMUON, OBLONG, hsdp),
     "adamuon": (ADAMUON, OBLONG, tp),
     "adam, a vector outside the tensor-parallel plan": (config("adam"), EVEN, fsdp_x_tp),

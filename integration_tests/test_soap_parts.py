@@ -1,0 +1,170 @@
+"""SOAP with rows that are matrices of their own: dealt to ranks, saved, loaded, and refused by another split."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import roles_over
+from torch import Tensor, nn
+
+from opt_checkpoint import CheckpointKeyError, ShardedTensor, load, save
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.threads import run_threads
+from opt_distributed.step.state import StateError
+from opt_kernels.hooks import CautiousUpdate
+from opt_stack import Optimizer, get_optimizer
+
+# Shapes that differ, so that no two matrices are batched on one rank and not on another.
+SHAPES = {"qkv": (12, 8), "heads": (8, 6), "sizes": (9, 5), "whole": (6, 6)}
+MARKS: dict[str, dict[str, Any]] = {
+    "qkv": {"qkv_split_shapes": (4, 1, 1)},
+    "heads": {"head_rows": 2},
+    "sizes": {"split_sizes": (6, 3)},
+}
+FIELDS: dict[str, Any] = {"optimizer": "soap", "lr": 0.1, "clip_grad": 0.0, "soap_split_qkv": True}
+STEPS = 4
+
+
+def numbers(name: str, step: int) -> Tensor:
+    """Gradients of a step, or weights before the first."""
+    generator = torch.Generator().manual_seed(10 * step + sorted(SHAPES).index(name))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def made(comm: Comm | None = None, marks: Any = MARKS, **changes: Any) -> tuple[nn.Module, Optimizer]:
+    model = nn.Module()
+    for name in SHAPES:
+        param = nn.Parameter(numbers(name, 0))
+        for mark, value in marks.get(name, {}).items():
+            setattr(param, mark, value)
+        model.register_parameter(name, param)
+    config = OptimizerConfig(**{**FIELDS, **changes})
+    if comm is None:
+        return model, get_optimizer(config, [model], {})
+    return model, get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Tensor]:
+    for step in steps:
+        for name, param in model.named_parameters():
+            param.grad = numbers(name, 1 + step)
+        optimizer.step()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize("rule", ["soap", "soap_muon"])
+def test_parts_saved_by_two_ranks_go_on_on_four_and_on_one(tmp_path: Path, rule: str) -> None:
+    changes = {"optimizer": rule, "use_layer_wise_distributed_optimizer": True}
+    want = train(*made(optimizer=rule), range(STEPS))
+
+    def save_half(comm: Comm) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        model, optimizer = made(comm, **changes)
+        train(model, optimizer, range(2))
+        state = state_of(model, optimizer)
+        return state, train(*made(comm, **changes), range(STEPS))
+
+    two = run_threads(2, save_half)
+    for _, weights in two:
+        assert_equal(weights, want)
+    groups = {key: value for key, value in two[0][0]["optimizer"].items() if key != "state"}
+    states = {
+        f"rank {rank}": {**state, "optimizer": state["optimizer"]["state"]} for rank, (state, _) in enumerate(two)
+    }
+    save({**states, "optimizer": groups}, tmp_path / "saved")
+
+    def go_on(comm: Comm) -> dict[str, Tensor]:
+        model, optimizer = made(comm, **changes)
+        loaded = load(state_of(model, optimizer), tmp_path / "saved").state
+        optimizer.load_state_dict(loaded["optimizer"])
+        return train(model, optimizer, range(2, STEPS))
+
+    for size in (4, 1):
+        for weights in run_threads(size, go_on):
+            assert_equal(weights, want)
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "fused rows whole": (MARKS, {"soap_split_qkv": False}, r"rows split as '4-1-1', and is asked for whole matrices"),
+    "other sizes": ({**MARKS, "sizes": {"split_sizes": (3, 6)}}, {}, r"rows split as '6-3', and is asked .*'3-6'"),
+    "larger heads": ({**MARKS, "heads": {"head_rows": 4}}, {}, r"rows split as '2-each', and is asked .*'4-each'"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: Path, other: str) -> None:
+    marks, changes, message = OTHERS[other]
+    model, optimizer = made()
+    train(model, optimizer, range(2))
+    save(state_of(model, optimizer), tmp_path / "saved")
+    local = optimizer.state_dict()
+    model, refusing = made(marks=marks, **changes)
+    with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows and split_sizes as in"):
+        load(state_of(model, refusing), tmp_path / "saved")
+    loaded = load(state_of(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]
+    with pytest.raises(ValueError, match=r"exp_avg, exp_avg_sq was loaded and .*L.* was not"):
+        refusing.load_state_dict(loaded)
+    with pytest.raises(StateError, match="lacks L"):
+        refusing.load_state_dict(local)
+
+
+def test_a_checkpoint_of_whole_matrices_is_refused_where_they_are_split_now(tmp_path: Path) -> None:
+    """As those that were saved before SOAP could split rows."""
+    model, optimizer = made(marks={})
+    train(model, optimizer, range(2))
+    save(state_of(model, optimizer), tmp_path / "saved")
+    model, split = made()
+    with pytest.raises(CheckpointKeyError, match=r"was saved for whole matrices, and is asked for rows split as"):
+        load(state_of(model, split), tmp_path / "saved")
+
+
+def test_the_plan_counts_the_bytes_of_parts_and_says_what_is_not_split() -> None:
+    whole, parts = (made(soap_split_qkv=split)[1] for split in (False, True))
+    for optimizer in (whole, parts):
+        kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)
+        assert optimizer.plan.state_bytes() == kept
+    assert "1 fused q, k and v taken as one matrix each; soap_split_qkv=True splits them" in str(whole.plan)
+    assert "fused q, k and v" not in str(parts.plan)
+    # L, Q_L and R, Q_R with eigenvalues: of q (8, 8), k and v (2, 8) instead of (12, 8).
+    squares = (8**2 + 2 * 2**2 + 3 * 8**2) - (12**2 + 8**2)
+    numel = 2 * squares + (8 + 2 * 2 + 3 * 8) - (12 + 8)
+    assert parts.plan.state_bytes() - whole.plan.state_bytes() == 4 * numel
+
+
+def test_hooks_stand_around_the_update_of_parts() -> None:
+    config = OptimizerConfig(**FIELDS, soap_order="megatron")
+
+    def trained(marks: Any, steps: int) -> dict[str, Tensor]:
+        model, _ = made(marks=marks)
+        return train(model, get_optimizer(config, [model], {}, hooks=[CautiousUpdate()]), range(steps))
+
+    split, whole = trained(MARKS, 3), trained({}, 3)
+    assert not torch.allclose(split["heads"], whole["heads"], atol=1e-2)
+    assert torch.equal(split["whole"], whole["whole"])
+
+
+def test_offloaded_parts_move_as_those_on_the_device() -> None:
+    want = train(*made(), range(STEPS))
+    assert_equal(train(*made(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0), range(STEPS)), want)
+
+
+def test_a_rank_local_state_goes_on() -> None:
+    want = train(*made(), range(STEPS))
+    model, optimizer = made()
+    then = train(model, optimizer, range(2))
+    again, resumed = made()
+    resumed.load_state_dict(optimizer.state_dict())
+    for name, param in again.named_parameters():
+        param.data.copy_(then[name])
+    assert_equal(train(again, resumed, range(2, STEPS)), want)
