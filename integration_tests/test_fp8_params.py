@@ -1,5 +1,6 @@
 """Parameters in fp8: the codes of one process on any layout, one byte an element on the wire, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +83,25 @@ def test_experts_are_scaled_over_their_own_ranks(recipe: str, wraps: bool) -> No
 
     (alone,) = run_threads(1, rank_main)
     assert all(found.equals(alone) for found in run_threads(4, rank_main))
+
+
+def test_ranks_that_read_parameters_in_another_order_have_the_same_codes() -> None:
+    """Scales of runs were gathered at the first read of a bucket, so that those of different buckets met."""
+
+    def rank_main(comm: Comm, *, reverses: bool) -> Any:
+        options = {"overlap_param_gather": True, "wrapping": {"bucket_size": 12_000}}
+        model, chunk, optimizer = build(comm, "mxfp8", wraps=True, **ZERO, **options)
+        for step in range(2):
+            set_grads(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in list(model)[:: -1 if reverses and comm.rank else 1]:
+                _ = layer.weight
+        chunk.finish_param_sync()
+        return stored(model)
+
+    expected, _ = run_threads(2, partial(rank_main, reverses=False))
+    assert all(found.equals(expected) for found in run_threads(2, partial(rank_main, reverses=True)))
 
 
 def test_the_codes_are_those_of_the_main_values() -> None:

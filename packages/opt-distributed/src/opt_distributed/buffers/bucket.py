@@ -163,11 +163,17 @@ class GradBucket:
         """Waits for the reduction, if one is under way; takes over a ``param.main_grad`` that was rebound after it.
 
         Raises:
-            CollectiveError: it failed, or ran into the group's timeout.
+            CollectiveError: it failed, or ran into the group's timeout. From then on until `begin`, `problem` is set:
+                what is in the buffer is not a gradient.
         """
         if self._flight is None:
             if self.state is BucketState.REDUCED:
                 self._adopt_or_note()
+            elif self.state is BucketState.IN_FLIGHT:
+                self.problem = self.problem or UnusableGradientError(
+                    f"the reduction of {self.name} failed, so its gradients are undefined; call zero_grad_buffer() or "
+                    "the optimizer's zero_grad(), and run the iteration again"
+                )
             return
         self._land()
         if self.travel.scale_after != 1.0:

@@ -33,10 +33,15 @@ class Fp8Memory:
     is_staged: ClassVar[bool] = True
 
     def stages(self, index: int, comm: Comm) -> Iterator[Pending]:
-        """Writes `codes` and `scales`."""
-        yield gather_part(self.layout, self.codes, index, comm)
+        """Writes `codes` and `scales`.
+
+        Both gathers start at once. One that started in `InFlight.finish` would start when this rank first reads a
+        parameter of the bucket, in an order that may differ between ranks.
+        """
+        gathers = [gather_part(self.layout, self.codes, index, comm)]
         if self.scales is not None:
-            yield gather_part(self.layout, self.scales, index, comm, per=self.run)
+            gathers.append(gather_part(self.layout, self.scales, index, comm, per=self.run))
+        yield from gathers
         for slot in self.layout.buckets[index].slots:
             self.params[slot.id].finish_()
 

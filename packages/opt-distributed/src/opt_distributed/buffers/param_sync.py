@@ -1,13 +1,14 @@
 """When updated parameters are gathered: in the step, or in the background and awaited where they are read."""
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 from torch import nn
 
 from opt_distributed.buffers.gather_order import GatherOrder
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import InFlight
+from opt_distributed.buffers.wire import CollectiveError, InFlight
 from opt_distributed.comm.collectives import Comm
 
 
@@ -26,6 +27,7 @@ class ParamBucket:
         self.memory, self.index, self.comm = memory, index, comm
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
         self._flight: InFlight | None = None
+        self.error: CollectiveError | None = None  # of the last gather; until the next one starts, every wait raises it
 
     @property
     def is_under_way(self) -> bool:
@@ -33,8 +35,12 @@ class ParamBucket:
         return self._flight is not None
 
     def start(self) -> None:
-        """Starts the gather; none may be under way."""
-        assert self._flight is None
+        """Starts the gather, in place of one that failed.
+
+        Raises:
+            CollectiveError: it could not be started.
+        """
+        self.error = None
         self._flight = self.memory.start_gather(self.index, self.comm)
 
     def wait(self) -> None:
@@ -43,9 +49,15 @@ class ParamBucket:
         Raises:
             CollectiveError: the gather failed, or ran into the group's timeout.
         """
+        if self.error is not None:
+            raise self.error
         flight, self._flight = self._flight, None
         if flight is not None:
-            flight.finish()
+            try:
+                flight.finish()
+            except CollectiveError as error:
+                self.error = error
+                raise
 
 
 class ParamSync:
@@ -64,7 +76,7 @@ class ParamSync:
         self.order: Sequence[int] = range(len(self.buckets))  # positions in `buckets`, first used first
         self._published: set[int] = set()  # buffers, by identity of their memory
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
-        self._num_under_way = 0  # buckets
+        self._incomplete: set[ParamBucket] = set()  # under way, or their gather failed
         # By identity of the parameter: a tensor compares element by element.
         self._bucket_of = {id(bucket.memory.params[one]): bucket for bucket in self.buckets for one in bucket.ids}
         self.gather_order = GatherOrder([self])
@@ -118,16 +130,23 @@ class ParamSync:
 
     def _start(self, memories: Collection[int]) -> None:
         self._published = set()
-        for index in self.order:
-            bucket = self.buckets[index]
-            if id(bucket.memory) in memories:
+        due = [bucket for index in self.order if id((bucket := self.buckets[index]).memory) in memories]
+        for number, bucket in enumerate(due):
+            with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)
+            self._incomplete.add(bucket)
+            try:
                 bucket.start()
-                self._num_under_way += 1
-        self.is_pending = self._num_under_way > 0
+            except CollectiveError as error:
+                for other in due[number:]:  # their shards were written here, so what they hold of other ranks is old
+                    other.error = error
+                    self._incomplete.add(other)
+                self.is_pending = True
+                raise
+        self.is_pending = bool(self._incomplete)
 
     def _wait_for(self, bucket: ParamBucket) -> None:
-        if bucket.is_under_way:
+        if bucket in self._incomplete:
             bucket.wait()
-            self._num_under_way -= 1
-            self.is_pending = self._num_under_way > 0
+            self._incomplete.discard(bucket)
+            self.is_pending = bool(self._incomplete)

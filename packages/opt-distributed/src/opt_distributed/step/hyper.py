@@ -11,13 +11,18 @@ from opt_kernels.works import Hyper
 FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
 
 
+def check_rate(group: Mapping[str, Any]) -> None:
+    """Raises ValueError if the group has no learning rate yet."""
+    if group["lr"] is None:
+        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
+
+
 def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Sequence[str] = ()) -> Hyper:
     """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; `own` names further
     entries that the rule reads.
 
-    Raises ValueError where the group has no learning rate yet.
+    Raises ValueError if the group has no learning rate yet.
     """
-    if group["lr"] is None:
-        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
+    check_rate(group)
     numbers = {name: group[name] for name in FIELDS if name in group}
     return Hyper(step=step, own={name: group[name] for name in own}, **numbers)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
 from opt_distributed.buffers.stored import stored_dtype
@@ -119,7 +120,7 @@ class OwnGrads:
         def read() -> Tensor | None:
             grad = param.grad
             if grad is not None and grad.layout is not torch.strided:
-                raise ValueError(f"gradient of {id.name!r} is {grad.layout}; dense (torch.strided) ones are allowed")
+                raise ValueError(_sparse_in_words(id, grad))
             return grad if grad is None or is_whole else grad.reshape(-1)[of_param]
 
         return read
@@ -127,6 +128,14 @@ class OwnGrads:
     def publish_(self) -> None:
         if self.memory is not None:
             self.memory.gather_(self.comm)
+
+
+def _sparse_in_words(id: ParamId, grad: Tensor | None) -> str:
+    layout = None if grad is None else grad.layout
+    return (
+        f"gradient of {id.name!r} is {layout}; dense (torch.strided) gradients are allowed: build nn.Embedding and "
+        "nn.EmbeddingBag with sparse=False"
+    )
 
 
 class LaidOutGrads:
@@ -246,7 +255,16 @@ class BufferedGrads:
         self._unused = _NONE
 
     def reduce_(self) -> None:
-        self.reduced.reduce_({id: self.params[id].grad for id in self.doubtful})
+        """See `Source`.
+
+        Raises:
+            UnusableGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
+        """
+        grads = {id: self.params[id].grad for id in self.doubtful}
+        sparse = [id for id, grad in grads.items() if grad is not None and grad.layout is not torch.strided]
+        self.reduced.reduce_(grads | dict.fromkeys(sparse))
+        if sparse:
+            raise UnusableGradientError(_sparse_in_words(sparse[0], grads[sparse[0]]))
 
     def flags(self) -> Tensor:
         return torch.tensor(self._has_gradient(), dtype=torch.float64)

@@ -23,6 +23,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
 from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.hyper import check_rate
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.result import StepResult
@@ -76,6 +77,7 @@ class Stepper:
         self.spans = spans
         self.num_begun = 0  # steps since construction, for errors
         self._queues = devices.device_of(device)
+        self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._ready: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the last step
         self._is_unread = False  # whether its errors may not have been raised
@@ -90,7 +92,7 @@ class Stepper:
         """Lets every step compare the numbers of `groups` between ranks. Collective: all ranks call it together."""
         self._group_check = GroupCheck(
             groups,
-            applied={piece.group for unit in self.units for piece in unit.pieces},
+            applied=self._applied,
             own={name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())},
             everyone=self.everyone,
         )
@@ -126,10 +128,10 @@ class Stepper:
             raise RuntimeError(
                 "no gradients are ready: call prepare_grads first, and go on only where it returns False"
             )
-        is_refused = self._ready.verdict.found.is_refused
+        ready, self._ready = self._ready, None  # an update that raises half-way must not be made a second time
+        is_refused = ready.verdict.found.is_refused
         if not is_refused:
-            self._update(groups)
-        self._ready = None
+            self._update(ready, groups)
         return not is_refused
 
     @torch.no_grad()
@@ -183,21 +185,21 @@ class Stepper:
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
-        """The last step's gradient norms by slot name; empty before the first."""
+        """The last step's gradient norms by slot name; empty before the first, and after one that an error refused."""
         if self._verdict is None:
             return {}
         return dict(zip(self.limits.slots, self._looked_at(self._verdict).norms, strict=True))
 
     @property
     def grad_norm(self) -> float:
-        """The model's gradient norm as `prepare_grads` found it last; 0 before the first step."""
+        """The gradient norm of the last step; 0 before the first, and after one that an error refused."""
         return 0.0 if self._verdict is None else self._looked_at(self._verdict).norms[0]
 
     def _made(self, groups: Groups) -> Verdict:
         verdict = self._prepare(groups)
+        ready, self._ready = self._prepared("to update"), None
         if self._queues.is_asynchronous or not (verdict.found.overflow or verdict.found.is_refused):
-            self._update(groups)
-        self._ready = None
+            self._update(ready, groups)
         return verdict
 
     @torch.no_grad()
@@ -214,6 +216,7 @@ class Stepper:
                     "parameters every time; freeze those that are not used, or turn graphs off"
                 )
             objections = Objections(refused, moved_parameter(self.families), check, groups)
+            self._check_rates(groups)
             with self.spans("optimizer-inner-step"):
                 decided = graphed.step(ready, groups, self._known_numbers(objections), limits, check)
             terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
@@ -226,7 +229,7 @@ class Stepper:
     def _begin(self) -> None:
         self._raise_what_is_unread()
         self.num_begun += 1
-        self._ready = None
+        self._ready = self._verdict = None
 
     @torch.no_grad()
     def _prepare(self, groups: Groups) -> Verdict:
@@ -281,8 +284,8 @@ class Stepper:
         return refused
 
     @torch.no_grad()
-    def _update(self, groups: Groups) -> None:
-        ready = self._prepared("to update")
+    def _update(self, ready: _Prepared, groups: Groups) -> None:
+        self._check_rates(groups)
         skip = ready.verdict.skip
         with self.spans("optimizer-clip-main-grad"):
             scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
@@ -295,6 +298,11 @@ class Stepper:
                     unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
                 self._publish(unit)
 
+    def _check_rates(self, groups: Groups) -> None:
+        """Raises before the first update, rather than between the updates of two units."""
+        for index in self._applied:
+            check_rate(groups[index])
+
     def _publish(self, unit: Unit) -> None:
         with self.spans("params-all-gather"):
             for source in unit.completes:
@@ -306,8 +314,9 @@ class Stepper:
         return not (found.overflow or found.is_refused), found.norms[0], zeros
 
     def _looked_at(self, verdict: Verdict) -> Found:
-        if verdict is self._verdict:
-            self._is_unread = False
+        if verdict is not self._verdict:  # of an earlier step: errors of the last one stay unread
+            return verdict.found
+        self._is_unread = False
         try:
             return verdict.found
         except Exception:
