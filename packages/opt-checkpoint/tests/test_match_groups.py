@@ -72,6 +72,26 @@ def test_a_conflict_is_settled_as_asked(on_conflict: Any, lr: float) -> None:
     assert report.regrouped == (0,)
 
 
+def test_an_override_ends_a_conflict() -> None:
+    """The error recommends it, and was raised all the same."""
+    groups = [fresh()]
+    apply_saved_groups(groups, [["b", "c"]], SAVED, override={"lr": 0.5, "weight_decay": 0.1})
+    assert groups == [fresh(lr=0.5, betas=(0.9, 0.95), weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan"))], ids=["number", "tensor"])
+def test_a_saved_nan_is_refused_by_its_field(value: Any) -> None:
+    """It was reported as a conflict of one parameter with itself, and loaded with on_conflict="saved"."""
+    saved = groups_to_saved([{**DECAY, "lr": value, "params": [1]}], [["a"]])
+    for on_conflict in ("error", "saved"):
+        groups = [fresh()]
+        with pytest.raises(GroupMismatchError, match=r"'lr': parameter a was saved with nan, .*override=\{'lr'"):
+            apply_saved_groups(groups, [["a"]], saved, on_conflict=on_conflict)
+        assert groups == [fresh()]
+    apply_saved_groups(groups, [["a"]], saved, override={"lr": 0.5})
+    assert groups == [fresh(**{**DECAY, "lr": 0.5})]
+
+
 def test_an_override_wins() -> None:
     groups = [fresh(), fresh()]
     apply_saved_groups(groups, [["a", "b"], ["c"]], SAVED, override={"lr": 0.5})

@@ -7,6 +7,7 @@ agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -127,8 +128,8 @@ def apply_saved_groups(
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
         sources = _sources(groups, where, own)
-        update = _update(group, sources, on_conflict)
-        update.update((k, v) for k, v in override.items() if k in group or k in update)
+        update = _update(group, sources, on_conflict, override)
+        update.update((k, v) for k, v in override.items() if k in group)
         updates.append(update)
         if len(sources) > 1:
             regrouped.append(number)
@@ -160,10 +161,19 @@ def _sources(groups: Sequence[Group], where: Mapping[str, int], names: Iterable[
     return list(found.values())
 
 
-def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict) -> Group:
+def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict, override: Mapping[str, Any]) -> Group:
+    """The values that the saved groups give to the fields of `group`. A field of `override` is never a conflict."""
     update: Group = {}
     for field in dict.fromkeys(k for source in sources for k in source.group):
         first = next(s for s in sources if field in s.group)
+        if field in override:
+            update[field] = override[field]
+            continue
+        if _is_nan(first.group[field]) and on_conflict != "current":
+            raise GroupMismatchError(
+                f"group field {field!r}: parameter {first.param} was saved with nan, which is not a hyper-parameter; "
+                f"load with override={{{field!r}: ...}}"
+            )
         other = next((s for s in sources if not _equal(s.group.get(field), first.group[field])), None)
         if other is None or on_conflict == "saved":
             update[field] = first.group[field]
@@ -176,6 +186,13 @@ def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict)
         elif field in group:
             update[field] = group[field]
     return update
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether a number or a one-element tensor is NaN."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and bool(value.isnan().any())
+    return isinstance(value, float) and math.isnan(value)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -25,8 +25,8 @@ class Number:
     name: str
     default: NumberValue
     low: float | None = None  # the smallest number allowed
-    high: float | None = None  # the largest one
-    below: float | None = None  # every number allowed is smaller than this
+    high: float | None = None  # the largest number allowed; infinity is allowed only if it is this
+    below: float | None = None  # upper bound, itself not allowed
 
     def __post_init__(self) -> None:
         if isinstance(self.default, tuple) and self.name != "betas":
@@ -47,26 +47,29 @@ class Number:
         is_sequence = isinstance(value, tuple | list)
         if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
             verb = "are" if is_sequence else "is"
-            raise NumberError(f"{self.name}={value!r} {verb} not allowed; give {self._allowed()}")
+            finite = "finite " if any(isinstance(one, float) and math.isinf(one) for one in values) else ""
+            raise NumberError(f"{self.name}={value!r} {verb} not allowed; give {self._allowed(finite)}")
 
     def _allows(self, value: object) -> bool:
         if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
             return False
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return False
         x = float(value)
         return (
-            not math.isnan(x)
+            (math.isfinite(x) or x == self.high)
             and (self.low is None or x >= self.low)
             and (self.high is None or x <= self.high)
             and (self.below is None or x < self.below)
         )
 
-    def _allowed(self) -> str:
+    def _allowed(self, finite: str) -> str:
         bounds = {"at least": self.low, "at most": self.high, "below": self.below}
-        parts = [f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None]
+        parts = [f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None and math.isfinite(bound)]
         of = f" of {' and '.join(parts)}" if parts else ""
         if isinstance(self.default, tuple):
-            return f"{len(self.default)} number{'s' if len(self.default) > 1 else ''}{of}"
-        return f"a number{of}"
+            return f"{len(self.default)} {finite}number{'s' if len(self.default) > 1 else ''}{of}"
+        return f"a {finite}number{of}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,15 @@ from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.groups import ParamGroup, check_fixed, check_flags, check_keys, check_options, loaded_groups
+from opt_kernels.optim.groups import (
+    ParamGroup,
+    check_distinct,
+    check_fixed,
+    check_flags,
+    check_keys,
+    check_options,
+    loaded_groups,
+)
 from opt_kernels.optim.hooks import (
     HOOKS,
     check_names,
@@ -195,6 +203,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         try:
+            check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 self._check_param(self.param_groups[-1], param)
         except ValueError:

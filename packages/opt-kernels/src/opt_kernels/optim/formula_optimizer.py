@@ -49,5 +49,5 @@ class FormulaOptimizer(RuleOptimizer):
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
 
     def _check_group(self, group: ParamGroup) -> None:
-        super()._check_group(group)
         self.formula.check_numbers(group)
+        super()._check_group(group)

@@ -1,11 +1,15 @@
 """Parameter groups: which of their options no step can work with, and groups as a state_dict has them."""
 
 import copy
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
+from opt_kernels.formulas.numbers import Number
 from opt_kernels.optim.state import StateDictError
 
 ParamGroup = dict[str, Any]
@@ -42,7 +46,8 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         "maximize": "minimize the negative of the objective",
     }
 )
-# What other implementations call an option of these optimizers.
+_AT_LEAST_ZERO = ("lr", "weight_decay", "eps", "momentum", "scalar_eps")
+# Names of these options in other implementations.
 _ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "wd": "weight_decay"})
 
 
@@ -70,15 +75,34 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
         )
 
 
+def numbers_of(defaults: Mapping[str, Any]) -> tuple[Number, ...]:
+    """The numbers that every rule restricts, those in `defaults`: rates of at least 0, as many betas in [0, 1)."""
+    restricted = (*_AT_LEAST_ZERO, "betas")
+    return tuple(
+        Number(name, value, low=0.0, below=1.0 if name == "betas" else None)
+        for name, value in defaults.items()
+        if name in restricted
+    )
+
+
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a number that no rule can work with."""
-    at_least_zero = ("lr", "weight_decay", "eps", "momentum", "max_norm")
-    for name in at_least_zero:
-        if name in options and not float(options[name]) >= 0:
-            raise ValueError(f"{name}={options[name]!r} is not allowed; give a number of at least 0")
-    for beta in options.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas={options['betas']!r} are not allowed; give numbers of at least 0 and below 1")
+    """Raise NumberError, a ValueError, for a number that no rule can work with."""
+    for name in _AT_LEAST_ZERO:
+        if name in options:
+            Number(name, 0.0, low=0.0).check(options[name])
+    if "max_norm" in options:
+        Number("max_norm", 1.0, low=0.0, high=math.inf).check(options["max_norm"])
+
+
+def check_distinct(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for a parameter that a group has twice: a fused sweep would update it twice at once."""
+    first: dict[Tensor, int] = {}
+    for index, param in enumerate(params):
+        if first.setdefault(param, index) != index:
+            raise ValueError(
+                f"parameter {index} of a group, of shape {tuple(param.shape)}, is also parameter {first[param]}; pass "
+                "each parameter once"
+            )
 
 
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:

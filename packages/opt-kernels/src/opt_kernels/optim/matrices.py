@@ -16,7 +16,7 @@ from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
-from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.groups import ParamGroup, numbers_of
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
@@ -62,6 +62,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         bound.apply_defaults()
         given = bound.arguments
         numbers = {name: given[name] for name in self.numbers}
+        self._check_numbers(numbers)
         rule = self.rule_with(numbers | {name: given[name] for name in (*self.options, "backend")})
         self.scalar_rule = _scalar_rule(given["scalar_optimizer"], given["scalar_options"] or {}, given["backend"])
         self._names: dict[Tensor, str] = {}
@@ -125,6 +126,16 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         name = self._names.get(param) or names.get(id(param))
         shape = f"shape {tuple(param.shape)}"
         return f"a parameter of {shape}" if name is None else f"{name!r} of {shape}"
+
+    def _check_group(self, group: ParamGroup) -> None:
+        self._check_numbers(group)
+        super()._check_group(group)
+
+    def _check_numbers(self, values: Mapping[str, Any]) -> None:
+        """Raise NumberError, a ValueError, for a number that is not allowed."""
+        for number in numbers_of(self.numbers):
+            if number.name in values:
+                number.check(values[number.name])
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         super()._check_param(group, param)

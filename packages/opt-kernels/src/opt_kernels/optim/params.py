@@ -49,10 +49,8 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     """Raises ValueError for a parameter that no step of `rule` could update."""
     shard = local(param).detach()
     if not param.is_floating_point():
-        raise ValueError(
-            f"a parameter of {param.dtype}: the sweeps compute with real floats; give complex parameters as "
-            "torch.view_as_real has them"
-        )
+        remedy = "pass torch.view_as_real(param)" if param.is_complex() else "exclude it from the optimizer"
+        raise ValueError(f"a parameter of {param.dtype}: only real floating-point parameters are updated; {remedy}")
     if shard.is_neg() or not is_dense(shard):
         raise ValueError(
             f"a parameter of shape {tuple(shard.shape)} and strides {tuple(shard.stride())} has holes, overlapping "

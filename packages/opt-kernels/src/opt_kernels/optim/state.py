@@ -15,6 +15,9 @@ from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import MatrixSpec
 
 STEP = "step"
+# Saved in addition to the states of a rule: by any optimizer, by evaluation mode, for torch.optim.NAdam, and by SGD
+# groups whose momentum was set to 0 later.
+_OF_ANY_RULE = frozenset({STEP, MAIN, REMAINDER, "trained_weights", "mu_product", "momentum_buffer"})
 
 
 class StateDictError(ValueError):
@@ -58,8 +61,18 @@ class Saved:
         like = local(self.param).detach().to("meta")
         init_main(self.mains, like)
         _step(self.values)
-        for name, wanted in self._kept(like).items():
+        kept = self._kept(like)
+        for name, wanted in kept.items():
             self._fitting(name, wanted)
+        unknown = sorted(
+            name
+            for name, value in self.values.items()
+            if isinstance(value, Tensor) and name not in kept and name not in _OF_ANY_RULE
+        )
+        if unknown:
+            raise StateDictError(
+                f"states {unknown} are unknown to rule {self.rule.name!r}; load one that was saved by the same rule"
+            )
         if MAIN in self.values:
             self._fitting(MAIN, like)
         elif REMAINDER in self.values:
