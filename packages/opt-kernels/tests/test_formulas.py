@@ -1,5 +1,7 @@
 """One formula on every backend: the same bits where formats are the same, and what a formula may not contain."""
 
+import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -32,6 +34,7 @@ from opt_kernels.formulas import (
 )
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.registry import FORMULAS as REGISTERED
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import Batch, Hyper, Work
@@ -304,6 +307,13 @@ def test_a_declaration_whose_parts_do_not_fit_is_refused_when_built(fields: dict
     whole = {"name": "refused", "states": (TRACE,), "scalars": no_scalars, "update": keeps, **fields}
     with pytest.raises(ValueError, match=message):
         Formula(**whole)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_rule_is_one_file_of_at_most_sixty_lines(name: str) -> None:
+    source = inspect.getsource(importlib.import_module(f"opt_kernels.formulas.{name}"))
+    assert source.count("Formula(") == 1
+    assert len(source.splitlines()) <= 60
 
 
 def test_several_numbers_are_for_betas_alone() -> None:

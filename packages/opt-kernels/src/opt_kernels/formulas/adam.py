@@ -4,23 +4,18 @@ With g the scaled gradient, t the step (from 1), and m, v the moments:
 
     g <- g + wd * p            only where weight decay is not decoupled
     p <- p - lr * wd * p       only where it is
-    m <- m + (1 - b1) * (g - m)
-    v <- b2 * v + (1 - b2) * g^2
+    m <- m + (1 - b1) * (g - m)        v <- b2 * v + (1 - b2) * g^2
 
     order "torch":  p <- p - (lr / (1 - b1^t)) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     order "te":     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
-With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far takes the place of v in the last line.
-
-The two orders agree except for rounding: the first has the operations of torch.optim.AdamW(fused=True) in their order,
-the second is Transformer Engine's, which decays within the update.
+The orders agree except for rounding: "torch" is that of torch.optim.AdamW(fused=True), "te" Transformer Engine's, which
+decays within the update. With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far takes the place of v.
 """
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, maximum, power, sqrt
-from opt_kernels.formulas.numbers import Choice, Number
+from opt_kernels.formulas import Choice, Formula, Number, State, fma, maximum, power, sqrt
 
 
 def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, step: float) -> dict[str, float]:
@@ -44,35 +39,22 @@ def update(
         g = fma(p, weight_decay, g)
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
-    second = exp_avg_sq
-    if amsgrad:
-        max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-        second = max_exp_avg_sq
+    second = maximum(max_exp_avg_sq, exp_avg_sq) if amsgrad else exp_avg_sq
     if order == "torch":
         p = p - step_size * exp_avg / (sqrt(second) / root2 + eps)
     else:
-        root = sqrt(second / correction2) + eps
-        direction = (exp_avg / correction1) / root
+        direction = (exp_avg / correction1) / (sqrt(second / correction2) + eps)
         if decoupled_weight_decay and weight_decay != 0:
             direction = direction + weight_decay * p
         p = p - lr * direction
-    return p, exp_avg, exp_avg_sq, max_exp_avg_sq
+    return p, exp_avg, exp_avg_sq, second
 
 
 ADAM = Formula(
-    name="adam",
-    title="Adam",
-    states=(
-        State("exp_avg"),
-        State("exp_avg_sq", signed=False),
-        State("max_exp_avg_sq", signed=False, when="amsgrad"),
-    ),
+    name="adam", title="Adam", scalars=scalars, update=update,
+    states=(State("exp_avg"), State("exp_avg_sq", signed=False), State("max_exp_avg_sq", signed=False, when="amsgrad")),
     numbers=(Number("lr", 1e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0)),
     choices=(
-        Choice("amsgrad", False),
-        Choice("decoupled_weight_decay", True),
-        Choice("order", "torch", ("torch", "te")),
+        Choice("amsgrad", False), Choice("decoupled_weight_decay", True), Choice("order", "torch", ("torch", "te")),
     ),
-    scalars=scalars,
-    update=update,
-)
+)  # fmt: skip

@@ -13,9 +13,7 @@ before the update and by 1 - lr * wd. exp_avg, exp_avg_diff and exp_avg_sq are m
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, power, sqrt, where
-from opt_kernels.formulas.numbers import Choice, Number
+from opt_kernels.formulas import Choice, Formula, Number, State, fma, power, sqrt, where
 
 
 def scalars(

@@ -14,9 +14,7 @@ The paper warms both up over all steps of the training, so as not to diverge ear
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import exp, fma, log, maximum, minimum, power, sqrt
-from opt_kernels.formulas.numbers import Number
+from opt_kernels.formulas import Formula, Number, State, exp, fma, log, maximum, minimum, power, sqrt
 
 
 def scalars(

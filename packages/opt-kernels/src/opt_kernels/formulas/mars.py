@@ -12,9 +12,7 @@ the gradients' total norm. exp_avg and exp_avg_sq are m and v.
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, power, sqrt, where
-from opt_kernels.formulas.numbers import Number
+from opt_kernels.formulas import Formula, Number, State, fma, power, sqrt, where
 
 
 def scalars(

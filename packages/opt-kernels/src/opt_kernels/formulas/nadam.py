@@ -13,9 +13,7 @@ exp_avg and exp_avg_sq are m and v. M(t), which torch keeps as a state, is compu
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import exp, fma, log, power, q_pochhammer, sqrt
-from opt_kernels.formulas.numbers import Choice, Number
+from opt_kernels.formulas import Choice, Formula, Number, State, exp, fma, log, power, q_pochhammer, sqrt
 
 
 def scalars(
@@ -43,8 +41,7 @@ def update(
         g = fma(p, weight_decay, g)
     exp_avg = fma(weight1, g - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
-    root = sqrt(exp_avg_sq) / root2 + eps
-    return p - fma(step_size, exp_avg, grad_size * g) / root, exp_avg, exp_avg_sq
+    return p - fma(step_size, exp_avg, grad_size * g) / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq
 
 
 NADAM = Formula(

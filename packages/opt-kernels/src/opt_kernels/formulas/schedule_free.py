@@ -13,9 +13,7 @@ The weights w(i) are the paper's for a constant lr: warm up with warmup_steps, a
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, maximum, minimum, power, sqrt, where
-from opt_kernels.formulas.numbers import Number
+from opt_kernels.formulas import Formula, Number, State, fma, maximum, minimum, power, sqrt, where
 
 
 def scalars(
@@ -33,9 +31,8 @@ def scalars(
 
 
 def update(
-    p: Any, g: Any, z: Any, exp_avg_sq: Any, *,
-    is_first: Any, weight_decay: Any, beta2: Any, weight2: Any, root2: Any, share: Any, step_y: Any, step_z: Any,
-    eps: Any,
+    p: Any, g: Any, z: Any, exp_avg_sq: Any, *, is_first: Any, weight_decay: Any, beta2: Any, weight2: Any,
+    root2: Any, share: Any, step_y: Any, step_z: Any, eps: Any,
 ) -> Any:  # fmt: skip
     z = where(is_first != 0, p, z)
     exp_avg_sq = fma(weight2 * g, g, exp_avg_sq * beta2)
@@ -54,14 +51,10 @@ def trained(p: Any, z: Any, *, beta1: float) -> Any:
 
 
 SCHEDULE_FREE = Formula(
-    name="schedule_free",
-    title="AdamWScheduleFree",
+    name="schedule_free", title="AdamWScheduleFree", scalars=scalars, update=update, evaluation=(averaged, trained),
     states=(State("z"), State("exp_avg_sq", signed=False)),
     numbers=(
         Number("lr", 2.5e-3), Number("betas", (0.9, 0.999), low=0.01, below=1.0), Number("eps", 1e-8),
         Number("weight_decay", 0.0), Number("warmup_steps", 0, low=0),
     ),
-    scalars=scalars,
-    update=update,
-    evaluation=(averaged, trained),
 )  # fmt: skip

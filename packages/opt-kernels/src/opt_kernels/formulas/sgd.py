@@ -12,9 +12,7 @@ Where the momentum is zero there is no buffer, and the second and third lines ar
 
 from typing import Any
 
-from opt_kernels.formulas.formula import Formula, State
-from opt_kernels.formulas.functions import fma, where
-from opt_kernels.formulas.numbers import Choice, Number
+from opt_kernels.formulas import Choice, Formula, Number, State, fma, where
 
 
 def scalars(*, lr: float, weight_decay: float, momentum: float, step: float, dampening: float) -> dict[str, float]:
