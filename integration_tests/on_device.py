@@ -1,7 +1,7 @@
 """Steps of small models on the fake accelerator, for the tests of what a step does there."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class Trained(NamedTuple):
     steps: list[float]
 
 
-def built(case: Case, comm: Comm, **changes: Any) -> tuple[nn.Module, Optimizer]:
+def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer of a case; `changes` are of the configuration."""
     net: nn.Module = Net(case.numbers.dtype, SHAPES)
     roles = roles_over(comm)
@@ -95,12 +95,15 @@ def built(case: Case, comm: Comm, **changes: Any) -> tuple[nn.Module, Optimizer]
     config = replace(case.config, log_num_zeros_in_grad=True, **changes)
     if case.numbers is Numbers.FP16:
         config = replace(config, loss_scale_window=2, hysteresis=1)
-    return net, get_optimizer(config, [net], {}, pg_collection=roles)
+    return net, get_optimizer(config, [net], {}, pg_collection=roles, hooks=hooks)
 
 
-def iterate(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm) -> StepResult:
+def iterate(
+    model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad_steps: Collection[int] = (BAD_STEP,)
+) -> StepResult:
+    """One iteration; in `bad_steps` the last rank has an infinite gradient."""
     grads = grads_of(step, comm.rank, comm.size, SHAPES)
-    if step == BAD_STEP and comm.rank == 1:
+    if step in bad_steps and comm.rank == comm.size - 1:
         grads["first"][2, 3] = torch.inf
     optimizer.scale_loss(model(grads)).backward()
     result = optimizer.step()

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from queued_kernels import queue_kernels
 from torch import Tensor, nn
 
-from opt_distributed.comm import device as devices
-from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, run_deferred
+from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_kernels import optim
 from opt_kernels.backends import grad_stats as statistics
-from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.optim import on_device
 from opt_kernels.optim.on_device import CaptureError
 from opt_kernels.optim.roster import Steps
@@ -29,22 +28,7 @@ SHAPES = ((8, 6), (6, 8), (9,))
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CPU would refuse, and kernels as queued work."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    launch = interpreter.GridExecutor.__call__
-
-    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        device = devices.device_of(torch.device("cpu"))
-        if isinstance(device, DeferredDevice):
-            device.mode.queue("kernel", partial(launch, kernel, *args, **kwargs), ())
-        else:
-            launch(kernel, *args, **kwargs)
-
-    def is_capturing(device: torch.device) -> bool:
-        found = devices.device_of(device)
-        return isinstance(found, DeferredDevice) and found.mode.recording is not None
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(multi_tensor, "is_capturing", is_capturing)
+    queue_kernels(monkeypatch)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
     monkeypatch.setattr(on_device, "grad_stats", partial(statistics.grad_stats, backend="triton"))
 

@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from on_device import built as built_on_device
+from on_device import iterate
+from parity import Case, Numbers, Spread, Wrapping
 from test_step_on_device import (
-    BAD_STEP,
-    SHAPES,
     SIZE,
     STEPS,
     LaunchedRule,
@@ -26,15 +25,13 @@ from test_step_on_device import (
 )
 from torch import Tensor, nn
 
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.device import _DONE as DONE
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
-from opt_stack import Optimizer, StepResult, get_optimizer, host_units
+from opt_stack import Optimizer, host_units
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
@@ -48,33 +45,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(case: Case, comm: Comm, **fields: Any) -> tuple[nn.Module, Optimizer]:
-    net: nn.Module = Net(case.numbers.dtype, SHAPES)
-    roles = roles_over(comm)
-    if case.wrapping is not Wrapping.PLAIN:
-        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
-        net = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
-    config = replace(case.config, log_num_zeros_in_grad=True)
-    if case.numbers is Numbers.FP16:
-        config = replace(config, loss_scale_window=2, hysteresis=1)
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
-    hooks = fields.pop("hooks", ())
-    optimizer = get_optimizer(replace(config, **offload | fields), [net], {}, pg_collection=roles, hooks=hooks)
+    net, optimizer = built_on_device(case, comm, **offload | fields)
     for unit in optimizer.stepper.units:
         if unit.host is None:
             unit.rule = LaunchedRule(unit.rule)
     return net, optimizer
-
-
-def iterate(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm) -> StepResult:
-    grads = grads_of(step, comm.rank, comm.size, SHAPES)
-    if step == BAD_STEP and comm.rank == 1:
-        grads["first"][2, 3] = torch.inf
-    optimizer.scale_loss(model(grads)).backward()
-    result = optimizer.step()
-    if isinstance(model, DistributedDataParallel):
-        model.zero_grad_buffer()
-    optimizer.zero_grad()
-    return result
 
 
 def train(case: Case, one: DeferredRank, **fields: Any) -> Trained:

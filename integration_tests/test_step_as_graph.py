@@ -24,17 +24,16 @@ from on_device import (
     outcome,
     sweep_stats,
 )
+from on_device import iterate as iterate_once
 from parity import Case, Numbers, Spread, Wrapping, grads_of, roles_over
+from queued_kernels import queue_kernels
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import (
     CaptureError,
-    DeferredDevice,
     DeferredRank,
     HostReadError,
     ReleasedError,
@@ -46,7 +45,6 @@ from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import graphed, stats
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
-from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_stack import Optimizer, get_optimizer
@@ -75,15 +73,7 @@ def schedule(step: int, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def iterate(step: int, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Any:
-    grads = grads_of(step, comm.rank, comm.size, SHAPES)
-    if step in BAD_STEPS and comm.rank == comm.size - 1:
-        grads["first"][2, 3] = torch.inf
-    optimizer.scale_loss(model(grads)).backward()
-    result = optimizer.step()
-    if isinstance(model, DistributedDataParallel):
-        model.zero_grad_buffer()
-    optimizer.zero_grad()
-    return result
+    return iterate_once(model, optimizer, step, comm, bad_steps=BAD_STEPS)
 
 
 def train(case: Case, comm: Comm, between: Between) -> Trained:
@@ -453,22 +443,7 @@ def test_the_host_code_of_triton_kernels_can_be_captured(
     rule: str, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    launch = interpreter.GridExecutor.__call__
-
-    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        device = devices.device_of(torch.device("cpu"))
-        if isinstance(device, DeferredDevice):
-            device.mode.queue("kernel", partial(launch, kernel, *args, **kwargs), ())
-        else:
-            launch(kernel, *args, **kwargs)
-
-    def is_capturing(device: torch.device) -> bool:
-        found = devices.device_of(device)
-        return isinstance(found, DeferredDevice) and found.mode.recording is not None
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(multi_tensor, "is_capturing", is_capturing)
+    queue_kernels(monkeypatch)
     monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
     case = replace(ALONE, numbers=numbers, rule=rule, spread=Spread.WHOLE if rule == "muon" else Spread.REPLICATED)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import adopt_main_grad_, begin_accumulation, bind_main_grad, take_grad_
 from opt_distributed.buffers.bucket import GradBucket
-from opt_distributed.buffers.chunk_buffers import ChunkSpec, make_buffers
+from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
 from opt_distributed.buffers.gather_order import share_gather_order
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import IsWhole, nothing_whole
@@ -117,24 +117,8 @@ class DistributedDataParallel(nn.Module):
         )
         if broadcast_params:
             broadcast_replicas_(self._params, self.metas, self.roles)
-        buckets = [(buffer, index) for buffer in buffers for index in range(len(buffer.plan.layout.buckets))]
-        overlaps = config.overlap_grad_reduce or config.overlap_param_gather
-        self.param_sync = ParamSync(
-            [
-                ParamBucket(buffer.memory, index, buffer.travel.axes.dp)
-                for buffer, index in buckets
-                if config.use_distributed_optimizer
-            ],
-            gathers=Gathers.IN_STEP,
-            number=chunk,
-        )
-        self.grad_sync = GradSync(
-            [GradBucket(buffer.memory, index, buffer.travel, sums=buffer.sums.views) for buffer, index in buckets],
-            reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
-            learns=overlaps,
-            number=chunk,
-            before_launch=self._start_gathers,
-        )
+        self.param_sync = _param_sync(config, buffers, chunk)
+        self.grad_sync = _grad_sync(config, buffers, chunk, before_launch=self._start_gathers)
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
         self.synced_buffers = tuple(
@@ -358,3 +342,35 @@ class DistributedDataParallel(nn.Module):
         adopt_main_grad_(param, accumulator, str(id))
         take_grad_(param)
         self.grad_sync.note(id)
+
+
+def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:
+    """The gathers of a chunk: none where parameters are replicated."""
+    sharded = buffers if config.use_distributed_optimizer else ()
+    buckets = [ParamBucket(buffer.memory, index, buffer.travel.axes.dp) for buffer, index in _buckets(sharded)]
+    return ParamSync(buckets, gathers=Gathers.IN_STEP, number=chunk)
+
+
+def _grad_sync(
+    config: DistributedDataParallelConfig,
+    buffers: Sequence[ChunkBuffer],
+    chunk: int,
+    *,
+    before_launch: Callable[[], None],
+) -> GradSync:
+    """The reductions of a chunk."""
+    return GradSync(
+        [
+            GradBucket(buffer.memory, index, buffer.travel, sums=buffer.sums.views)
+            for buffer, index in _buckets(buffers)
+        ],
+        reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
+        learns=config.overlap_grad_reduce or config.overlap_param_gather,
+        number=chunk,
+        before_launch=before_launch,
+    )
+
+
+def _buckets(buffers: Sequence[ChunkBuffer]) -> list[tuple[ChunkBuffer, int]]:
+    """Every bucket of the buffers, as its buffer and its number there."""
+    return [(buffer, index) for buffer in buffers for index in range(len(buffer.plan.layout.buckets))]
