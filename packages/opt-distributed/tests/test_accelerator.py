@@ -85,7 +85,7 @@ def test_what_is_uploaded_is_pinned_and_copied_without_waiting(calls: Calls, mon
 
 def test_nothing_is_uploaded_while_a_graph_is_captured(calls: Calls) -> None:
     calls.is_capturing = True
-    with pytest.raises(GraphError, match=r"a tensor of the host, of shape \(3,\), while a graph is captured"):
+    with pytest.raises(GraphError, match=r"upload of a host tensor of shape \(3,\) while a graph is captured"):
         Accelerator(CUDA).upload(torch.zeros(3))
 
 

@@ -329,7 +329,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "bucket apart": (
         lambda: Layout(buckets=(Bucket(slots=(slot(2, 4),), start=2, stop=4, numel_unpadded=2),), num_shards=1),
-        "starts away from 0",
+        "must start at 0",
     ),
     "slots overlap": (
         lambda: Layout(

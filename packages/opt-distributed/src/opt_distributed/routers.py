@@ -1,8 +1,8 @@
-"""Expert biases of mixture-of-experts routers: moved by how many tokens came, not by gradients.
+"""Expert biases of mixture-of-experts routers, which follow token counts instead of gradients.
 
-A router that balances its experts so (Wang et al. 2024, arXiv 2408.15664) adds a bias to each expert's score when it
-chooses. It is a module with two tensors of shape (num_experts,): `expert_bias`, floating point and not trained, and
-`local_tokens_per_expert`, which its forward adds this rank's token counts to.
+Load balancing without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664) adds a bias to each expert's score when
+experts are chosen. Such a router is a module with two tensors of shape (num_experts,): `expert_bias`, floating point
+and not trained, and `local_tokens_per_expert`, to which its forward adds this rank's token counts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,17 +16,17 @@ from opt_distributed.comm.joined import sum_together_
 
 @torch.no_grad()
 def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm]) -> None:
-    """Writes the routers among `modules` and in them: each `expert_bias` moves by `rate`, up where an expert had fewer
-    tokens than the mean, down where it had more; then `local_tokens_per_expert` is zero again.
+    """Update the `expert_bias` of every router among `modules` and their submodules; reset `local_tokens_per_expert`.
 
-    bias += rate * sign(mean(tokens) - tokens), of tokens summed over `comms`: all ranks that route with the same bias,
-    which are the data-, context- and tensor-parallel ones. Every rank of them calls it, so that biases stay equal.
+    bias += rate * sign(mean(tokens) - tokens): up where an expert had fewer tokens than the mean, down where it had
+    more. Tokens are summed over `comms`: all ranks that route with the same bias, which are the data-, context- and
+    tensor-parallel ones. All of them call this function, so that their biases stay equal.
 
     Raises:
         ValueError: `rate` is below 0.
     """
     if rate < 0:
-        raise ValueError(f"router_bias_update_rate is {rate}; give 0, which leaves biases as they are, or more")
+        raise ValueError(f"router_bias_update_rate={rate}; give a rate above 0, or 0 to leave biases unchanged")
     routers = list(_routers(modules))
     for comm in comms:
         sum_together_([tokens for _, tokens in routers], comm)
@@ -37,7 +37,7 @@ def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: S
 
 
 def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Biases and token counts; a router without a bias (None) has no part in this."""
+    """Biases and token counts of all routers. Routers whose bias is None are skipped."""
     for module in modules:
         for inner in module.modules():
             bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)

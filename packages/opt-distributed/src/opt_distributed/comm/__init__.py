@@ -1,1 +1,1 @@
-"""How ranks talk: the `Comm` protocol, its implementations, and the process groups by role."""
+"""Communication: the `Comm` protocol, its implementations, process groups by role, and devices."""

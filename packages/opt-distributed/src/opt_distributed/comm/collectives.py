@@ -1,4 +1,4 @@
-"""The collectives the step and the buffers use, as a protocol: over a process group, or alone."""
+"""`Comm`, the collectives that steps and buffers use: over a process group, or in a world of one rank."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -15,14 +15,14 @@ Made = TypeVar("Made")
 
 
 class Op(Enum):
-    """How values of several ranks become one."""
+    """The reduction of an all-reduce."""
 
     SUM = auto()
     MAX = auto()
 
 
 class Pending(Protocol):
-    """A collective that was started. `wait` returns when its result may be read; it may be called again."""
+    """A collective that was started. `wait` returns once its result may be read; further calls return at once."""
 
     def wait(self) -> object: ...
 
@@ -36,17 +36,18 @@ DONE: Pending = _Done()
 
 
 class Sizes(NamedTuple):
-    """Elements of the parts of an `all_to_all_`, by rank; the rank itself is among them."""
+    """Elements of the parts of an `all_to_all_`, by rank, this rank included."""
 
-    received: Sequence[int]  # of `out`, from each
-    sent: Sequence[int]  # of `x`, to each
+    received: Sequence[int]  # parts of `out`, from each rank
+    sent: Sequence[int]  # parts of `x`, to each rank
 
 
 class Comm(Protocol):
-    """One rank's view of a group of ranks. Every rank of the group makes the same calls in the same order.
+    """One rank's view of a group of ranks. All ranks of the group make the same calls in the same order.
 
-    Tensors are contiguous. The in-place forms are allowed: `shard` may be this rank's part of `full`. A call with
-    `async_op` returns at once, and its tensors belong to the collective until `wait`; without it, it is complete.
+    Tensors are contiguous. In-place calls are allowed: `shard` may be this rank's part of `full`. With `async_op`, a
+    call returns at once, and its tensors must not be used until `wait`. Without it, the collective is complete on
+    return.
     """
 
     @property
@@ -56,31 +57,31 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        """Writes `x`: the reduction over ranks."""
+        """Reduce `x` over all ranks, in place."""
         ...
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        """Writes `shard` (n,): rank r's part of the sum of `full` (size * n,). What is left in `full` is undefined."""
+        """Write to `shard` (n,) this rank's part of the sum of `full` (size * n,). Leaves `full` undefined."""
         ...
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        """Writes `full` (size * n,): the shards (n,) of all ranks, in rank order."""
+        """Write to `full` (size * n,) the shards (n,) of all ranks, in rank order."""
         ...
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        """Writes `out`: part r is what rank r's `x` held for this rank. Parts are equal unless `sizes` are given."""
+        """Write to part r of `out` the part of rank r's `x` for this rank. Parts are equal unless `sizes` is given."""
         ...
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        """Writes `x` on every rank but `src` of this group: what `src` holds."""
+        """Write to `x` on every rank its value on rank `src` of the group."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. Values are small and picklable."""
+        """Return the `value` of every rank, in rank order. Values are small and picklable."""
         ...
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """(numel,) zeros: memory for a buffer that its collectives read and write. See `comm.allocate`."""
+        """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `comm.allocate`."""
         ...
 
 
@@ -125,7 +126,7 @@ def _pending(work: Any) -> Pending:
 
 
 class TorchComm:
-    """A `torch.distributed` process group. This rank must belong to it. `allocate` makes the memory of its buffers."""
+    """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers."""
 
     def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
         self.group = group
@@ -159,34 +160,34 @@ class TorchComm:
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
-    """The `Comm` of a process group; None is a world of one."""
+    """Return the `Comm` of a process group; None stands for a world of one rank."""
     return Alone() if group is None else TorchComm(group)
 
 
 def group_of(comm: Comm) -> dist.ProcessGroup | None:
-    """The process group of a `Comm`; None where it is over something else, or over nothing."""
+    """Return the process group of a `Comm`; None if it has none, as `Alone` and `ThreadComm`."""
     return comm.group if isinstance(comm, TorchComm) else None
 
 
 def agreed(comm: Comm, make: Callable[[], Made]) -> Made:
-    """What `make` returns; its error on one rank is an error on all. `make` calls no collective."""
+    """Return `make()`, or raise on every rank if it raises on one. `make` must not call a collective."""
     try:
         made = make()
-    except Exception as error:  # of any kind: the other ranks wait in `agree`
+    except Exception as error:  # of any kind, because the other ranks wait in `agree`
         agree(comm, error)
-        raise AssertionError("an error of this rank passed for an agreement") from error
+        raise AssertionError("agree() did not raise this rank's error") from error
     agree(comm, None)
     return made
 
 
 def agree(comm: Comm, error: Exception | None) -> None:
-    """Raises on every rank if any rank brings an error: its own where it has one, else a ValueError naming the first.
+    """Raise on every rank if any rank has an error: its own error, or a ValueError that quotes the first one.
 
-    For verdicts about what ranks may see differently, before the first collective that one of them would miss.
+    For checks whose result may differ between ranks: a rank that raised alone would miss the next collective.
     """
-    told = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    reported = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(reported):
         if text is not None:
             raise ValueError(f"rank {rank} refused: {text}")

@@ -1,8 +1,8 @@
-"""What exists only on a device: streams, events, graphs, pinned memory, and memory given back while work is queued.
+"""`Device`: streams, events, graphs, pinned memory, and memory that is freed while work on it is queued.
 
-Nothing else in this package names a stream or an event. On an accelerator an operation returns before it has run; on a
-CPU it is done when it returns, so that `Host` has nothing to do. `opt_distributed.comm.deferred` is a third
-implementation, for tests: a CPU that runs its operations later.
+No other module of this package uses streams or events directly. On an accelerator, an operation returns before it has
+run. On a CPU it is complete when it returns, so that most methods of `Host` do nothing. A third implementation, for
+tests, is `opt_distributed.comm.deferred`: a CPU that runs its operations later.
 """
 
 from collections.abc import Iterator
@@ -17,84 +17,84 @@ from opt_distributed.comm.graph import CudaGraph, Graph, GraphError, refuse
 
 
 class Event(Protocol):
-    """A place in a stream."""
+    """A point in a stream."""
 
     def synchronize(self) -> None:
-        """Return on the host once everything before that place has run."""
+        """Block the host until all work before this point has run."""
         ...
 
 
 class Stream(Protocol):
-    """A queue of work, which runs in order."""
+    """A queue of work that runs in order."""
 
     def record_event(self) -> Any:
         """An `Event` after everything queued so far."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """What is queued from now on runs after the event. The host does not wait."""
+        """Make work that is queued from now on run after the event. The host does not wait."""
         ...
 
 
 class Device(Protocol):
-    """Where tensors live, as far as the order of work is concerned."""
+    """The device of the tensors: the order of its work, and copies to and from the host."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether an operation may return before it has run."""
+        """Whether operations may return before they have run."""
         ...
 
     def current_stream(self) -> Stream:
-        """The stream to which operations are queued now."""
+        """The stream to which operations are queued at present."""
         ...
 
     def side_stream(self) -> Stream:
-        """The one stream for work that the compute stream must not wait for."""
+        """The one stream for work that must not delay the compute stream."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """Operations inside are queued to `stream`."""
+        """Queue the operations inside to `stream`."""
         ...
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised memory of the host, which the device can write while the host goes on."""
+        """Allocate uninitialised pinned host memory: copies to it from the device need not block the host."""
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on the device; the host does not wait."""
+        """Copy a host tensor to the device without blocking the host."""
         ...
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        """(numel,) uninitialised memory of the host. Copies between pinned memory and the device need not block."""
+        """Allocate (numel,) uninitialised host memory. Copies between pinned memory and the device need not block."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, for which the host waits; on a CPU the tensor itself."""
+        """Copy a tensor to host memory and wait for the copy. On a CPU, return the tensor itself."""
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the device's memory and not in the host's; on a CPU the two are one."""
+        """Whether a tensor is in device memory rather than host memory. Always true on a CPU."""
         ...
 
     def on_host(self) -> AbstractContextManager[None]:
-        """Operations inside compute on host memory alone: nothing is queued."""
+        """Operations inside use host memory only, so that nothing is queued."""
         ...
 
     def release_(self, tensor: Tensor) -> None:
-        """Give the memory of `tensor` and of all its views back; the current stream may still have work on it."""
+        """Free the memory of `tensor` and of all its views. The current stream may still have work queued on it."""
         ...
 
     def take_back_(self, tensor: Tensor) -> None:
-        """Give `tensor` and its views memory again, uninitialised."""
+        """Allocate the memory of `tensor` and of its views again, uninitialised."""
         ...
 
     def graph(self) -> Graph:
-        """A graph without work yet. Raises GraphError where the device has none."""
+        """Return an empty graph. Raises GraphError if the device does not support graphs."""
         ...
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host, as the tensor is at this place of the current stream."""
+    """An asynchronous copy to the host of the value that a tensor has at this point of the current stream."""
 
     def __init__(self, tensor: Tensor, device: Device):
         self._event: Event | None = None
@@ -105,7 +105,7 @@ class HostCopy:
             self._event = device.current_stream().record_event()
 
     def wait(self) -> Tensor:
-        """The copy, once it is there; on a CPU the tensor itself."""
+        """Wait for the copy and return it. On a CPU, return the tensor itself."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -113,7 +113,7 @@ class HostCopy:
 
 
 class _Done:
-    """The only stream, and the only event, where operations are done when they return."""
+    """The only stream and the only event of a CPU, where operations are complete when they return."""
 
     def record_event(self) -> "_Done":
         return self
@@ -129,7 +129,7 @@ _DONE = _Done()
 
 
 class _OwnsMemory:
-    """Memory through the storage's own size, which torch's allocators follow."""
+    """Frees and allocates memory by resizing the storage, which works with every allocator of torch."""
 
     def release_(self, tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(0)
@@ -175,7 +175,7 @@ class Host(_OwnsMemory):
 
 
 class Accelerator(_OwnsMemory):
-    """A device of torch's current accelerator."""
+    """A device of the type that `torch.accelerator` uses."""
 
     is_asynchronous = True
 
@@ -207,10 +207,10 @@ class Accelerator(_OwnsMemory):
     def upload(self, tensor: Tensor) -> Tensor:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise GraphError(
-                f"a tensor of the host, of shape {tuple(tensor.shape)}, while a graph is captured: every replay would "
-                "copy from memory that is gone by then; upload it before the capture"
+                f"upload of a host tensor of shape {tuple(tensor.shape)} while a graph is captured: every replay would "
+                "copy from memory that has been freed by then; upload it before the capture"
             )
-        # torch's allocator of pinned memory keeps the copy's source until the copy has run.
+        # torch's pinned-memory allocator does not reuse the source before the copy has run.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -233,5 +233,5 @@ class Accelerator(_OwnsMemory):
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The streams and the memory of a torch device."""
+    """Return the `Device` of a torch device."""
     return Host() if device.type in ("cpu", "meta") else Accelerator(device)

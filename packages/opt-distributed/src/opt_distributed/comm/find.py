@@ -1,4 +1,4 @@
-"""Find the process groups of a model: those that the caller passed, or what its parameters say. Never a guess."""
+"""Find the process groups of a model: those that the caller passed, or those that its parameters imply. No guesses."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,21 +16,21 @@ from opt_distributed.comm.mesh import check_mesh, is_known, meshes_of, names_of,
 from opt_paramgroups import ParamMeta, describe, parameters_by_id
 
 Given = ProcessGroups | Roles | Any | None
-"""What a caller may pass as groups: ours, ready roles, or an object with Megatron-Core's attributes."""
+"""What a caller may pass as groups: `ProcessGroups`, `Roles`, or an object with Megatron-Core's attributes."""
 
 
 def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None = None, sharded: bool) -> Roles:
-    """The step's groups. Collective: every rank of the world calls it.
+    """Find the groups of a step. Collective: every rank of the world calls it.
 
-    In this order: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the mesh that DTensor
-    parameters were sliced from, where its axes have known names; all ranks that hold parameters as data-parallel
-    replicas. The last is refused if a parameter says that it differs between ranks.
+    The first of these that exists: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the
+    mesh that DTensor parameters were sliced from, if its axes have known names; all ranks that hold parameters, as
+    data-parallel replicas. The last is refused if a parameter is marked as different on each rank.
 
-    Where a launcher announces several ranks and `torch.distributed` is not initialised, it is initialised first.
+    If a launcher announces several ranks and `torch.distributed` is not initialised, it is initialised first.
 
     Raises:
-        ConfigError (a ValueError), on every rank: groups that are missing, unknown or contradictory; both `groups` and
-            `mesh`; a tensor-parallel parameter or an expert, and nothing says which ranks hold its replicas.
+        ConfigError (a ValueError), on every rank: groups are missing, unknown or contradictory; both `groups` and
+            `mesh` were given; or it is unknown which ranks hold replicas of a tensor-parallel parameter or an expert.
     """
     if isinstance(groups, Roles):
         if mesh is not None:
@@ -51,11 +51,11 @@ class _Mark(NamedTuple):
 
     param: str
     reason: str
-    axis: str  # of a mesh, which would tell between which ranks
+    axis: str  # the mesh axis along which it would differ
 
 
 class _Facts(NamedTuple):
-    """What one rank knows of its model."""
+    """What one rank knows about its model."""
 
     has_params: bool
     has_megatron: bool
@@ -80,7 +80,7 @@ def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) ->
 
 
 def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:
-    """The groups when the caller names none."""
+    """The groups if the caller passed none."""
     if everyone.size == 1:
         return roles_of(None, sharded=sharded)
     root = next((root_of(mesh) for mesh in meshes_of(_params(chunks)) if is_known(mesh)), None)
@@ -102,7 +102,7 @@ def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
 
 
 def _mark(meta: ParamMeta) -> _Mark | None:
-    """None for a replica, and for a DTensor, whose mesh tells."""
+    """None for a replicated parameter, and for a DTensor, whose mesh describes it."""
     if meta.is_dtensor:
         return None
     if meta.is_expert:
@@ -113,7 +113,7 @@ def _mark(meta: ParamMeta) -> _Mark | None:
 
 
 def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
-    """Raises ProcessGroupError, the same on every rank, if which ranks hold a parameter's replicas is unknown."""
+    """Raise ProcessGroupError, the same on every rank, if it is unknown which ranks hold replicas of a parameter."""
     for rank, facts in enumerate(per_rank):
         if facts.marked is not None and facts.marked.axis not in known_axes:
             raise ProcessGroupError(
@@ -126,10 +126,10 @@ def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
 
 
 def _all_replicas(everyone: Comm, members: Sequence[int]) -> Roles:
-    """All ranks that hold parameters are data parallel.
+    """Treat all ranks that hold parameters as data-parallel replicas.
 
-    A rank that holds none is alone: it has nothing to reduce or to update, and contributes zeros to the statistics that
-    everyone sums, so that its step has the same result. Where no rank holds any, the whole world is data parallel.
+    A rank without parameters gets a world of one: it reduces and updates nothing, and contributes zeros to the
+    statistics of all ranks, so that its step has the same result. If no rank holds parameters, all are replicas.
     """
     if len(members) in (0, everyone.size):
         return roles_of(None, sharded=False)

@@ -1,4 +1,4 @@
-"""Graphs of a device: work that was queued once, and is queued again by one call."""
+"""Device graphs: work that is captured once and queued again by one call."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -8,24 +8,26 @@ import torch
 
 
 class GraphError(ValueError):
-    """A device has no graphs, or work cannot be captured."""
+    """The device does not support graphs, or work cannot be captured."""
 
 
 class Graph(Protocol):
-    """Work of one device, captured once and replayed any number of times, on the same memory."""
+    """Captured work of one device, which can be replayed any number of times on the same memory."""
 
     def capture(self) -> AbstractContextManager[None]:
-        """Operations inside are recorded in place of what was, and do not run. The host must read nothing, upload
-        nothing, and wait for no event of before."""
+        """Record the operations inside without running them, in place of an earlier capture.
+
+        Inside, the host must not read from the device, upload to it, or wait for events recorded before.
+        """
         ...
 
     def replay(self) -> None:
-        """Queues all that was recorded to the current stream."""
+        """Queue the recorded work to the current stream."""
         ...
 
 
 class CudaGraph:
-    """`torch.cuda.CUDAGraph`, with memory of its own for what the recorded work makes."""
+    """`torch.cuda.CUDAGraph`, with a memory pool of its own for tensors that the recorded work allocates."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -34,7 +36,7 @@ class CudaGraph:
     @contextmanager
     def capture(self) -> Iterator[None]:
         graph = torch.cuda.CUDAGraph()
-        # Of this thread only: NCCL's watchdog asks for events meanwhile.
+        # Restricted to this thread, because NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             yield
         self._graph = graph
@@ -46,5 +48,5 @@ class CudaGraph:
 
 
 def refuse(device: torch.device) -> GraphError:
-    """The error of a device that has no graphs."""
+    """The error of a device that does not support graphs."""
     return GraphError(f"graphs on device {str(device)!r}: only cuda devices have them; run without")

@@ -1,4 +1,4 @@
-"""Collectives of tensors in host memory, over a group whose backend passes memory of a device."""
+"""Collectives of host tensors, over a group whose backend only transfers device memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from opt_distributed.comm.device import Device
 
 
 class HostComm:
-    """A `Comm` for tensors of the host: they travel to the device, and results back. The host waits for each."""
+    """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
 
     def __init__(self, comm: Comm, device: Device):
         self.comm, self.device = comm, device

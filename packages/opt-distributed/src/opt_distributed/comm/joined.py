@@ -1,4 +1,4 @@
-"""Small tensors that travel as one."""
+"""Collectives of many small tensors as one."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from opt_distributed.comm.collectives import Comm
 
 
 def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) -> None:
-    """Writes small contiguous tensors: `scale` times their sums over ranks, in one all-reduce per dtype."""
+    """Replace small contiguous tensors by `scale` times their sums over ranks, in one all-reduce per dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -1,4 +1,4 @@
-"""The world that a launcher announces in the environment, joined where the script has not done so itself."""
+"""Initialise `torch.distributed` from a launcher's environment, if the script has not done so."""
 
 import logging
 import os
@@ -15,13 +15,13 @@ WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_launched_world(devices: Iterable[str]) -> None:
-    """Initialises `torch.distributed` if a launcher started several processes and nobody has done so yet.
+    """Initialise `torch.distributed` if a launcher started several processes and it is not initialised yet.
 
-    `devices` are the kinds of device that this rank's model lives on; collectives get a backend for each and for the
-    CPU.
+    `devices` are the device types of this rank's model; a backend is chosen for each of them and for the CPU.
 
     Raises:
-        ConfigError: `WORLD_SIZE` is above 1, but other variables of the rendezvous are missing, or it is not a number.
+        ConfigError: `WORLD_SIZE` is not a positive number, or is above 1 and other variables of the rendezvous are
+            missing.
     """
     if not dist.is_available() or dist.is_initialized() or _world_size() == 1:
         return
@@ -35,7 +35,7 @@ def join_launched_world(devices: Iterable[str]) -> None:
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in dict.fromkeys(("cpu", *devices))}
     dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
     logger.info(
-        "initialised torch.distributed as rank %d of %d (%s), as the launcher's environment says",
+        "initialised torch.distributed as rank %d of %d (%s) from the launcher's environment",
         dist.get_rank(),
         dist.get_world_size(),
         ", ".join(backends.values()),
@@ -45,5 +45,7 @@ def join_launched_world(devices: Iterable[str]) -> None:
 def _world_size() -> int:
     text = os.environ.get("WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE={text!r} in the environment: must be a number of ranks; unset or correct it")
+        raise ConfigError(
+            f"WORLD_SIZE={text!r} in the environment; it must be a number of ranks, 1 or more: correct or unset it"
+        )
     return int(text)

@@ -1,6 +1,6 @@
-"""Megatron-Core's process groups: its initialised `parallel_state`, and its own collection. The one file that reads it.
+"""Megatron-Core's process groups: its initialised `parallel_state`, or its `ProcessGroupCollection`.
 
-Nothing is imported: where Megatron-Core's state is initialised, its module is loaded.
+Megatron-Core is never imported here: if its state is initialised, its module is loaded already. No other file reads it.
 """
 
 import sys
@@ -36,24 +36,24 @@ _GETTERS: Mapping[str, tuple[str, dict[str, bool]]] = MappingProxyType(
         "intra_dist_opt": ("get_intra_distributed_optimizer_instance_group", {}),
     }
 )
-"""By role: the function of `parallel_state` that gives the group, and its arguments."""
+"""By role: the function of `parallel_state` that returns the group, and its arguments."""
 
 
 def is_initialized() -> bool:
-    """Whether Megatron-Core is loaded and its model-parallel groups are made."""
+    """Whether Megatron-Core is loaded and its model-parallel groups are initialised."""
     state: Any = sys.modules.get(MODULE)
     return state is not None and bool(state.model_parallel_is_initialized())
 
 
 def groups_of_parallel_state() -> ProcessGroups:
-    """The groups of Megatron-Core's `parallel_state`. Roles that this version or this run lacks stay unset."""
+    """The groups of Megatron-Core's `parallel_state`. Roles that its version or this run does not have stay unset."""
     state: Any = sys.modules[MODULE]
     groups = ProcessGroups()
     for role, (name, arguments) in _GETTERS.items():
         getter = getattr(state, name, None)
         try:
             group = None if getter is None else getter(**arguments)
-        except (AssertionError, TypeError):  # a group that was not made, or an argument of another version
+        except (AssertionError, TypeError):  # the group was not created, or this version lacks the argument
             continue
         if group is not None:
             setattr(groups, role, group)
@@ -61,19 +61,19 @@ def groups_of_parallel_state() -> ProcessGroups:
 
 
 def groups_of_collection(collection: Any) -> ProcessGroups:
-    """Any object with Megatron-Core's attributes of process groups, as `ProcessGroups`; attributes may be missing.
+    """Convert any object with Megatron-Core's attributes to `ProcessGroups`; attributes may be missing.
 
     Raises:
-        ProcessGroupError: the object has none of the attributes, or one that is neither a process group nor None.
+        ProcessGroupError: the object has none of the attributes, or one is neither a process group nor None.
     """
     groups = ProcessGroups()
     for role in ROLES:
         group = getattr(collection, role, _MISSING)
-        if group is _MISSING or isinstance(group, list):  # hierarchical groups, which nothing here reads
+        if group is _MISSING or isinstance(group, list):  # hierarchical groups are not used here
             continue
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ProcessGroupError(
-                f"pg_collection.{role} is a {type(group).__name__}; a torch.distributed.ProcessGroup or None is allowed"
+                f"pg_collection.{role} is a {type(group).__name__}; give a torch.distributed.ProcessGroup or None"
             )
         setattr(groups, role, group)
     if not groups.roles:

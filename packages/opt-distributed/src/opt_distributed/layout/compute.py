@@ -1,11 +1,11 @@
-"""Who computes the update of a matrix that several ranks store parts of: `ComputeLayout`. Integers only.
+"""`ComputeLayout`: which rank computes the update of a matrix that several ranks store parts of. Integers only.
 
-Storage and compute differ wherever a rule needs a whole matrix and a rank stores only a part of it: tensor
-parallelism, FSDP2, both. The layout says, for each matrix and in the one order that all ranks follow, which part lies
-where and who computes; the gather before the rule and the scatter after it are `step.compute`'s.
+Storage and compute differ where a rule needs a whole matrix and a rank stores only a part of it: under tensor
+parallelism, FSDP2, or both. The layout lists matrices in the order that all ranks follow, and says for each which rank
+stores which part and which ranks compute. `step.compute` gathers parts before the rule and scatters them after it.
 
-Ranks are a grid: axis k has ``sizes[k]`` of them, and a rank is a coordinate. An axis cuts every matrix along one dim,
-one axis after the other, each what those before it have left. So ranks whose coordinates begin alike store a block::
+Ranks form a grid: axis k has ``sizes[k]`` of them, and each rank has a coordinate. Every axis cuts a matrix along one
+dim, after the axes before it. So ranks whose coordinates share a prefix store one block together::
 
     (6, 4) over (2, 2) ranks, dims (0, 1)    (0,): rows 0-2    (0, 1): rows 0-2, cols 2-3    (1, 0): rows 3-5, cols 0-1
 """
@@ -26,28 +26,28 @@ Coordinate = tuple[int, ...]
 
 
 class Computes(Enum):
-    """How the ranks that store parts of a matrix share the work of updating it."""
+    """How the ranks that store parts of a matrix divide the work of updating it."""
 
-    PART = auto()  # each rank updates its part as if it were the matrix; nothing travels (Muon's "blockwise")
-    EVERY = auto()  # all gather, all compute the same, each keeps its part (Muon's "duplicated")
+    PART = auto()  # each rank updates its part as if it were the matrix; no communication (Muon's "blockwise")
+    EVERY = auto()  # all ranks gather and compute the same, each keeps its part (Muon's "duplicated")
     JOINT = auto()  # each rank keeps its part, products are summed over ranks inside the rule (Muon's "distributed")
-    OWNER = auto()  # one rank gathers, computes, and sends every part back; matrices are dealt out by cost
+    OWNER = auto()  # one rank gathers, computes, and sends every part back; matrices are assigned to ranks by cost
 
     @property
     def gathers(self) -> bool:
-        """Whether parts travel before the rule runs."""
+        """Whether parts are gathered before the rule runs."""
         return self in (Computes.EVERY, Computes.OWNER)
 
 
 class Block(NamedTuple):
-    """A block of a matrix: where it begins, and its shape."""
+    """A block of a matrix: its offset and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements; 0 where ranks are more than rows."""
+        """Elements; 0 if there are more ranks than rows."""
         return prod(self.shape)
 
 
@@ -61,7 +61,7 @@ class SplitMatrix:
 
     id: ParamId
     shape: tuple[int, ...]  # of the whole matrix
-    dims: tuple[int, ...]  # that each axis of ranks cuts
+    dims: tuple[int, ...]  # the dim that each axis of ranks cuts
 
     def __post_init__(self) -> None:
         for dim in self.dims:
@@ -71,9 +71,9 @@ class SplitMatrix:
                 )
 
     def block(self, sizes: tuple[int, ...], at: Coordinate) -> Block:
-        """What the first ``len(at)`` axes leave to the ranks whose coordinate begins with ``at``.
+        """The block stored by the ranks whose coordinate begins with ``at``: cut by the first ``len(at)`` axes only.
 
-        Cut as `torch.chunk` cuts: runs of ``ceil(size / ranks)``, the last one shorter, those after it empty.
+        Sizes are those of `torch.chunk`: ``ceil(size / ranks)``, then a shorter one, then zeros.
         """
         offset, shape = [0] * len(self.shape), list(self.shape)
         for dim, ranks, index in zip(self.dims, sizes, at):
@@ -89,21 +89,21 @@ class ComputeSlot:
     """One matrix and who computes its update."""
 
     matrix: SplitMatrix
-    owner: Coordinate | None = None  # along the gathered axes: the rank that computes, for `Computes.OWNER` only
+    owner: Coordinate | None = None  # with `Computes.OWNER`, along the gathered axes: the rank that computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeLayout:
-    """The matrices that one grid of ranks stores, in the order in which every rank meets their collectives.
+    """The matrices that one grid of ranks stores, in the order of their collectives.
 
     Raises:
-        LayoutError: parts that have to be equal and are not; a matrix cut by another number of axes.
+        LayoutError: parts differ in size and `computes` needs equal ones, or a matrix has not one dim for each axis.
     """
 
     slots: tuple[ComputeSlot, ...]
     sizes: tuple[int, ...]  # ranks along each axis
     computes: Computes
-    kept: int = 0  # axes, counted from the first, over which nothing is gathered: each of their blocks is a matrix
+    kept: int = 0  # leading axes over which nothing is gathered: each of their blocks is a matrix to the rule
 
     def __post_init__(self) -> None:
         for slot in self.slots:
@@ -114,15 +114,15 @@ class ComputeLayout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the work of a matrix."""
+        """Ranks that divide the work of a matrix."""
         return prod(self.sizes[self.kept :])
 
     def block(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """The part of ``slot`` at ``at``, or the union of all parts whose coordinates begin so."""
+        """The part of ``slot`` at ``at``, or the union of all parts whose coordinates begin with ``at``."""
         return slot.matrix.block(self.sizes, at)
 
     def whole(self, slot: ComputeSlot, at: Coordinate) -> Block:
-        """What the rule sees of ``slot``, for the ranks around ``at``: all of it but for the axes that are kept."""
+        """The block of ``slot`` that is one matrix to the rule at ``at``: all of it, except that kept axes cut it."""
         return self.block(slot, at[: self.kept] if self.computes.gathers else at)
 
     def computes_at(self, slot: ComputeSlot, at: Coordinate) -> bool:
@@ -130,7 +130,7 @@ class ComputeLayout:
         return slot.owner is None or slot.owner == at[self.kept :]
 
     def computed_at(self, at: Coordinate) -> Iterator[ComputeSlot]:
-        """What the rank at ``at`` runs the rule on, in order."""
+        """The slots on which the rank at ``at`` runs the rule, in order."""
         return (slot for slot in self.slots if self.computes_at(slot, at))
 
     def _check_equal(self, matrix: SplitMatrix) -> None:
@@ -145,10 +145,10 @@ class ComputeLayout:
 def compute_layout(
     matrices: Iterable[SplitMatrix], *, sizes: tuple[int, ...], computes: Computes, kept: int = 0
 ) -> ComputeLayout:
-    """Says who computes each matrix, in the order given.
+    """Decide which ranks compute each matrix. Keeps the order of `matrices`.
 
-    With `Computes.OWNER` the costliest goes first, each to the rank with the least so far; equal costs go by order, so
-    every rank finds the same.
+    With `Computes.OWNER`, matrices are assigned in descending order of cost, each to the rank with the least cost so
+    far. Ties are broken by order, so that every rank computes the same layout.
 
     Raises:
         LayoutError: as `ComputeLayout`.

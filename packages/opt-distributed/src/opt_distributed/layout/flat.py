@@ -1,4 +1,4 @@
-"""The flat planners: parameters back to back, cut into shards anywhere (ZeRO-1), or not cut at all."""
+"""The flat planners: parameters back to back, cut into shards at any element (ZeRO-1), or not cut at all."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ def flat_layout(
     params: Iterable[ParamShape],
     *,
     num_shards: int,
-    bucket_size: int | None = None,  # elements a bucket holds at least, before it closes; None: one bucket
+    bucket_size: int | None = None,  # a bucket closes once it has as many elements; None: one bucket
     shard_multiple: int = SHARD_MULTIPLE,
     pad_for_high_busbw: bool = False,
 ) -> Layout:
     """Parameters in reverse registration order, in buckets whose shards ignore parameter boundaries (ZeRO-1).
 
-    Reverse, because backward produces the last parameters' gradients first: bucket 0 is full, and on its way,
-    earliest. A bucket closes once it holds ``bucket_size`` elements or more; a shared embedding closes the running
+    Reverse, because backward produces the gradients of the last parameters first, so that bucket 0 is full, and
+    reduced, first. A bucket closes once it holds ``bucket_size`` elements or more; a shared embedding closes the open
     bucket and is alone in its own. Starts are rounded to 64 elements, bucket ends to ``lcm(num_shards, 128)``, or
     with ``pad_for_high_busbw`` to ``lcm(num_shards, 128, 65536)``.
 
@@ -48,7 +48,7 @@ def flat_layout(
 def replicated_layout(params: Iterable[ParamShape], *, bucket_size: int | None = None) -> Layout:
     """Parameters in reverse registration order without padding, one shard: every rank owns everything.
 
-    The gradients of a bucket are all-reduced; a shared embedding needs no bucket of its own, since nothing is cut.
+    The gradients of a bucket are all-reduced. A shared embedding needs no bucket of its own, because nothing is cut.
 
     Raises:
         LayoutError: see `check_plannable`.
@@ -66,7 +66,7 @@ def replicated_layout(params: Iterable[ParamShape], *, bucket_size: int | None =
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The buckets closed so far and the one that is running."""
+    """The buckets closed so far, and the slots of the open one."""
 
     start_multiple: int
     end_multiple: int
@@ -87,9 +87,9 @@ class _Run:
         self.slots.append(Slot(param.id, start, start + param.numel))
 
     def close(self, *, at_aligned: bool = False) -> None:
-        """End the running bucket, if it holds anything.
+        """Close the open bucket, if it holds a parameter.
 
-        ``at_aligned`` counts the gap before the next start as part of ``numel_unpadded``: the reference does so for a
+        ``at_aligned`` counts the gap before the next start as part of ``numel_unpadded``, as Megatron-Core does for a
         bucket that a shared embedding cuts short.
         """
         if not self.slots:

@@ -1,15 +1,15 @@
 """Where every element lives: slots of parameters in buckets, shards of buckets on ranks. Integers only.
 
-A `Layout` is a value that any rank can compute for every rank: it holds no tensor, no process group and no device. It
-is made by one of three planners (`flat_layout`, `whole_layout`, `replicated_layout`), consumed by the buffers, and
-read by the step to learn what it owns::
+A `Layout` holds no tensor, process group or device, so that any rank can compute it for every rank. One of three
+planners makes it (`flat_layout`, `whole_layout`, `replicated_layout`). Buffers allocate memory by it, and the step
+reads from it what this rank owns::
 
     buffer   0 ─────────────────────────────────────────────────────────────▶ numel
-    buckets  │ bucket 0                    │ bucket 1                       │   each one collective each
+    buckets  │ bucket 0                    │ bucket 1                       │   one collective for each
     shards   │ rank 0 │ rank 1 │ rank 2    │ rank 0  │ rank 1   │ rank 2    │   equal inside a bucket
     slots    │ w9 │ w8   ···  │ w7 │ ···   │ w6 │ w5 │ ···                  │   ··· is padding
 
-"Padded" has three meanings, so there are four names (see `Bucket`).
+"Padded size" has three meanings, so `Bucket` has four names for its sizes.
 """
 
 from bisect import bisect_right
@@ -24,16 +24,16 @@ from opt_paramgroups import ParamId
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be made, or that does not fit what it was brought together with."""
+    """A layout that cannot be made, or that does not match the parameters or process groups it is used with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamShape:
-    """What a planner has to know of a parameter."""
+    """What a planner needs to know about a parameter."""
 
     id: ParamId
     shape: tuple[int, ...]
-    shared_embedding: bool = False  # on several pipeline stages, which must cut it alike: alone in its bucket
+    shared_embedding: bool = False  # on several pipeline stages, which must cut it equally: alone in its bucket
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -59,7 +59,7 @@ class Slot(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank owns of a parameter."""
+    """The part of a parameter that one rank owns."""
 
     id: ParamId
     of_param: slice  # flat elements of the parameter
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A piece and the bucket whose shard it lies in."""
+    """A piece, and the bucket that contains it."""
 
     bucket: int
     piece: Piece
@@ -81,18 +81,18 @@ class Owned(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A run of the buffer that is reduced and gathered as one. Its sizes, from largest to smallest:
+    """A contiguous range of the buffer that is reduced and gathered as one. Its sizes, from largest to smallest:
 
-    - ``numel``: with the padding that makes it divisible into shards; what travels;
-    - ``aligned_numel``: up to the last slot's end, rounded up to where a next parameter would have started;
-    - ``extent_numel``: up to the last slot's end; holds the gaps between slots;
-    - ``params_numel``: the parameters alone, no gap.
+    - ``numel``: with the padding that makes it divisible into shards; what collectives transfer;
+    - ``aligned_numel``: up to the end of the last slot, rounded up to where another parameter would start;
+    - ``extent_numel``: up to the end of the last slot, gaps between slots included;
+    - ``params_numel``: the parameters without gaps.
 
-    ``numel_unpadded`` is the one of the last three that the reference calls by that name *for this bucket*: its
-    checkpoints are checked against it. Everything else says which size it means.
+    ``numel_unpadded`` is the one of the last three that Megatron-Core calls by this name *for this bucket*: its
+    checkpoints are checked against it. All other code names the size that it means.
     """
 
-    slots: tuple[Slot, ...]  # by rising start; at least one
+    slots: tuple[Slot, ...]  # in ascending order; at least one
     start: int
     stop: int
     numel_unpadded: int
@@ -104,7 +104,7 @@ class Bucket:
 
     @property
     def extent_numel(self) -> int:
-        """Elements from the bucket's start to its last parameter's end."""
+        """Elements from the start of the bucket to the end of its last parameter."""
         return self.slots[-1].stop - self.start
 
     @property
@@ -127,7 +127,7 @@ class Bucket:
         return slice(self.start + rank * size, self.start + (rank + 1) * size)
 
     def owned(self, rank: int, num_shards: int) -> Iterator[Piece]:
-        """The pieces of rank ``rank``'s shard, by rising position; nothing where the shard is all padding."""
+        """The pieces of rank ``rank``'s shard, in ascending order; none if the shard is all padding."""
         shard = self.shard(rank, num_shards)
         first = bisect_right(self.slots, shard.start, key=_stop_of)
         for index in range(first, len(self.slots)):
@@ -145,9 +145,8 @@ class Layout:
     """Buckets back to back from position 0, each cut into ``num_shards`` equal shards.
 
     Raises:
-        LayoutError: a bucket that does not start where the one before ends, or that cannot be cut into equal shards;
-        a slot
-            outside its bucket or over another one; a parameter with two slots.
+        LayoutError: a bucket does not start where the previous one ends, or cannot be cut into equal shards; a slot is
+            outside its bucket or overlaps another one; a parameter has two slots.
     """
 
     buckets: tuple[Bucket, ...]
@@ -175,26 +174,26 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements each rank stores of a sharded state, with padding."""
+        """Elements that each rank stores of a sharded state, padding included."""
         return self.numel // self.num_shards
 
     def slots(self) -> Iterator[Slot]:
-        """Every slot, by rising position."""
+        """Every slot, in ascending order."""
         for bucket in self.buckets:
             yield from bucket.slots
 
     def owned(self, rank: int) -> Iterator[Owned]:
-        """What rank ``rank`` owns, by rising position. Every element of every parameter has exactly one owner."""
+        """The pieces that rank ``rank`` owns, in ascending order. Every element of every parameter has one owner."""
         for index, bucket in enumerate(self.buckets):
             for piece in bucket.owned(rank, self.num_shards):
                 yield Owned(index, piece)
 
     def cuts_a_parameter(self) -> bool:
-        """Whether any parameter lies in more than one shard, so that no rank holds the whole of it."""
+        """Whether a parameter spans several shards, so that no rank owns the whole of it."""
         return any(_is_cut(slot, bucket, self.num_shards) for bucket in self.buckets for slot in bucket.slots)
 
     def fingerprint(self) -> str:
-        """64 hex digits, equal for equal layouts in every process: ranks compare it before their first collective."""
+        """64 hex digits, equal in every process for equal layouts. Ranks compare them before their first collective."""
         digest = sha256(str(self.num_shards).encode())
         for bucket in self.buckets:
             digest.update(f"|{bucket.start}:{bucket.stop}".encode())
@@ -206,10 +205,10 @@ class Layout:
 def check_plannable(
     params: tuple[ParamShape, ...], *, num_shards: int, bucket_size: int | None, shard_multiple: int
 ) -> None:
-    """What every planner asks of its arguments.
+    """Check the arguments that all planners have in common.
 
     Raises:
-        LayoutError: a world of no ranks, a bucket or multiple of no elements, or one parameter given twice.
+        LayoutError: `num_shards`, `bucket_size` or `shard_multiple` is below 1, or a parameter was given twice.
     """
     if num_shards < 1:
         raise LayoutError(
@@ -222,7 +221,7 @@ def check_plannable(
             f"shard_multiple is {shard_multiple}; give elements, 1 or more; {SHARD_MULTIPLE} keeps bits equal"
         )
     if len({param.id for param in params}) != len(params):
-        raise LayoutError("one parameter was given twice; a tied parameter takes part once, under its first name")
+        raise LayoutError("one parameter was given twice; give a tied parameter once, under its first name")
 
 
 def _stop_of(slot: Slot) -> int:
@@ -239,7 +238,7 @@ def _is_cut(slot: Slot, bucket: Bucket, num_shards: int) -> bool:
 def _check_bucket(bucket: Bucket, *, index: int, start: int, num_shards: int) -> None:
     where = f"bucket {index} [{bucket.start}, {bucket.stop})"
     if bucket.start != start:
-        raise LayoutError(f"{where} starts away from {start}, where the one before it ends")
+        raise LayoutError(f"{where} must start at {start}, where the bucket before it ends")
     if bucket.numel % num_shards:
         raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
     if not bucket.slots:

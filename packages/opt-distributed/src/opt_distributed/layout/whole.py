@@ -1,4 +1,4 @@
-"""The whole-parameter planner: every parameter inside one shard, shards of even cost (layer-wise)."""
+"""The whole-parameter planner (layer-wise): every parameter lies inside one shard, and shards have similar costs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from opt_distributed.layout.layout import Bucket, Layout, ParamShape, Slot, chec
 from opt_distributed.layout.padding import SHARD_MULTIPLE, round_up, start_multiple, whole_shard_multiple
 
 MAX_OVERFILL = 1.3
-"""A shard takes up to this many times its fair share of a bucket's elements for the sake of evener costs."""
+"""A shard takes up to this many times its fair share of a bucket's elements, if that balances costs better."""
 
 MIN_FILL = 0.9
-"""A bucket closes once it would fill this part of one whose shards are each as large as its largest parameter."""
+"""A bucket closes once it holds this part of num_shards times the elements of its largest parameter."""
 
 
 def update_cost(shape: tuple[int, ...]) -> int:
-    """Relative cost of a matrix rule: m·n·min(m, n), the multiplications of a Newton-Schulz product; numel of a vector.
+    """Relative cost of a matrix rule: m·n·min(m, n), the multiplications of a Newton-Schulz product; a vector's numel.
 
-    Leading dimensions of a stack of matrices multiply.
+    The cost of a stack of matrices is the cost of one times their number.
     """
     if len(shape) < 2:
         return prod(shape)
@@ -31,17 +31,17 @@ def whole_layout(
     params: Iterable[ParamShape],
     *,
     num_shards: int,
-    bucket_size: int | None = None,  # elements a bucket holds at least, before it closes; None: one bucket
+    bucket_size: int | None = None,  # minimum elements of a bucket; None: one bucket
     shard_multiple: int = SHARD_MULTIPLE,
     pad_for_high_busbw: bool = False,
 ) -> Layout:
-    """Parameters in reverse registration order, dealt whole to shards so that every rank's updates cost about the same.
+    """Assign whole parameters to shards, in reverse registration order, so that all ranks have similar update costs.
 
     A chunk of parameters becomes a bucket once it holds ``bucket_size`` elements and enough to fill every shard, and
-    the next parameter no longer fits beside them. Inside a bucket the costliest parameter goes first, each to the
-    shard with the least cost so far (over all buckets) that is not overfull. All shards of a bucket are as long as
-    its fullest one, so that one in-place all-gather publishes it; what that costs is `imbalance`. Starts are rounded
-    to 64 elements.
+    the next parameter would lengthen its shards. Inside a bucket, parameters are assigned in descending order of cost,
+    each to the shard with the least cost so far (over all buckets) that is not overfull. All shards of a bucket are
+    as long as its fullest one, so that one in-place all-gather publishes it. `imbalance` measures how uneven the
+    costs are. Starts are rounded to 64 elements.
 
     Raises:
         LayoutError: see `check_plannable`.
@@ -62,7 +62,7 @@ def whole_layout(
 
 
 def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
-    """The costliest shard's cost over the mean, 1.0 at best: how much longer a step waits than with perfect sharing."""
+    """The largest cost of a shard divided by the mean, 1.0 at best: how much longer updates take than if balanced."""
     costs = {param.id: update_cost(param.shape) for param in params}
     loads = [sum(costs[owned.piece.id] for owned in layout.owned(rank)) for rank in range(layout.num_shards)]
     return max(loads) * layout.num_shards / sum(loads) if sum(loads) else 1.0
@@ -71,7 +71,7 @@ def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
 def _chunks(
     params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None, multiple: int
 ) -> Iterator[list[ParamShape]]:
-    """The parameters of each bucket, in backward order; a shared embedding is alone in its own."""
+    """The parameters of each bucket, in reverse registration order; a shared embedding is alone in its own."""
     chunk = _Chunk(num_shards=num_shards, multiple=multiple)
     for param in reversed(params):
         if chunk.params and (param.shared_embedding or chunk.is_done(bucket_size, param)):
@@ -87,7 +87,7 @@ def _chunks(
 
 @dataclass(slots=True, kw_only=True)
 class _Chunk:
-    """A bucket's parameters so far, and how full its shards would be if each went to the emptiest shard on arrival."""
+    """The parameters of a bucket so far, and how full shards would be if each went to the emptiest one on arrival."""
 
     num_shards: int
     multiple: int
@@ -112,14 +112,14 @@ class _Chunk:
         self.largest, self.fullest = max(self.largest, param.numel), max(self.fullest, end)
 
     def is_done(self, bucket_size: int | None, following: ParamShape) -> bool:
-        """Whether the chunk is large enough and the following parameter would lengthen its shards."""
+        """Whether the chunk is large enough, and the following parameter would lengthen its shards."""
         if bucket_size is None or self.numel < max(bucket_size, int(self.num_shards * self.largest * MIN_FILL)):
             return False
         return round_up(self.emptiest, self.multiple) + following.numel > round_up(self.fullest, self.multiple)
 
 
 class _Placed(NamedTuple):
-    """A parameter and where it went inside the running bucket."""
+    """A parameter and its place inside the open bucket."""
 
     shard: int
     offset: int  # from the shard's start
@@ -132,7 +132,7 @@ class _Placed(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Packing:
-    """The buckets closed so far, and every shard's cost over all of them."""
+    """The buckets closed so far, and the cost of every shard over all of them."""
 
     num_shards: int
     start_multiple: int
@@ -156,12 +156,12 @@ class _Packing:
         self.buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
 
     def _at_shard_0(self, param: ParamShape) -> _Placed:
-        """The same shard in every stage, so that the peers of a shared embedding meet the same owner."""
+        """Place `param` in shard 0: pipeline stages that share an embedding must agree on its owner."""
         self.costs[0] += update_cost(param.shape)
         return _Placed(0, 0, param)
 
     def _deal(self, chunk: Sequence[ParamShape]) -> list[_Placed]:
-        """Costliest first, each to the cheapest shard it fits in, else to the emptiest."""
+        """Place parameters in descending order of cost: each in the cheapest shard it fits in, else in the emptiest."""
         order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
         shards = _Shards(
             capacity=MAX_OVERFILL * sum(param.numel for param in chunk) / self.num_shards,
@@ -177,7 +177,7 @@ class _Packing:
 
 @dataclass(slots=True, kw_only=True)
 class _Shards:
-    """How full and how costly each shard of one bucket is, while parameters are dealt to it."""
+    """How full and how costly each shard of one bucket is, while parameters are assigned to them."""
 
     capacity: float
     multiple: int
@@ -189,7 +189,7 @@ class _Shards:
     aside_numel: int = 0  # ... this many elements
 
     def place(self, param: ParamShape) -> _Placed:
-        """Put ``param`` into the cheapest shard that it fits in, else into the emptiest."""
+        """Place ``param`` in the cheapest shard that it fits in, else in the emptiest."""
         emptiest = self._emptiest()
         if not self._fits(emptiest, param.numel):
             return self._put(param, emptiest)
@@ -205,13 +205,13 @@ class _Shards:
         return placed
 
     def _take_back(self) -> None:
-        """Considers every shard again. Models have few sizes, so this is rare and a plan's cost linear."""
+        """Consider every shard again. Models have few different sizes, so this is rare, and planning stays linear."""
         for shard in self.set_aside:
             heappush(self.by_cost, (self.costs[shard], shard))
         self.set_aside, self.aside_numel = [], 0
 
     def _cheapest(self) -> int:
-        """Takes the shard of least cost out of the heap."""
+        """Remove the shard of least cost from the heap."""
         cost, shard = heappop(self.by_cost)
         while cost != self.costs[shard]:
             heappush(self.by_cost, (self.costs[shard], shard))
