@@ -1,64 +1,76 @@
 """Trains a character-level GPT on every rank of a `torchrun`: the shortest complete use of the stack.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
+    torchrun --nproc-per-node 3 examples/train_gpt.py --steps 200 --dir runs/demo --resume
 
-The plan and the parameter groups; bf16 with fp32 mains, sharded over the ranks (ZeRO-1), gradients reduced during
-backward and parameters gathered during forward; clipping; a warmup-stable-decay schedule; checkpoints in the
-background; and resuming on any number of ranks that divides the batch.
+The plan and the parameter groups; bf16 weights with fp32 mains, sharded over the ranks (ZeRO-1, or whole matrices for
+Muon and SOAP), gradients reduced during backward and parameters gathered during forward; clipping; a
+warmup-stable-decay schedule; checkpoints in the background; and resuming on any number of ranks that divides the batch.
 """
 
 import argparse
 import json
 import math
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from char_gpt import CONTEXT, CharGPT, batch_at, bigram_bits, stdlib_text
+from char_gpt import CONTEXT, CharGPT, batch_at, bigram_bits, compute_dtype, stdlib_text
+from progress import Progress
 from torch import Tensor
-from tqdm import tqdm
 
 from opt_checkpoint import CheckpointManager, sharded_model
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_paramgroups import as_text, group_rows
 from opt_scheduler import OptimizerParamScheduler
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, matrices_whole
 
+NEWEST = -1  # --resume without a step
 HELD_OUT = 200_000  # characters at the end of the text that are never trained on
+MODEL = {"dim": 128, "depth": 2, "num_heads": 4}
+COMPUTE = compute_dtype()  # of activations and products; weights are bf16 and main values fp32 on every machine
+
+FLAT_SHARDS = {"use_distributed_optimizer": True}
+WHOLE_MATRICES = {
+    "use_layer_wise_distributed_optimizer": True,
+    # Newton-Schulz in bf16, the default, is as slow as the model in bf16 would be.
+    "muon_fp32_matmul_prec": "medium" if COMPUTE is torch.bfloat16 else "highest",
+}
+RULES = {  # fields of OptimizerConfig
+    "adam": {"lr": 5e-3, **FLAT_SHARDS},
+    "lion": {"lr": 1e-3, **FLAT_SHARDS},
+    "muon": {"lr": 2e-2, "muon_nesterov": True, "muon_extra_scale_factor": 0.2, **WHOLE_MATRICES},
+    "soap": {"lr": 1e-2, **WHOLE_MATRICES},
+}
 
 
-def main() -> None:
-    args = parse()
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
+    if args.batch % world:
+        sys.exit(f"--batch {args.batch} is not a multiple of the {world} ranks")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same model on every rank
 
     text = stdlib_text()
     train, held_out = text[:-HELD_OUT], text[-HELD_OUT:]
-    overlap = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    model = DistributedDataParallel(
-        DistributedDataParallelConfig(
-            overlap_grad_reduce=True, grad_reduce_in_fp32=True, bucket_size=200_000, **overlap
-        ),
-        CharGPT().bfloat16(),
-    )
-    config = OptimizerConfig(
-        lr=args.lr, min_lr=args.lr / 10, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=True, **overlap
-    )
-    optimizer = get_optimizer(config, [model])
-    scheduler = wsd(optimizer, config, num_samples=args.steps * args.batch)
+    model, optimizer = build(args.rule)
+    scheduler = wsd(optimizer, optimizer.config, num_samples=args.steps * args.batch)
     checkpoints = CheckpointManager(args.dir / "checkpoints", keep=2)
     start = resume(checkpoints, model, optimizer, scheduler, step=args.resume) if args.resume else 0
 
-    if rank == 0 and not args.resume:
+    if rank == 0 and not (args.resume or args.brief):
         print(optimizer.plan, as_text(group_rows(optimizer.param_groups)), sep="\n\n", end="\n\n")
     begun = bits(model, held_out)
-    log = []
+    log, seconds = [], []
     stop = args.stop_at or args.steps
-    bar = tqdm(range(start, stop), disable=rank > 0, initial=start, total=args.steps, mininterval=2)
-    for step in bar:
+    progress = Progress(start, stop)
+    for step in range(start, stop):
+        began = time.perf_counter()
         model.zero_grad_buffer()
         loss = model(batch_at(step, train, size=args.batch, context=CONTEXT).chunk(world)[rank])
         optimizer.scale_loss(loss).backward()
@@ -66,11 +78,18 @@ def main() -> None:
         if result.success:
             scheduler.step(args.batch)
         log.append({"step": step, "loss": mean(loss), "grad_norm": result.grad_norm, **rates(optimizer)})
-        bar.set_postfix(loss=f"{log[-1]['loss']:.3f}", lr=f"{log[-1]['lr']:.1e}", grad_norm=f"{result.grad_norm:.2f}")
+        seconds.append(time.perf_counter() - began)
+        if rank == 0:
+            progress.show(step, "loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}".format(**log[-1]))
 
     checkpoints.save(stop, state_of(model, optimizer, scheduler))
     found = {
+        "rule": args.rule,
+        "compute": str(COMPUTE).removeprefix("torch."),
         "log": log,
+        "seconds": seconds,
+        "bytes": memory(model, optimizer),
+        "num_parameters": sum(param.numel() for param in model.parameters()),
         "begun_bits": begun,
         "bits": bits(model, held_out),
         "bigram_bits": bigram_bits(train, held_out),
@@ -81,6 +100,39 @@ def main() -> None:
         print(f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after")
     dist.barrier()  # nobody leaves while another rank may still be talking to it
     dist.destroy_process_group()
+
+
+def build(rule: str) -> tuple[DistributedDataParallel, Optimizer]:
+    wrapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        grad_reduce_in_fp32=True,
+        bucket_size=200_000,
+    )
+    options = RULES[rule]
+    whole = {"is_whole": matrices_whole} if "use_layer_wise_distributed_optimizer" in options else {}
+    model = DistributedDataParallel(wrapping, CharGPT(**MODEL, compute=COMPUTE).bfloat16(), **whole)
+    config = OptimizerConfig(
+        optimizer=rule,
+        min_lr=options["lr"] / 10,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        clip_grad=1.0,
+        bf16=True,
+        overlap_param_gather=True,
+        **options,
+    )
+    return model, get_optimizer(config, [model])
+
+
+def memory(model: DistributedDataParallel, optimizer: Optimizer) -> dict[str, int]:
+    """Bytes on the fullest rank. Weights and gradients are measured; the state is what the plan says."""
+    return {
+        "weights": sum(param.nbytes for param in model.parameters()),
+        "gradients": sum(param.main_grad.nbytes for param in model.parameters()),
+        "state": max(optimizer.plan.state_bytes(rank) for rank in range(dist.get_world_size())),
+    }
 
 
 def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: OptimizerParamScheduler) -> dict:
@@ -94,7 +146,9 @@ def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: Op
 
 
 def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step: int) -> int:
-    """Loads a step in place; what is no tensor comes back in the report."""
+    """Loads a step, or the newest one, in place; values that are not tensors come back in the report."""
+    if step == NEWEST and (step := checkpoints.latest()) is None:
+        sys.exit(f"there is no checkpoint in {checkpoints.directory}: train without --resume first")
     loaded = checkpoints.load(state_of(model, optimizer, scheduler), step=step).state
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
@@ -138,16 +192,18 @@ def rates(optimizer) -> dict[str, float]:
     return {"lr": decayed["lr"], "weight_decay": decayed["weight_decay"]}
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="where checkpoint and log go")
+    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder of the checkpoints and the log")
     parser.add_argument("--name", default="run", help="of the log")
+    parser.add_argument("--rule", choices=RULES, default="adam")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch", type=int, default=48, help="sequences in a step, over all ranks")
-    parser.add_argument("--stop-at", type=int, help="save and stop after so many steps")
-    parser.add_argument("--resume", type=int, metavar="STEP", help="go on from this step's checkpoint in --dir")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    return parser.parse_args()
+    parser.add_argument("--batch", type=int, default=24, help="sequences in a step, over all ranks")
+    parser.add_argument("--stop-at", type=int, help="save and stop after this many steps")
+    newest = {"nargs": "?", "const": NEWEST, "metavar": "STEP"}
+    parser.add_argument("--resume", **newest, type=int, help="go on from this checkpoint in --dir, or the newest one")
+    parser.add_argument("--brief", action="store_true", help="do not print the plan and the parameter groups")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

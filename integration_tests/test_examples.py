@@ -29,13 +29,9 @@ def torchrun(name: str, *options: object, ranks: int = 2) -> str:
 
 def test_every_example_is_run_by_some_test() -> None:
     ran_here = set(re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text()))
-    # Imported by the others; run by a nox session; tested in test_leaderboard.py and test_which_numbers.py.
-    assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | {
-        "char_gpt.py",
-        "quickstart.py",
-        "leaderboard.py",
-        "which_numbers.py",
-    }
+    # Imported by the others; tested in test_quickstart.py, test_leaderboard.py and test_which_numbers.py.
+    imported, tested = {"char_gpt.py", "progress.py"}, {"quickstart.py", "leaderboard.py", "which_numbers.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | imported | tested
 
 
 def test_muon_trains_and_its_plan_leaves_embeddings_and_head_to_adam() -> None:
@@ -52,14 +48,16 @@ def test_the_mixture_of_experts_trains() -> None:
     assert math.isfinite(float(loss))
 
 
-def test_the_gpt_is_stopped_and_resumed_on_its_loss_curve(tmp_path: Path) -> None:
-    pytest.importorskip("tqdm")  # of the test dependencies
-    sizes = ("--steps", 4, "--batch", 2)
-    torchrun("train_gpt.py", "--dir", tmp_path / "whole", *sizes)
-    torchrun("train_gpt.py", "--dir", tmp_path / "parts", *sizes, "--stop-at", 2)
-    torchrun("train_gpt.py", "--dir", tmp_path / "parts", *sizes, "--resume", 2, "--name", "resumed")
-    whole = json.loads((tmp_path / "whole" / "run.json").read_text())
-    resumed = json.loads((tmp_path / "parts" / "resumed.json").read_text())
-    assert [row["step"] for row in resumed["log"]] == [2, 3]
-    assert resumed["log"] == whole["log"][2:]
-    assert resumed["bits"] == whole["bits"]
+def test_the_gpt_trains_and_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    printed = torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 4, "--batch", 2)
+    assert "adam moves 29 parameters" in printed
+    assert "step 4/4  loss" in printed
+    assert "\r" not in printed  # a pipe is not a terminal
+    torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 5, "--batch", 2, "--resume", "--name", "resumed", ranks=1)
+    resumed = json.loads((tmp_path / "resumed.json").read_text())
+    assert [row["step"] for row in resumed["log"]] == [4]
+
+
+def test_the_gpt_refuses_a_batch_that_ranks_cannot_share_equally(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="--batch 3 is not a multiple of the 2 ranks"):
+        torchrun("train_gpt.py", "--dir", tmp_path, "--batch", 3)

@@ -1,0 +1,106 @@
+"""The quickstart: stopped and resumed runs agree, its output reads well in a file, and what it suggests works."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from progress import Progress
+
+EXAMPLE = Path(__file__).parents[1] / "examples/quickstart.py"
+STEPS = 10
+
+
+def run(*options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def log(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Muon's, which cuts some parameters and keeps others whole."""
+    pytest.importorskip("matplotlib")
+    directory = tmp_path_factory.mktemp("runs") / "quickstart"
+    return directory, run("--dir", directory, "--steps", STEPS, "--rule", "muon")
+
+
+def test_it_fails_only_because_ten_steps_do_not_beat_a_bigram(quickstart) -> None:
+    _, ran = quickstart
+    assert ran.returncode == 1
+    assert ran.stderr.strip().splitlines()[-1] == "the model did not beat a bigram"
+    assert re.search(r"resumed on 2 ranks: 5 steps, largest difference of loss 0.00e\+00", ran.stdout)
+
+
+def test_the_resumed_run_ends_where_the_uninterrupted_one_does(quickstart) -> None:
+    directory, _ = quickstart
+    resumed, whole = log(directory / "resumed.json"), log(directory / "uninterrupted/whole.json")
+    assert resumed["log"] == whole["log"][STEPS // 2 :]
+    assert resumed["bits"] == whole["bits"]
+
+
+def test_its_output_has_whole_lines_a_table_and_pictures(quickstart) -> None:
+    directory, ran = quickstart
+    assert "\r" not in ran.stdout + ran.stderr
+    assert re.search(r"^step 10/10  loss [\d.]+ .* s a step$", ran.stdout, re.MULTILINE)
+    assert re.search(r"^gradients +1,783,808 +1,783,808$", ran.stdout, re.MULTILINE)  # fp32, as torch's
+    assert re.search(r"^weights +891,904 +1,783,808$", ran.stdout, re.MULTILINE)  # bf16 beside fp32
+    for name in ("loss.png", "schedule.png"):
+        assert (directory / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(quickstart) -> None:
+    directory, _ = quickstart
+    ran = run("--dir", directory, "--resume", "--ranks", 1, "--more", 2)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    resumed = log(directory / "resumed.json")
+    assert resumed["rule"] == "muon"
+    assert [row["step"] for row in resumed["log"]] == [STEPS, STEPS + 1]
+
+
+def test_a_folder_of_somebody_elses_is_not_deleted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "checkpoints").mkdir()
+    ran = run("--dir", tmp_path)
+    assert ran.returncode == 1
+    assert "is neither empty nor a folder of an earlier quickstart" in ran.stderr
+    assert (tmp_path / "checkpoints").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(stream: io.StringIO, steps: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "40")
+    progress = Progress(0, steps, every=3, stream=stream)
+    for step in range(steps):
+        progress.show(step, f"loss {step}")
+    return stream.getvalue()
+
+
+def test_a_file_gets_a_line_every_few_steps_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(io.StringIO(), 7, monkeypatch)
+    assert [line.split("  ")[:2] for line in text.splitlines()] == [
+        ["step 3/7", "loss 2"],
+        ["step 6/7", "loss 5"],
+        ["step 7/7", "loss 6"],
+    ]
+    assert "\r" not in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_one_line_that_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(Terminal(), 7, monkeypatch)
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    lines = text.removesuffix("\n").split("\r\x1b[K")[1:]
+    assert len(lines) == 7
+    assert max(map(len, lines)) < 40
