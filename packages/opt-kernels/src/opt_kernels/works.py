@@ -110,6 +110,19 @@ class Work:
     )
 
 
+class Standing:
+    """A caller's promise about works that it gives again: all columns but the gradients are the same tensors, with the
+    same addresses and layouts, as in every `Works` given with this object before; gradients have the same layouts.
+
+    Sweeps keep in it what they found of such works. Make a new one as soon as anything has moved.
+    """
+
+    __slots__ = ("found",)
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Any] = {}
+
+
 class Works(Sequence[Work]):
     """Works of one kind, held column by column; a `Work` is made when somebody asks for one.
 
@@ -117,7 +130,7 @@ class Works(Sequence[Work]):
     has to do. A column that none of the works has is None.
     """
 
-    __slots__ = ("firsts", "grads", "mains", "matrices", "outs", "remainders", "states")
+    __slots__ = ("firsts", "grads", "grads_at", "mains", "matrices", "outs", "remainders", "standing", "states")
 
     def __init__(
         self,
@@ -129,6 +142,8 @@ class Works(Sequence[Work]):
         remainders: Sequence[Tensor] | None = None,
         matrices: Sequence[MatrixSpec] | None = None,
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
+        standing: Standing | None = None,  # None: tensors may have moved since they were given last
+        grads_at: tuple[int, ...] = (),  # with `standing`, the gradients' addresses
     ) -> None:
         self.grads = grads
         self.mains = mains
@@ -137,6 +152,15 @@ class Works(Sequence[Work]):
         self.remainders = remainders
         self.matrices = matrices
         self.firsts = firsts
+        self.standing = standing
+        self.grads_at = grads_at
+
+    def with_grads(self, grads: Sequence[Tensor], *, standing: Standing | None, grads_at: tuple[int, ...]) -> "Works":
+        """The same columns with these gradients."""
+        return Works(
+            grads, mains=self.mains, states=self.states, outs=self.outs, remainders=self.remainders,
+            matrices=self.matrices, firsts=self.firsts, standing=standing, grads_at=grads_at,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.grads)

@@ -37,7 +37,8 @@ from opt_kernels.optim.hooks import (
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
-from opt_kernels.optim.roster import Member, Roster, Sweep, params_of
+from opt_kernels.optim.roster import Roster, params_of
+from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec
@@ -92,8 +93,27 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         # Of the last step, before clipping; None without max_norm; 0-d on the device where capturable.
         self.grad_norm: float | Tensor | None = None
         self._roster: Roster | None = None  # made anew whenever it does not hold
+        self._states_may_change = False  # until `state` is read
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
+
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Tensor]]:
+        """The states by parameter, as in torch.optim. Once it was read anybody may have moved or replaced a state, and
+        every later step looks where all of them are."""
+        self._states_may_change = True
+        return self._states
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, dict[str, Tensor]]) -> None:
+        self.__dict__["state"] = value
+        self._roster = None
+
+    @property
+    def _states(self) -> defaultdict[Tensor, dict[str, Tensor]]:
+        """What `state` gives, for those who only read values."""
+        states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
+        return states
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -142,7 +162,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             return
         self._on_device.upload(self.param_groups)
         if self._on_device.is_captured:
-            grads = None if self._roster is None else self._roster.gradients(self.param_groups, self.state)
+            grads = self._enrolled_gradients()
             if grads is None or addresses(grads) != self._captured_at:
                 raise CaptureError(
                     "gradients or states are not where the captured step found them: another set of parameters has "
@@ -151,11 +171,15 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
+        could_change = self._states_may_change or bool(
+            self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks
+        )
         packed = super().state_dict()
+        self._states_may_change = could_change  # what is packed below has tensors of its own
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
-            if param in self.state:
+            if param in self._states:
                 codecs = codecs_of(self.rule_of(group, param))
-                packed["state"][index] = saved_state(codecs, param, self.state[param])
+                packed["state"][index] = saved_state(codecs, param, self._states[param])
         for of_group in packed["param_groups"]:
             hooks = recorded(of_group.pop(HOOKS, self.hooks))
             of_group |= {HOOKS: hooks} if hooks else {}
@@ -210,6 +234,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             del self.param_groups[-1]
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_states_may_change": True} | state | {"_roster": None})
+
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
         own |= {"hooks": self.hooks, "_roster": None, "capturable": self.capturable, "_on_device": None}
@@ -240,8 +267,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
-        if not self.state and self._only_makes_state():
-            self._roster = Roster(self.param_groups, self.state, self._enrolled, steps_on_device=self.capturable)
+        if not self._states and self._only_makes_state():
+            self._roster = Roster(self.param_groups, self._states, self._enrolled, steps_on_device=self.capturable)
             return
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -302,13 +329,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         """The works of this step, by rule and device, within them by hyper row; counts each parameter's step, if
         `made`, 0-d on the device, is not zero."""
-        grads = None if self._roster is None else self._roster.gradients(self.param_groups, self.state)
+        grads = self._enrolled_gradients()
         if self._roster is None or grads is None:
             self._roster = Roster(
-                self.param_groups, self.state, self._enrolled, steps_on_device=self._on_device is not None
+                self.param_groups, self._states, self._enrolled, steps_on_device=self._on_device is not None
             )
             grads = [param.grad for param in params_of(self.param_groups)]
         return self._roster.batches(grads, self._hyper_of, made)
+
+    def _enrolled_gradients(self) -> list[Tensor | None] | None:
+        """The gradients of all parameters; None where there is no roster that holds."""
+        if self._roster is None:
+            return None
+        return self._roster.gradients(self.param_groups, self._states, states_may_change=self._states_may_change)
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
         if self._on_device is None:
@@ -318,7 +351,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
         of_group = self.param_groups[group]
-        rule, matrix, state = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param), self.state[param]
+        rule, matrix, state = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param), self._states[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix))
         return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))

@@ -7,115 +7,19 @@ them. A roster holds columns, one entry per parameter, and goes over whole colum
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_kernels.dtensor import Span, is_dtensor, local
+from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.optim.kept_works import KeptWorks
 from opt_kernels.optim.mains import MAIN, REMAINDER
+from opt_kernels.optim.rows import Member, Row, Steps, Sweep
 from opt_kernels.optim.state import STEP
-from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
+from opt_kernels.works import Batch, Hyper, Works
 
 _GRAD = attrgetter("grad")
-
-
-class Sweep(NamedTuple):
-    """What one call of a rule can take."""
-
-    rule: Rule
-    device: torch.device
-
-
-class Member(NamedTuple):
-    """What is known of one parameter that has a gradient."""
-
-    place: int  # among all parameters
-    group: int
-    param: Tensor
-    state: dict[str, Tensor]
-    rule: Rule
-    matrix: MatrixSpec
-    first: int  # number of its first element among all
-    spans: tuple[Span, ...]  # of the elements that are here, numbered within the parameter
-
-
-class Steps:
-    """The `step` states of parameters that move together, as elements of one tensor: one addition counts for all."""
-
-    def __init__(self, step: float, count: int, device: torch.device | None) -> None:
-        # float32 as in torch.optim; on the host unless a device is given
-        self._all = torch.full((count,), step, device=device)
-        self._is_on_host = device is None
-        self.elements = self._all.unbind()
-        self._version = self._all._version
-
-    def are_even(self) -> bool:
-        """Whether nobody has set any of them since they were counted."""
-        return self._all._version == self._version
-
-    def count(self, made: Tensor | None = None) -> float | Tensor:
-        """One step more, of which `made`, 0-d, says on the device whether it is; returns the number of the step that is
-        tried, which waits for nothing."""
-        before = None if made is None else self._all[0] + 1
-        self._all.add_(1 if made is None else made.to(self._all.device))
-        self._version = self._all._version
-        if self._is_on_host:
-            return float(self._all[0])
-        return self._all[0] if before is None else before
-
-
-class Row(NamedTuple):
-    """Parameters of one sweep, one group, one step and one kind of mains, column by column."""
-
-    sweep: Sweep
-    group: int
-    kind: str | None  # MAIN, REMAINDER, or None
-    places: tuple[int, ...]  # among all parameters
-    params: list[Tensor]
-    states: list[dict[str, Tensor]]
-    matrices: list[MatrixSpec]
-    firsts: tuple[int, ...]  # of the parameters where there are `spans`, else of what is here
-    spans: list[tuple[Span, ...]] | None  # None: every parameter is one span
-    steps: Steps
-
-    def holds(self, grad: Tensor | None) -> bool:
-        """Whether all have made as many steps, and are still where their first gradient is."""
-        return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
-
-    def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
-        """What is to be done with these, the local shards of DTensors."""
-        if self.spans is not None:
-            return self._works_by_span(params, grads, self.spans)
-        kept = params if self.kind is None else [state[self.kind] for state in self.states]
-        return Works(
-            grads,
-            mains=None if self.kind == REMAINDER else kept,
-            states=self.states,
-            outs=None if self.kind is None else params,
-            remainders=kept if self.kind == REMAINDER else None,
-            matrices=self.matrices,
-            firsts=self.firsts,
-        )
-
-    def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
-        """A work for each span, as stochastic rounding must number them; the parameters are their own mains."""
-        cuts = [(index, span) for index, of_param in enumerate(spans) for span in of_param]
-
-        def cut(tensor: Tensor, span: Span) -> Tensor:
-            return tensor.view(-1)[span.begin : span.begin + span.numel]
-
-        grads = [grad.contiguous() for grad in grads]
-        return Works(
-            [cut(grads[index], span) for index, span in cuts],
-            mains=[cut(params[index], span) for index, span in cuts],
-            states=[
-                {name: cut(state, span) for name, state in self.states[index].items() if name != STEP}
-                for index, span in cuts
-            ],
-            firsts=tuple(self.firsts[index] + span.first for index, span in cuts),
-        )
 
 
 class Roster:
@@ -146,22 +50,37 @@ class Roster:
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
         self._distributed = any(map(is_dtensor, self._params))
+        self._kept = KeptWorks(self._rows, members)
 
     def gradients(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, dict[str, Tensor]],
+        *,
+        states_may_change: bool = True,  # False: nobody has had access to them
     ) -> list[Tensor | None] | None:
         """Those of all parameters, where the roster holds: the same have gradients, and the states that they had."""
         params = params_of(groups)
-        grads: list[Tensor | None] = list(map(_GRAD, params))
-        holds = (
-            _same(params, self._params)
-            and [len(group["params"]) for group in groups] == self._sizes
-            and list(map(is_, grads, repeat(None))) == self._missing
-            and _same(list(state.values()), self._states)
+        if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
+            return None
+        grads: list[Any] = list(map(_GRAD, params))
+        if states_may_change and not self._has_states_of(state):
+            return None
+        if self._kept.hold(grads, states_may_change=states_may_change):
+            return grads
+        if list(map(is_, grads, repeat(None))) != self._missing:
+            return None
+        if not all(row.holds(grads[row.places[0]]) for row in self._rows):
+            return None
+        self._kept.begin(grads, states_may_change=states_may_change)
+        return grads
+
+    def _has_states_of(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        return (
+            _same(list(state.values()), self._states)
             and _same([of_member[STEP] for of_member in self._of_members], self._steps)
-            and all(row.holds(grads[row.places[0]]) for row in self._rows)
+            and all(row.steps.are_even() for row in self._rows)
         )
-        return grads if holds else None
 
     def batches(
         self,
@@ -172,13 +91,20 @@ class Roster:
         """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, sweep and step.
         `made`: see `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
+        for row, works in zip(self._rows, self._kept.works(grads) or self._works(grads)):
+            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made)), works)
+            found.setdefault(row.sweep, []).append(batch)
+        return found
+
+    def _works(self, grads: Sequence[Tensor | None]) -> list[Works]:
+        """Of each row, whose tensors may be anywhere."""
+        found = []
         for row in self._rows:
+            params: list[Tensor] = row.params
             of_row: list[Any] = [grads[place] for place in row.places]
-            params = row.params
             if self._distributed:
                 params, of_row = list(map(local, params)), list(map(local, of_row))
-            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made)), row.works(params, of_row))
-            found.setdefault(row.sweep, []).append(batch)
+            found.append(row.works(params, of_row))
         return found
 
 

@@ -10,7 +10,7 @@ from opt_kernels.dtensor import local
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.params import for_dtype
-from opt_kernels.optim.roster import Member, Sweep
+from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
@@ -35,7 +35,7 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """With a buffer where the group has a momentum, or had one when the parameter's state was made."""
-        has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
+        has_buffer = bool(group["momentum"]) or MOMENTUM in self._states.get(param, {})
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 
@@ -47,7 +47,7 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """With a buffer of zeros where the group's momentum was set after the parameter's first step."""
-        state, of_group = self.state[param], self.param_groups[group]
+        state, of_group = self._states[param], self.param_groups[group]
         if state and of_group["momentum"] and MOMENTUM not in state:
             if of_group["dampening"] and float(state[STEP]):
                 raise ValueError(

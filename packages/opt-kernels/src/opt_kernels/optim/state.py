@@ -33,7 +33,8 @@ def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec) -> d
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` in torch's form: block codecs decoded, a remainder joined to a `main`, DTensors like `param`."""
     shard = local(param).detach()
-    saved = {name: tensor for name, tensor in state.items() if name != REMAINDER}
+    # Aliases: where the states are is the optimizer's business.
+    saved = {name: tensor.detach() for name, tensor in state.items() if name != REMAINDER}
     saved[STEP] = state[STEP].clone()  # an element of what the roster counts in
     for name, codec in codecs.items():
         if codec.block:

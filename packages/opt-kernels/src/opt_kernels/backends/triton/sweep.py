@@ -7,6 +7,7 @@ most of what the host does in a step: it goes over whole columns at a time, and 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, reduce
+from itertools import chain
 from operator import attrgetter, or_
 from types import NoneType
 from typing import Any, NamedTuple
@@ -173,19 +174,66 @@ def cut_sweeps(
     cut_by: Hashable = None,  # all that `cutting` depends on, but the sizes of the works
 ) -> list[Sweep] | None:
     """What `sweeps` gives, of works cut by `cutting`; None where some tensor is in another order than C's."""
+    if pieces and all(works.standing is not None and len(works) > 0 for _, works in pieces):
+        return _standing_sweeps(pieces, codecs, cutting, cut_by)
     call = _call(pieces, codecs)
     if not call.grads:
         return []
     device = call.grads[0].device
-    kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in pieces])
-    tensors = (*call.grads, *call.others)
     known = known_calls(device).get(
-        (call.others_at, kinds, tuple(codecs.items()), cut_by),
-        lambda: _Known(Layouts(tensors), {}, DeviceTables(device, capacity=8)),
-        holds=lambda known: known.layouts.same(tensors),
+        _key(call, codecs, cut_by),
+        lambda: _new_known(call, device),
+        holds=lambda known: known.layouts.same(_tensors(call)),
     )
     launches = known.launches.get(call.grads_at, lambda: _Launches(_launches(known, call, codecs, cutting, device)))
     return launches.sweeps
+
+
+def _standing_sweeps(
+    pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
+) -> list[Sweep] | None:
+    """As `cut_sweeps`, of works whose tensors are where they were: only the gradients' addresses are looked at."""
+    first = pieces[0][1]
+    device = first.grads[0].device
+    found = first.standing.found if first.standing is not None else {}
+    which = (tuple([(row, works.standing) for row, works in pieces]), tuple(codecs.items()), cut_by)
+    placed: _Placed | None = found.get(which)
+    key = _key(_call(pieces, codecs), codecs, cut_by) if placed is None else placed.key
+    known = known_calls(device).get(
+        key,
+        lambda: _new_known(_call(pieces, codecs), device),
+        # Others may have swept the same memory in another layout since.
+        holds=lambda known: (
+            (placed is not None and known is placed.known) or known.layouts.same(_tensors(_call(pieces, codecs)))
+        ),
+    )
+    if placed is None or known is not placed.known:
+        found[which] = _Placed(key, known)
+    grads_at = first.grads_at if len(pieces) == 1 else tuple(chain.from_iterable(works.grads_at for _, works in pieces))
+    launches = known.launches.get(
+        grads_at, lambda: _Launches(_launches(known, _call(pieces, codecs), codecs, cutting, device))
+    )
+    return launches.sweeps
+
+
+class _Placed(NamedTuple):
+    """What standing works found."""
+
+    key: Hashable  # in `known_calls`
+    known: _Known
+
+
+def _key(call: _Call, codecs: Mapping[str, StateCodec], cut_by: Hashable) -> Hashable:
+    kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in call.pieces])
+    return call.others_at, kinds, tuple(codecs.items()), cut_by
+
+
+def _tensors(call: _Call) -> tuple[Tensor, ...]:
+    return (*call.grads, *call.others)
+
+
+def _new_known(call: _Call, device: torch.device) -> _Known:
+    return _Known(Layouts(_tensors(call)), {}, DeviceTables(device, capacity=8))
 
 
 @cache

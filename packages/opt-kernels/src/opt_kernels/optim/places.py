@@ -1,0 +1,35 @@
+"""Whether tensors are where and what they were at the last step: a few passes in C over all of them."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.backends.triton.layouts import Layouts
+
+ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
+PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
+
+
+class Places:
+    """Addresses and layouts of tensors, as one step found them."""
+
+    def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        tensors = (*grads, *others)
+        self.grads_at = tuple(map(ADDRESS, grads))  # the only ones that may change
+        self._others_at = tuple(map(ADDRESS, others))
+        self._layouts = Layouts(tensors)
+
+    def hold(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+        """Whether all but the gradients' addresses is as it was; takes the addresses that gradients have now."""
+        if not self._layouts.same((*grads, *others)) or tuple(map(ADDRESS, others)) != self._others_at:
+            return False
+        grads_at = tuple(map(ADDRESS, grads))
+        if grads_at != self.grads_at:
+            self.grads_at = grads_at
+        return True
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are dense, and none of a subclass, as DTensors and quantized tensors, whose memory is elsewhere."""
+    return set(map(type, tensors)) <= PLAIN and all(tensor.layout is torch.strided for tensor in tensors)

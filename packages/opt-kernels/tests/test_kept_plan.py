@@ -1,0 +1,234 @@
+"""What a step keeps between steps is found again only where it still holds: each way to leave the road, one by one.
+
+Every case is run twice: by an optimizer that keeps its plan, and by a twin that makes it anew at every step.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.optim import SGD, AdamW
+
+SHAPES = ((8, 8), (6, 4), (5,))
+Disturb = Callable[[Any, list[nn.Parameter]], None]
+
+FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "bfloat16 with remainders": (torch.bfloat16, {"mains": "remainder"}),
+    "bfloat16 with mains": (torch.bfloat16, {"mains": "float32"}),
+    "rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
+    "codes": (torch.float32, {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}),
+}
+
+
+def new_grads(params: list[nn.Parameter], step: int) -> None:
+    """Gradients in place, where there are any of the same kind."""
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        value = torch.randn(param.shape, generator=generator)
+        if param.grad is None:
+            param.grad = value.to(param.dtype)
+        else:
+            param.grad.copy_(value)
+
+
+def grad_elsewhere(_: Any, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad = params[0].grad.clone()
+
+
+def grad_data_elsewhere(_: Any, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad.data = params[0].grad.detach().clone()
+
+
+def grad_transposed(_: Any, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad.data = params[0].grad.detach().t()  # the same address
+
+
+def grad_wider(_: Any, params: list[nn.Parameter]) -> None:
+    assert params[1].grad is not None
+    params[1].grad.data = params[1].grad.detach().double().float()
+    params[0].grad.data = params[0].grad.detach().half()  # type: ignore[union-attr]
+
+
+def grad_gone(_: Any, params: list[nn.Parameter]) -> None:
+    params[2].grad = None
+    params[2].requires_grad_(False)
+
+
+def grads_gone_and_back(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.zero_grad()
+    new_grads(params, 77)
+
+
+def weight_elsewhere(_: Any, params: list[nn.Parameter]) -> None:
+    params[0].data = params[0].detach().clone()
+
+
+def weight_transposed(_: Any, params: list[nn.Parameter]) -> None:
+    params[0].data = params[0].detach().t()  # the same address
+
+
+def weight_wider(_: Any, params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+        param.data = param.detach().double().float()
+
+
+def weight_replaced(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params[1] = nn.Parameter(torch.ones_like(params[1]))
+    optimizer.param_groups[0]["params"][1] = params[1]
+
+
+def weight_of_another_group(optimizer: Any, params: list[nn.Parameter]) -> None:
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[1]["params"].insert(0, moved)
+
+
+def group_added(optimizer: Any, params: list[nn.Parameter]) -> None:
+    params.append(nn.Parameter(torch.ones(3, dtype=params[0].dtype)))
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+
+
+def numbers_changed(optimizer: Any, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["lr"] = 0.03
+    optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+
+
+def state_replaced(optimizer: Any, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"] = state["exp_avg"].clone().neg_()
+
+
+def state_elsewhere(optimizer: Any, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"].data = state["exp_avg"].clone().neg_()
+
+
+def state_emptied(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[1]] = {}
+
+
+def all_states_dropped(optimizer: Any, _: list[nn.Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def states_set(optimizer: Any, params: list[nn.Parameter]) -> None:
+    copied = {param: {name: tensor.clone() for name, tensor in optimizer.state[param].items()} for param in params}
+    optimizer.state = type(optimizer.state)(dict, copied)
+
+
+def counts_set(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"].fill_(9)
+
+
+def count_replaced(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(5.0)
+
+
+def loaded(optimizer: Any, _: list[nn.Parameter]) -> None:
+    saved = deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"].mul_(2)
+        state["step"].fill_(11)
+    optimizer.load_state_dict(saved)
+
+
+def saved(optimizer: Any, _: list[nn.Parameter]) -> None:
+    """What is done to the tensors of a state_dict is done to values, not to the places of states."""
+    for state in optimizer.state_dict()["state"].values():
+        state["exp_avg"].data = torch.full_like(state["exp_avg"], 3)
+
+
+def restored(optimizer: Any, _: list[nn.Parameter]) -> None:
+    optimizer.__setstate__(deepcopy(optimizer.__getstate__()) | {"param_groups": optimizer.param_groups})
+
+
+DISTURBED: list[Disturb] = [
+    grad_elsewhere, grad_data_elsewhere, grad_transposed, grad_wider, grad_gone, grads_gone_and_back, weight_elsewhere,
+    weight_transposed, weight_wider, weight_replaced, weight_of_another_group, group_added, numbers_changed,
+    state_replaced, state_elsewhere, state_emptied, all_states_dropped, states_set, counts_set, count_replaced, loaded,
+    saved, restored,
+]  # fmt: skip
+
+
+def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False) -> list[Any]:
+    """Weights, states and errors over steps, with `disturb` between two of them."""
+    dtype, options = FORMS[form]
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
+    optimizer = AdamW(groups, lr=0.1, backend="triton", **options)
+    if looked_at:
+        assert not optimizer.state
+    found: list[Any] = []
+    for step in range(4):
+        new_grads([param for param in params if param.requires_grad], step)
+        if step == 2:
+            disturb(optimizer, params)
+        if not kept:
+            optimizer._roster = None
+        try:
+            optimizer.step()
+        except ValueError as error:
+            found.append(str(error))
+    states = optimizer.state
+    found += [tensor.detach().clone() for tensor in (*params, *(t for p in params for t in states[p].values()))]
+    return found
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def nothing(_: Any, __: list[nn.Parameter]) -> None:
+    return None
+
+
+@pytest.mark.parametrize("disturb", [nothing, *DISTURBED])
+@pytest.mark.parametrize("form", ["float32", "bfloat16 with remainders"])
+def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb, form: str) -> None:
+    expected = run(disturb, form, kept=False)
+    assert same(run(disturb, form, kept=True), expected)
+    assert same(run(disturb, form, kept=True, looked_at=True), expected)
+
+
+@pytest.mark.parametrize("disturb", [grad_elsewhere, weight_elsewhere, state_elsewhere, loaded])
+@pytest.mark.parametrize("form", ["bfloat16 with mains", "rounded stochastically", "codes"])
+def test_so_it_is_in_every_form(disturb: Disturb, form: str) -> None:
+    assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_was_taken_once_may_be_moved_at_any_time(name: str) -> None:
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    optimizer = AdamW([param], lr=0.1, backend="triton")
+    optimizer.step()
+    taken = optimizer.state[param][name]
+    for _ in range(3):
+        optimizer.step()
+    before = taken
+    taken.data = torch.zeros(4)
+    optimizer.step()
+    assert optimizer.state[param][name] is before
+    assert before.count_nonzero() == 4
+
+
+def test_a_momentum_that_is_set_later_gets_its_buffer() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = SGD([param], lr=0.1, backend="triton")
+    for momentum in (0.0, 0.0, 0.9, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        param.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full((4,), 1.9))
