@@ -24,7 +24,7 @@ import torch
 
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import update as update_kernels
-from opt_kernels.backends.triton.kernels import Kernels, kernels_of
+from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.optim import AdamW
 from opt_kernels.rules.adam import Adam
@@ -61,7 +61,7 @@ def unlaunch() -> None:
     ]
     for module, name in kernels:
         setattr(module, name, Unlaunched())
-    nothing = Kernels(Unlaunched(), Unlaunched(), kernels_of(ADAM).row_width)
+    nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
 
 

@@ -173,7 +173,7 @@ def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False) -> 
         if step == 2:
             disturb(optimizer, params)
         if not kept:
-            optimizer._roster = None
+            optimizer._forget_roster()
         try:
             optimizer.step()
         except ValueError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.works import Batch
+from opt_kernels.works import Batch, Works
 
 
 class Backend(Enum):
@@ -104,7 +104,10 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
     """One gradient of the batches, if they have any: it stands for the device of all."""
-    return next(([work.grad] for _, works in batches for work in works), [])
+    for _, works in batches:
+        if works:
+            return [works.grads[0] if isinstance(works, Works) else works[0].grad]
+    return []
 
 
 def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:

@@ -106,12 +106,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, dict[str, Tensor]]) -> None:
+        self._forget_roster()
         self.__dict__["state"] = value
+
+    def _forget_roster(self) -> None:
+        if self._roster is not None:
+            self._roster.write_steps_()
         self._roster = None
 
     @property
     def _states(self) -> defaultdict[Tensor, dict[str, Tensor]]:
         """What `state` gives, for those who only read values."""
+        if self._roster is not None:
+            self._roster.write_steps_()
         states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
         return states
 
@@ -235,6 +242,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_roster" in self.__dict__:
+            self._forget_roster()
         super().__setstate__({"_states_may_change": True} | state | {"_roster": None})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -267,7 +276,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
-        if not self._states and self._only_makes_state():
+        if not self.__dict__["state"] and self._only_makes_state():
             self._roster = Roster(self.param_groups, self._states, self._enrolled, steps_on_device=self.capturable)
             return
         # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
@@ -335,13 +344,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 self.param_groups, self._states, self._enrolled, steps_on_device=self._on_device is not None
             )
             grads = [param.grad for param in params_of(self.param_groups)]
-        return self._roster.batches(grads, self._hyper_of, made)
+        return self._roster.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
 
     def _enrolled_gradients(self) -> list[Tensor | None] | None:
         """The gradients of all parameters; None where there is no roster that holds."""
         if self._roster is None:
             return None
-        return self._roster.gradients(self.param_groups, self._states, states_may_change=self._states_may_change)
+        states = self.__dict__["state"]
+        return self._roster.gradients(self.param_groups, states, states_may_change=self._states_may_change)
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
         if self._on_device is None:

@@ -15,18 +15,23 @@ class Places:
     """Addresses and layouts of tensors, as one step found them."""
 
     def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        tensors = (*grads, *others)
-        self.grads_at = tuple(map(ADDRESS, grads))  # the only ones that may change
-        self._others_at = tuple(map(ADDRESS, others))
+        tensors = [*grads, *others]
+        self._num_grads = len(grads)
+        self._addresses = tuple(map(ADDRESS, tensors))
+        self.grads_at = self._addresses[: self._num_grads]  # the only ones that may change
         self._layouts = Layouts(tensors)
 
     def hold(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Whether all but the gradients' addresses is as it was; takes the addresses that gradients have now."""
-        if not self._layouts.same((*grads, *others)) or tuple(map(ADDRESS, others)) != self._others_at:
+        tensors = [*grads, *others]
+        if not self._layouts.same(tensors):
             return False
-        grads_at = tuple(map(ADDRESS, grads))
-        if grads_at != self.grads_at:
-            self.grads_at = grads_at
+        addresses = tuple(map(ADDRESS, tensors))
+        if addresses == self._addresses:
+            return True
+        if addresses[self._num_grads :] != self._addresses[self._num_grads :]:
+            return False
+        self._addresses, self.grads_at = addresses, addresses[: self._num_grads]
         return True
 
 

@@ -5,8 +5,8 @@ them. A roster holds columns, one entry per parameter, and goes over whole colum
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from opt_kernels.optim.state import STEP
 from opt_kernels.works import Batch, Hyper, Works
 
 _GRAD = attrgetter("grad")
+_PARAMS = itemgetter("params")
 
 
 class Roster:
@@ -87,14 +88,21 @@ class Roster:
         grads: Sequence[Tensor | None],
         hyper: Callable[[int, Sweep, float | Tensor], Hyper],
         made: Tensor | None = None,
+        *,
+        write_steps: bool = True,
     ) -> dict[Sweep, list[Batch]]:
         """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, sweep and step.
-        `made`: see `Steps.count`."""
+        `made`: see `Steps.count`. Without `write_steps` the states have the counts after `write_steps_`."""
         found: dict[Sweep, list[Batch]] = {}
         for row, works in zip(self._rows, self._kept.works(grads) or self._works(grads)):
-            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made)), works)
+            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made, write=write_steps)), works)
             found.setdefault(row.sweep, []).append(batch)
         return found
+
+    def write_steps_(self) -> None:
+        """Brings the `step` states up to date."""
+        for row in self._rows:
+            row.steps.write_()
 
     def _works(self, grads: Sequence[Tensor | None]) -> list[Works]:
         """Of each row, whose tensors may be anywhere."""
@@ -110,7 +118,7 @@ class Roster:
 
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """All parameters, in order."""
-    return [param for group in groups for param in group["params"]]
+    return list(chain.from_iterable(map(_PARAMS, groups)))
 
 
 def _refuse(grad: Tensor) -> None:

@@ -39,7 +39,8 @@ class Steps:
     def __init__(self, step: float, count: int, device: torch.device | None) -> None:
         # float32 as in torch.optim; on the host unless a device is given
         self._all = torch.full((count,), step, device=device)
-        self._is_on_host = device is None
+        self._on_host: float | None = step if device is None else None
+        self._is_written = True
         self.elements = self._all.unbind()
         self._version = self._all._version
 
@@ -47,15 +48,26 @@ class Steps:
         """Whether nobody has set any of them since they were counted."""
         return self._all._version == self._version
 
-    def count(self, made: Tensor | None = None) -> float | Tensor:
+    def count(self, made: Tensor | None = None, *, write: bool = True) -> float | Tensor:
         """One step more, of which `made`, 0-d, says on the device whether it is; returns the number of the step that is
-        tried, which waits for nothing."""
+        tried, which waits for nothing. Without `write` a count of the host is in the states after `write_`."""
+        if self._on_host is not None:
+            self._on_host += 1
+            self._is_written = False
+            if write:
+                self.write_()
+            return self._on_host
         before = None if made is None else self._all[0] + 1
-        self._all.add_(1 if made is None else made.to(self._all.device))
+        self._all.add_(1 if made is None else made)
         self._version = self._all._version
-        if self._is_on_host:
-            return float(self._all[0])
         return self._all[0] if before is None else before
+
+    def write_(self) -> None:
+        """Brings the states up to date."""
+        if not self._is_written and self._on_host is not None:
+            self._all.fill_(self._on_host)
+            self._version = self._all._version
+            self._is_written = True
 
 
 class Row(NamedTuple):

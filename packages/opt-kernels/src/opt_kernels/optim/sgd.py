@@ -42,7 +42,8 @@ class MomentumOptimizer(FormulaOptimizer):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
-            self._roster, self._have_momentum = None, have_momentum
+            self._forget_roster()
+            self._have_momentum = have_momentum
         return super()._batches(made)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:

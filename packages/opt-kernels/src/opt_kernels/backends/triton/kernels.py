@@ -5,13 +5,15 @@ proceed, the gradient scale, the step (an int32 in the float's bits), then the f
 """
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import scalar_expressions
 from opt_kernels.formulas.translate import Dialect, assigned, body_and_results
+from opt_kernels.works import Hyper
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
 ON_DEVICE = ("lr", "weight_decay", "step")  # numbers that may be device tensors
@@ -32,6 +34,7 @@ class Kernels(NamedTuple):
     fill: Any  # compiled-from-source functions have no type that a checker knows
     sweep: Any
     row_width: int  # float32 in a row of the scalar block
+    own: tuple[Callable[[Hyper], Any], ...]  # give the numbers that `fill` reads after those of every formula
 
 
 class _Triton(Dialect):
@@ -102,7 +105,14 @@ def kernels_of(formula: Formula) -> Kernels:
         width *= 2
     digest = "-".join(f"{name}={value}" for name, value in formula.constants)
     names = _executed(f"<opt_kernels formula {formula.name} {digest} {id(formula.update)}>", source_of(formula, width))
-    return Kernels(names["fill"], names["sweep"], width)
+    return Kernels(names["fill"], names["sweep"], width, tuple(_reader(name, formula) for name in _own(formula)))
+
+
+def _reader(name: str, formula: Formula) -> Callable[[Hyper], Any]:
+    """What `number_of` gives, found once."""
+    if name in ("eps", "momentum") and name not in formula.own_numbers:
+        return attrgetter(name)
+    return lambda hyper: number_of(hyper, name, formula)
 
 
 def _executed(file: str, source: str) -> dict[str, Any]:

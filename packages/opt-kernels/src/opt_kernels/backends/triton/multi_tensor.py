@@ -117,8 +117,10 @@ def chunk_records(
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched on `device` now goes into a CUDA graph."""
+    if device.type != "cuda":
+        return False
     with launching_on(device):
-        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
 
 
 def current_stream(device: torch.device) -> int:

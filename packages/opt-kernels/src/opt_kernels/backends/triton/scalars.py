@@ -166,12 +166,14 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
 
 
-def rows_on(device: torch.device, rows: Rows) -> Tensor:
-    """These numbers on `device`, (rows, numbers) float64."""
+def rows_on(device: torch.device, rows: Rows, *, is_new: bool = False) -> Tensor:
+    """These numbers on `device`, (rows, numbers) float64. With `is_new` they are not looked for, nor kept."""
     if any(isinstance(value, Tensor) for row in rows for value in row):
         stacked = _on_device([value for row in rows for value in row], device)
         assert stacked is not None
         return stacked.to(torch.float64).view(len(rows), -1)
+    if is_new:
+        return to_device(torch.tensor(rows, dtype=torch.float64), device)
     return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
 
 

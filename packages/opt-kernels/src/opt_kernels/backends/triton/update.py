@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.triton.formats import Formats, rounds_by_chance, triton_dtype
-from opt_kernels.backends.triton.kernels import Kernels, host_numbers, kernels_of
+from opt_kernels.backends.triton.kernels import Kernels, kernels_of
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import Rows, given_columns, rows_on
 from opt_kernels.backends.triton.sweep import launch
 from opt_kernels.codecs import StateCodec
-from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper
 
 
@@ -35,7 +35,7 @@ def update_(
         return state_options(formats, codecs) | {"BY_CHANCE": rounds_by_chance(formats, stochastic_rounding)}
 
     def scalar_block(device: torch.device) -> Tensor:
-        return filled(kernels, formula, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
+        return filled(kernels, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
 
     launch(kernels.sweep, batches, codecs, options, scalar_block)
 
@@ -54,7 +54,6 @@ def state_options(formats: Formats, codecs: Mapping[str, StateCodec]) -> dict[st
 
 def filled(
     kernels: Kernels,
-    formula: Formula,
     hypers: Sequence[Hyper],
     *,
     grad_scale: float | Tensor,
@@ -62,12 +61,12 @@ def filled(
     device: torch.device,
 ) -> Tensor:
     """The scalar block of the formula, (rows, row_width) float32; nothing waits for the device."""
-    own = host_numbers(formula)[4:]
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
-    numbers = [[_number(number_of(hyper, name, formula)) for name in own] for hyper in hypers]
+    numbers = [[_number(read(hyper)) for read in kernels.own] for hyper in hypers]
     rows: Rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
     block = torch.empty(len(hypers), kernels.row_width, dtype=torch.float32, device=device)
-    kernels.fill[(len(hypers),)](block, rows_on(device, rows), *columns.on_device)
+    is_new = columns.on_device[2] is None  # the step: such rows are not needed twice
+    kernels.fill[(len(hypers),)](block, rows_on(device, rows, is_new=is_new), *columns.on_device)
     return block
 
 
