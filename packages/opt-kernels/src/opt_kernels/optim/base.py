@@ -361,7 +361,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
         """What the roster is to know of `param`, whose state is made here where it has none."""
         of_group = self.param_groups[group]
-        rule, matrix, state = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param), self._states[param]
+        rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
+        state = self._states[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix))
         return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))
