@@ -13,6 +13,7 @@ from opt_kernels.backends.dispatch import BackendError
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import on_device
+from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.rules.lion import Lion as LionRule
 from opt_kernels.rules.muon import Muon as MuonRule
 from opt_kernels.rules.soap import SOAP as SOAPRule
@@ -233,6 +234,8 @@ REFUSED_PARAMETERS: Mapping[str, tuple[Build, Callable[[], Tensor], str]] = {
     "with holes": (optim.AdamW, lambda: nn.Parameter(torch.ones(6, 4)[:, ::2]), "holes, overlapping"),
     "expanded": (optim.SGD, lambda: nn.Parameter(torch.ones(1, 4).expand(6, 4)), "make it contiguous"),
     "negative bit": (optim.Lion, lambda: nn.Parameter(torch._neg_view(torch.ones(3))), "negative bit"),
+    "fp8": (optim.AdamW, lambda: nn.Parameter(QuantizedTensor.of(torch.ones(3))), "QuantizedTensor.*fp8_recipe"),
+    "fp8 to Muon": (optim.Muon, lambda: nn.Parameter(QuantizedTensor.of(torch.ones(3, 4))), "not in memory of its own"),
     "complex": (optim.AdamW, lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "view_as_real"),
     "3-d to Muon": (optim.Muon, lambda: matrix(2, 3, 4), r"shape \(2, 3, 4\) is not a matrix for Muon"),
     "1-d to SOAP": (optim.SOAP, lambda: matrix(3), r"shape \(3,\) is not a matrix for SOAP"),

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import pickle
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -170,6 +172,58 @@ def test_what_writes_it_quantises_and_what_is_read_is_no_view() -> None:
     assert torch.equal(made.values(), torch.ones(64, 64))
     assert type(made.t()) is Tensor
     assert made.initial() is None
+
+
+def weight_of(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(QuantizedTensor.of(values, "blockwise"))
+
+
+def set_elements(weight: Tensor) -> None:
+    weight[1, 2] = 96.0
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a list": lambda weight: torch._foreach_mul_([torch.ones(2), weight], 2.0),
+    "a copied list": lambda weight: torch._foreach_copy_([weight], [torch.full((64, 64), 3.0)]),
+    "out": lambda weight: torch.mul(torch.ones(64, 64), 2.0, out=weight),
+    "an element": set_elements,
+    "an element of data": lambda weight: set_elements(weight.data),
+    "init": lambda weight: nn.init.constant_(weight, 5.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_tensors_written_in_lists_by_name_or_by_element_are_quantised(write: Callable[[Tensor], object]) -> None:
+    weight, wide = weight_of(normal(64, 64)), nn.Parameter(weight_of(normal(64, 64)).values())
+    with torch.no_grad():
+        write(weight)
+        write(wide)
+    assert torch.equal(weight.values(), QuantizedTensor.of(wide.detach(), "blockwise").values())
+    assert not torch.equal(weight.values(), weight_of(normal(64, 64)).values())
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers_of_torch_move_it_however_they_loop(options: dict[str, bool]) -> None:
+    weight, wide = weight_of(normal(64, 64)), nn.Parameter(weight_of(normal(64, 64)).values())
+    for param in (weight, wide):
+        param.grad = normal(64, 64, seed=2)
+        torch.optim.SGD([param], lr=0.5, **options).step()
+    torch.testing.assert_close(weight.values(), QuantizedTensor.of(wide.detach(), "blockwise").values())
+
+
+def test_a_pickled_parameter_is_still_one() -> None:
+    model, _ = model_of("blockwise")
+    model[0].weight.mark = 7
+    again = pickle.loads(pickle.dumps(model))[0].weight
+    assert type(again) is nn.Parameter
+    assert again.requires_grad
+    assert again.mark == 7
+    assert torch.equal(again, model[0].weight.values())
+
+
+def test_sharing_between_processes_is_refused() -> None:
+    with pytest.raises(QuantizationError, match="cannot be shared between processes"):
+        model_of("blockwise")[0].share_memory()
 
 
 def test_a_conversion_that_would_lose_the_codes_is_refused() -> None:

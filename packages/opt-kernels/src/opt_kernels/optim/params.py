@@ -10,6 +10,7 @@ from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import is_dtensor, local, spans
 from opt_kernels.optim.mains import Mains, init_main
+from opt_kernels.quantized.find import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
@@ -51,6 +52,12 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     if not param.is_floating_point():
         remedy = "pass torch.view_as_real(param)" if param.is_complex() else "exclude it from the optimizer"
         raise ValueError(f"a parameter of {param.dtype}: only real floating-point parameters are updated; {remedy}")
+    if is_quantized(shard) or hasattr(type(shard), "__tensor_flatten__"):
+        raise ValueError(
+            f"a parameter of type {type(shard).__name__}, whose elements are not in memory of its own dtype, where the "
+            "sweeps update them; give a dense parameter, or train parameters in fp8 with opt_stack.get_optimizer and "
+            "OptimizerConfig(fp8_recipe=...)"
+        )
     if shard.is_neg() or not is_dense(shard):
         raise ValueError(
             f"a parameter of shape {tuple(shard.shape)} and strides {tuple(shard.stride())} has holes, overlapping "

@@ -1,11 +1,11 @@
 """`QuantizedTensor`: an fp8 parameter of plain torch, on any device; what computes with it sees dequantised values."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from opt_kernels.quantized.protocol import QuantizationError
 from opt_kernels.quantized.recipes import RECIPES, Recipe
@@ -17,8 +17,9 @@ aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 class QuantizedTensor(Tensor):
     """A tensor in fp8 codes and scales, which appears as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
 
-    Operations dequantise it first, and so does a conversion to another dtype. Those that write it (`copy_`, `zero_`,
-    `mul_`) quantise what they wrote; a view (`t`, `view`, indexing) is a copy, through which nothing can be written.
+    Operations dequantise it first, and so does a conversion to another dtype. Those that write it (`copy_`, `mul_`,
+    `torch._foreach_add_`, `out=`, an assignment to elements) quantise all of it again, each by itself. A view (`t`,
+    `view`, indexing) is a copy: what is written there is lost, as by `nn.init.orthogonal_`, which writes through one.
     Its gradient is an ordinary tensor. A copy of it is quantised, too; pickled, and so in files of `torch.save`, it is
     its dequantised values.
 
@@ -142,10 +143,9 @@ class QuantizedTensor(Tensor):
             return own(*args, **kwargs)
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        for given, plain, declared in zip(args, plain_args, func._schema.arguments):
-            if isinstance(given, QuantizedTensor) and declared.alias_info is not None and declared.alias_info.is_write:
-                _copy(given, plain)
-                result = given if result is plain else result
+        for given, plain in _written(func._schema, (args, kwargs), (plain_args, plain_kwargs)):
+            _copy(given, plain)
+            result = given if result is plain else result
         return result
 
     @property
@@ -182,6 +182,19 @@ class QuantizedTensor(Tensor):
         shape = tuple(self.shape)
         return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={self.recipe.name!r}, device={self.device})"
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes into the dequantised values and quantises them all again: a view would be a copy."""
+        values = self.dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def share_memory_(self) -> "QuantizedTensor":
+        """Raises QuantizationError: another process would get dequantised copies."""
+        raise QuantizationError(
+            "share_memory_() of an fp8 tensor: its codes and scales cannot be shared between processes; quantise in "
+            "each process"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         if id(self) not in memo:
             made = _clone(self)
@@ -193,9 +206,26 @@ class QuantizedTensor(Tensor):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dequantize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        values: Tensor = self.dequantize()
+        if isinstance(self, nn.Parameter):
+            values = nn.Parameter(values, requires_grad=self.requires_grad)
+            vars(values).update({k: v for k, v in vars(self).items() if k not in ("scaled", "_initial", "_is_param")})
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def _written(schema: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTensor, Tensor]]:
+    """The fp8 tensors that an operation writes, also in lists and as `out`, each with what was written in its place."""
+    for number, declared in enumerate(schema.arguments):
+        if declared.alias_info is None or not declared.alias_info.is_write:
+            continue
+        before, after = (
+            args[number] if number < len(args) else kwargs.get(declared.name) for args, kwargs in (given, plain)
+        )
+        for one, written in zip(tree_leaves(before), tree_leaves(after), strict=True):
+            if isinstance(one, QuantizedTensor):
+                yield one, written
 
 
 def _dequantized(x: Any) -> Any:

@@ -49,7 +49,9 @@ def spread(numbers: Tensor, start: int, numel: int, *, cols: int, square: int) -
     for part in rectangles(start, numel, cols):
         first, left = divmod(part.col, square)
         count = -(-(left + part.width) // square)
-        of_rows = table[:, first : first + count].index_select(0, _squares(part, square, numbers.device))
+        top, above = divmod(part.row, square)
+        squares = table[top : -(-(part.row + part.num_rows) // square), first : first + count]
+        of_rows = squares.repeat_interleave(square, dim=0)[above : above + part.num_rows]
         wide = of_rows.repeat_interleave(square, dim=1)[:, left : left + part.width]
         found[part.of_run].view(part.num_rows, part.width).copy_(wide)
     return found

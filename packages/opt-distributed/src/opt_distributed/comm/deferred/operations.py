@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from opt_distributed.comm.deferred.graphs import CaptureError, Recording
 from opt_distributed.comm.deferred.memory import Memory, poison_
@@ -63,6 +63,8 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
+        if any(map(is_traceable_wrapper_subclass, tensors)):
+            return NotImplemented  # the subclass runs its own operations on what it holds, which come here one by one
         kind = _kind(func)
         on_host = [self.memory.is_on_host(tensor) for tensor in tensors]
         if func.overloadpacket is _ATEN.lift_fresh:  # what `torch.tensor` has made
