@@ -93,8 +93,8 @@ UNLIKE_TORCH = ("lion", "ademamix", "schedule_free", *MATRIX_RULES)
 
 REFUSALS: Sequence[Refusal] = (
     Refusal({"rule": MATRIX_RULES, "sharding": ["ZeRO-1"]}, "needs whole matrices, but use_distributed_optimizer=True"),
-    Refusal({"rule": ["sgd", "schedule_free"], "moments": NARROW}, "exp_avg_dtype=.*keeps no such state"),
-    Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion keeps no such state"),
+    Refusal({"rule": ["sgd", "schedule_free"], "moments": NARROW}, "exp_avg_dtype=.*has no such state"),
+    Refusal({"rule": ["lion"], "moments": NARROW}, "exp_avg_sq_dtype=.*lion has no such state"),
     Refusal({"rule": ["soap", "soap_muon"], "moments": NARROW}, "exp_avg_dtype=.*keeps it in fp32"),
     Refusal({"rule": UNLIKE_TORCH, "placement": [BY_TORCH]}, "use_torch_optimizer_for_cpu_offload.*no counterpart"),
     Refusal({"rule": ["schedule_free"], "numbers": [*IN_FP8]}, "evaluates other weights than it trains"),

@@ -36,8 +36,8 @@ def test_every_example_is_run_by_some_test() -> None:
 
 def test_muon_trains_and_its_plan_leaves_embeddings_and_head_to_adam() -> None:
     printed = torchrun("train_muon.py", "--steps", 10, "--batch", 2)
-    assert "muon moves 16 parameters" in printed  # four matrices in each of four blocks
-    assert "adam moves 37 parameters" in printed
+    assert "muon updates 16 parameters" in printed  # four matrices in each of four blocks
+    assert "adam updates 37 parameters" in printed
     (bits,) = re.findall(r"step 10: ([\d.]+) bits per character", printed)
     assert 0 < float(bits) < math.log2(128) + 1
 

@@ -77,7 +77,7 @@ def test_the_fraction_of_the_elements_lives_on_the_host(fraction: float, numel: 
     assert on_device(**fields)["host"] == 8 * numel
     plan = built(Vectors(), **fields).plan
     assert (plan.state_bytes(on_host=True), plan.state_bytes(on_host=False)) == (8 * numel, 8 * (96 - numel))
-    assert f"of these on the host: {8 * numel} bytes; staging there, at most: {8 * numel}" in str(plan)
+    assert f"of this on the host: {8 * numel} bytes; staging buffers, at most: {8 * numel}" in str(plan)
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd"])

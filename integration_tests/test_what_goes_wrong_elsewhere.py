@@ -345,7 +345,7 @@ def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:
     wrapper = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), Net(torch.float32))
     muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
     assert refusal(lambda: get_optimizer(muon, [wrapper])).endswith(
-        "give DistributedDataParallel is_whole=matrices_whole"
+        "pass is_whole=opt_stack.matrices_whole to DistributedDataParallel"
     )
 
 

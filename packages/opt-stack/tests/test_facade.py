@@ -302,7 +302,7 @@ def test_frozen_parameters_are_in_no_group_and_tied_ones_are_in_one() -> None:
 
 def test_parameters_cannot_be_added_later() -> None:
     optimizer = get_optimizer(CONFIG, [make_model()])
-    with pytest.raises(ValueError, match="parameters are laid out when the optimizer is built; build a new one"):
+    with pytest.raises(ValueError, match="layout of parameters is fixed when the optimizer is built; build a new one"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
 

@@ -15,5 +15,5 @@ def test_a_plan_of_fp32_dense_parameters_beside_bf16_experts_can_be_printed() ->
     # Adam's two fp32 moments for every element, and an fp32 copy of those in bf16.
     assert optimizer.plan.state_bytes() == 12 * 8 + 20 * (4 + 8)
     assert optimizer.plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    assert "adam/experts moves 1 parameters, 20 elements" in str(optimizer.plan)
+    assert "adam/experts updates 1 parameters, 20 elements" in str(optimizer.plan)
     assert torch.float32 not in next(unit for unit in optimizer.plan.units if unit.is_expert).numbers

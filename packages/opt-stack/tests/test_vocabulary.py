@@ -54,8 +54,8 @@ def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.Lo
     assert rules(get_optimizer(MUON, [Tagger()])) == EXPECTED
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert record.getMessage() == (
-        "parameter 'head.weight' of shape (3, 4) is taken for an embedding or output layer, since it is called 'head': "
-        "it is moved by adam, not muon. Set its attribute is_embedding_or_output_parameter to True to confirm, or to "
+        "parameter 'head.weight' of shape (3, 4) is treated as an embedding or output layer: it is called 'head'. "
+        "It is updated by adam, not muon. Set its attribute is_embedding_or_output_parameter to True to confirm, or to "
         "False to treat it as a hidden matrix"
     )
 
@@ -93,6 +93,6 @@ def test_the_plan_on_the_command_line_tells_the_same(
     config.write_text(json.dumps({"lr": 1e-2, "optimizer": "muon"}))
     assert main(["plan", str(config), "--model", f"{__name__}:Tagger"]) == 0
     out = capsys.readouterr().out
-    assert "muon moves 1 parameters, 16 elements" in out
-    assert "adam moves 4 parameters, 55 elements" in out
+    assert "muon updates 1 parameters, 16 elements" in out
+    assert "adam updates 4 parameters, 55 elements" in out
     assert "parameter 'head.weight'" in caplog.text

@@ -1,4 +1,4 @@
-"""The optimizer stack for large models: get_optimizer and its plan."""
+"""Optimizers for large models: `get_optimizer`, its plan and its configuration."""
 
 from opt_config import (
     ConfigError,

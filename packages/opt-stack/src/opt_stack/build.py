@@ -1,4 +1,4 @@
-"""From a plan to what runs: memory, sources, owned pieces, units, the stepper. Nothing is decided here."""
+"""Build what a plan describes: memory, gradient sources, owned pieces, units, the stepper. Nothing is decided here."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,22 +37,22 @@ from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
 from opt_stack.planner import SEPARATE_NORMS
 
-NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and those that are kept apart from it
+NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the plan was made of, alive: parameters, what is known of them, their groups' order."""
+    """The live objects that a plan refers to: parameters, their descriptions, the order of their groups."""
 
     params: Mapping[ParamId, nn.Parameter]
     metas: Mapping[ParamId, ParamMeta]
     group_of: Mapping[ParamId, int]
     device: torch.device
-    averaged: frozenset[ParamId] = frozenset()  # by torch's DistributedDataParallel, in backward
+    averaged: frozenset[ParamId] = frozenset()  # parameters whose gradients torch's DistributedDataParallel averages
 
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
-    """The stepper of `plan`. `sources` are those of buffers that came with their chunks, by buffer name."""
+    """Build the stepper of `plan`. `sources` are those of the wrapped chunks' buffers, by buffer name."""
     check_graphs(plan, model.device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
     own = {
         buffer.name: _quantizing(sources.get(buffer.name) or _source(plan, buffer, model, roles), buffer, model, roles)
@@ -79,21 +79,21 @@ def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
 
 
 class _Side(NamedTuple):
-    """One unit of the plan, with what it moves on the device or on the host."""
+    """The part of a unit of the plan that is updated on the device, or the part on the host."""
 
     unit: UnitPlan
     on_host: bool
 
 
 def _sides(plan: Plan) -> list[_Side]:
-    """In the order of the step. The device's units come first: it runs them while the host, which waits for the
-    verdict, updates its own."""
+    """Return the sides in the order of the step. The device's come first, so that it works while the host, which has to
+    wait for the verdict, updates its own."""
     on_host = (False, True) if plan.hosted else (False,)
     return [_Side(unit, side) for side in on_host for unit in plan.units]
 
 
 def _completed(plan: Plan) -> list[list[str]]:
-    """For each side of a unit the buffers that no later one writes to: known from the plan, so alike on all ranks."""
+    """Return, for each side of a unit, the buffers that no later side writes to; the same on all ranks."""
     sides = _sides(plan)
     last = {
         buffer.name: max(
@@ -108,7 +108,7 @@ def _completed(plan: Plan) -> list[list[str]]:
 
 
 def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Unit]:
-    # One object for both sides: hooks add up what they have of a parameter that is cut.
+    # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: cut_params(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
     rows = {unit.name: cut_rows(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
     host = HostBuilder(plan.config.placement, model.device)
@@ -120,7 +120,7 @@ def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]
 
 
 def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
-    """Gradients stay where autograd put them if nobody else has a part in them; else they travel through a buffer."""
+    """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
     axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
     is_bf16 = all(model.metas[id].dtype is torch.bfloat16 for id in params)
@@ -152,7 +152,7 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
 
 
 def _quantizing(source: Source, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
-    """The source of a buffer; of one of parameters in fp8, with what quantises them."""
+    """Return the source of a buffer; for fp8 parameters, wrapped in one that quantises them after the update."""
     if buffer.dtype is not FP8:
         return source
     found = {shape.id: q for shape in buffer.params if (q := quantized(model.params[shape.id])) is not None}
@@ -164,7 +164,7 @@ def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Com
 
 
 def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
-    """Dense parameters, and experts."""
+    """Yield the two families: dense parameters, and experts."""
     for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
         of_family = [sources[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
         yield Family(sources=of_family, axes=axes)
@@ -250,7 +250,7 @@ def _pieces(
 
 
 def _check_dense(id: ParamId, stored: Tensor) -> None:
-    """Raises ConfigError for a parameter that no update could write, since its memory has holes or overlaps."""
+    """Raise ConfigError if no update could write the parameter, because its memory has holes or overlaps."""
     if stored.is_neg() or not is_dense(stored):
         raise ConfigError(
             f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has holes, "
@@ -261,13 +261,13 @@ def _check_dense(id: ParamId, stored: Tensor) -> None:
 
 
 def _part(meta: ParamMeta, axes: Axes) -> str:
-    """Names the part of a plain parameter that tensor-parallel ranks share."""
+    """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
 
 
 def holds_parts(plan: Plan, metas: Mapping[ParamId, ParamMeta], roles: Roles) -> bool:
-    """Whether plain tensors of state are here that another rank of this model's replica does not hold."""
+    """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
     cut = [
         id
         for unit in plan.units
@@ -279,7 +279,7 @@ def holds_parts(plan: Plan, metas: Mapping[ParamId, ParamMeta], roles: Roles) ->
 
 
 def _deals_state(unit: UnitPlan) -> bool:
-    """Whether ranks that store parts of matrices each keep the rule's state of some."""
+    """Return whether state of whole matrices is distributed over the ranks that store their parts."""
     if not any(spec.whole for spec in unit.rule.state_specs):
         return False
     layouts = [compute.layout for compute in unit.compute]
@@ -287,8 +287,8 @@ def _deals_state(unit: UnitPlan) -> bool:
 
 
 def norm_slots(plan: Plan) -> tuple[str, ...]:
-    """The step's gradient norms, the same on every rank: the model's own, those that the reference keeps apart, and one
-    for each rule with groups that are not clipped, under its name."""
+    """Return the names of the step's gradient norms, the same on every rank: the model's own, Megatron-Core's separate
+    norm groups, and one for each rule with groups that are not clipped, under its name."""
     return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
 
 
@@ -297,7 +297,7 @@ def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
 
 
 def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:
-    """Whether this rank looks at the piece's gradient for the step's statistics.
+    """Return whether this rank reads the piece's gradient for the step's statistics.
 
     Data-parallel replicas hold the same reduced gradient and share that work. All other copies, over tensor-parallel
     ranks or over axes of a DTensor's mesh, were computed separately and are inspected by each holder.
@@ -307,7 +307,7 @@ def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:
 
 
 def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, *, spans_instances: bool) -> bool:
-    """Whether norms and zeros count this rank's copy of what it inspects."""
+    """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
     if meta.shared or (axes.inter.rank > 0 and spans_instances):
         return False
     if buffer.spread is Spread.LAID_OUT:
@@ -335,5 +335,5 @@ def _spans(config: OptimizerConfig) -> Spans:
 
 
 def group_index(groups: Sequence[Mapping[str, Any]]) -> dict[ParamId, int]:
-    """The group of each parameter, by position in `groups`."""
+    """Map each parameter to the index of its group."""
     return {id: index for index, group in enumerate(groups) for id in group["param_ids"]}

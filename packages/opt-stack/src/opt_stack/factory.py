@@ -1,4 +1,4 @@
-"""`get_optimizer`: from a configuration and a model to an optimizer, with the same verdict on every rank."""
+"""`get_optimizer`: build the optimizer of a model from a configuration; errors are the same on every rank."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -63,34 +63,34 @@ def get_optimizer(
     allow_unmatched: bool = False,
     extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
-    """The optimizer of a model: its parameters grouped, its step planned and built.
+    """Build the optimizer of a model: group its parameters, plan the step, allocate the state.
 
     Args:
-        config: what is common to all parameters.
+        config: the settings that all parameters share.
         model_chunks: the model, or its virtual pipeline stages. Plain modules, or wrapped in `DistributedDataParallel`.
-        config_overrides: what differs for some parameters, by key. None: the standard ones (no weight decay on vectors,
-            ...); {}: none at all.
-        use_gloo_process_groups: kept for the reference's callers; one set of groups serves everything here.
-        pg_collection: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or ready `Roles`). None:
-            the groups that a chunk was wrapped with; else those of Megatron-Core's initialised `parallel_state`, or of
-            the mesh of DTensor parameters; else all ranks that hold parameters are data parallel. Under torchrun,
+        config_overrides: the settings that differ for some parameters, by key. None: the standard overrides (no weight
+            decay on vectors, ...); {}: no overrides.
+        use_gloo_process_groups: accepted for Megatron-Core's callers and ignored: no separate gloo groups are needed.
+        pg_collection: process groups by role (`ProcessGroups`, Megatron-Core's `ProcessGroupCollection`, or `Roles`).
+            None: the groups that a chunk was wrapped with; else those of Megatron-Core's initialised `parallel_state`,
+            or of the mesh of DTensor parameters; else all ranks that hold parameters are data parallel. Under torchrun,
             `torch.distributed` is initialised if the script has not done so.
-        mesh: a `DeviceMesh` over the whole world in place of `pg_collection`; its axes are named out of dp,
+        mesh: a `DeviceMesh` over the whole world in place of `pg_collection`. Its axis names are among dp,
             dp_replicate, dp_shard, cp, ep, tp and pp.
-        broadcast_params: ranks that hold copies of a trainable parameter take the first rank's values. False: the
-            values are compared, and must be equal.
-        dump_param_to_param_group_map: where rank 0 writes which parameter is in which group: a
-            torch.distributed.checkpoint directory, and the same as JSON beside it.
-        rules: optimizers by name; None: ours and those of installed packages.
-        hooks: what stands around the update (`opt_kernels.hooks`): of every rule, or by the rules' names. For some
-            parameters of a rule only, an entry of one's own in `rules`, whose rule has the hooks.
+        broadcast_params: copy the first rank's values to all replicas of a trainable parameter. False: compare the
+            values of replicas, and raise if they differ.
+        dump_param_to_param_group_map: path to which rank 0 writes the group of every parameter, as a
+            torch.distributed.checkpoint directory and as PATH.json.
+        rules: the optimizers to choose from, by name; None: the built-in ones and those of installed packages.
+        hooks: hooks around the update (`opt_kernels.hooks`): a sequence for every rule, or a mapping by rule name. To
+            give hooks to only some parameters of a rule, register a rule with these hooks in `rules`.
         allow_unmatched: accept overrides by name or attribute that match no parameter on any rank.
-        extra_group_keys: names of entries that overrides may set although no rule or scheduler known here reads them,
-            for code of one's own that does.
+        extra_group_keys: names of group entries that overrides may set although no rule or scheduler reads them,
+            for the caller's own code.
 
     Raises:
-        ConfigError (a ValueError), on every rank: whatever cannot be built, with the field, its value and what is
-            allowed.
+        ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
+            allowed. A ValueError.
     """
     chunks = _chunks(model_chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
@@ -121,7 +121,7 @@ def get_optimizer(
     return optimizer
 
 
-get_megatron_optimizer = get_optimizer  # the reference's name
+get_megatron_optimizer = get_optimizer  # Megatron-Core's name
 
 
 def get_optimizer_based_on_param_groups(
@@ -137,19 +137,19 @@ def get_optimizer_based_on_param_groups(
     part: str = "",
     extra_group_keys: Collection[str] = (),
 ) -> Optimizer:
-    """The optimizer of a model whose parameter groups the caller made; all ranks call it together.
+    """Build the optimizer of a model from the caller's parameter groups. Collective.
 
     Args:
-        config: what is common to all parameters, and what groups do not say themselves.
-        model_chunks: as for `get_optimizer`; they give parameters their names.
-        param_groups: torch's, or those of `get_param_groups`, the same on all ranks. They are copied. Parameters of the
-            model that are in none are not trained.
+        config: the settings that all parameters share, and the defaults for entries that a group does not have.
+        model_chunks: as for `get_optimizer`; parameters are named after them.
+        param_groups: groups as for torch's optimizers, or from `get_param_groups`; the same on all ranks. They are
+            copied. Parameters of the model that are in no group are not trained.
         pg_collection, mesh, broadcast_params, rules, hooks: as for `get_optimizer`.
-        extra_group_keys: as for `get_optimizer`, of entries that groups may have.
-        part: which part of the model this is, where a `state_dict` of another part with equal shapes must not load.
+        extra_group_keys: as for `get_optimizer`, for entries of the groups.
+        part: a name for this part of the model. A `state_dict` of another part is refused even if its shapes fit.
 
     Raises:
-        ConfigError (a ValueError), on every rank: as `get_optimizer`, and for groups that do not fit the model.
+        ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
     chunks = _chunks(model_chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
@@ -173,9 +173,9 @@ def get_optimizer_based_on_param_groups(
 
 
 def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
-    """`overrides`, and where the rule needs matrices what leaves all other parameters to an elementwise one.
+    """Add to `overrides`, for a matrix rule, those that give non-matrix parameters to an elementwise rule.
 
-    Raises ConfigError for a rule that is unknown, or cannot be made from `config`.
+    Raises ConfigError if the rule is unknown or cannot be made from `config`.
     """
     if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
         return overrides
@@ -184,15 +184,15 @@ def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules
 
 
 def list_optimizers(rules: Registry | None = None) -> list[str]:
-    """The names that `OptimizerConfig.optimizer` may take."""
+    """Return the names that `OptimizerConfig.optimizer` accepts."""
     return list((rules or Registry().with_installed()).entries)
 
 
 def describe_optimizer(name: str, rules: Registry | None = None) -> str:
-    """One line on an optimizer: what it is, the state it keeps, what it needs.
+    """Describe an optimizer in one line: its summary, its state, and whether it needs whole matrices.
 
     Raises:
-        ConfigError: no optimizer has that name.
+        ConfigError: no optimizer has this name.
     """
     entry = (rules or Registry().with_installed())[name]
     rule = entry.make(OptimizerConfig(optimizer=name))
@@ -212,7 +212,7 @@ def _build(
     broadcast_params: bool,
     extra_group_keys: Collection[str],
 ) -> Optimizer:
-    """The one way from groups to an optimizer."""
+    """Build the optimizer from complete groups; both public functions end here."""
     sizes = WorldSizes(
         dense=roles.dense.dp.size,
         expert=roles.expert.dp.size,
@@ -248,7 +248,7 @@ def _build(
     stepper.compare_groups(groups)
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     share_launch_order(wrapped)
-    is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then peers other than replicas hold other pieces
+    is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
     layout_id = f"{part}, {layout_id}" if part else layout_id
     return Optimizer(
@@ -273,9 +273,10 @@ def plan_of(
     hooks: GivenHooks = (),
     extra_group_keys: Collection[str] = (),
 ) -> Plan:
-    """The plan of these groups on a world of these sizes; nothing is built, no process group is needed.
+    """Plan the step of these groups on a world of these sizes. Builds nothing and needs no process group.
 
-    Writes to `groups`: each gets what its rule reads and it does not say itself. Raises ConfigError for what cannot be.
+    Writes to `groups`: adds the default of every hyper-parameter that the rule reads and the group lacks. Raises
+    ConfigError if the combination is not supported.
     """
     config.validate()  # fields may have been assigned since it was built
     names = {group["optimizer"] for group in groups}
@@ -306,14 +307,14 @@ def plan_of(
 
 
 def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
-    """Log a warning for each parameter that a guess keeps away from a matrix rule, or gives the decoupled rates."""
+    """Log a warning for each parameter that is treated as an embedding or output layer by its name or shape only."""
     rules = [unit.rule.name for unit in plan.units if unit.rule.needs is Needs.MATRICES]
     if not rules and plan.config.decoupled_lr is None:
         return
     for unit in plan.units:
         for id in sorted(id for id in unit.ids if metas[id].guess and unit.rule.needs is not Needs.MATRICES):
             logger.warning(
-                "parameter %r of shape %s is taken for an embedding or output layer, since %s: it is moved by %s%s. "
+                "parameter %r of shape %s is treated as an embedding or output layer: %s. It is updated by %s%s. "
                 "Set its attribute is_embedding_or_output_parameter to True to confirm, or to False to treat it as a "
                 "hidden matrix",
                 str(id), metas[id].shape, metas[id].guess, unit.rule.name, f", not {rules[0]}" if rules else "",
@@ -321,7 +322,7 @@ def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
 
 
 def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None) -> Roles:
-    """The groups that were passed, those that a chunk was wrapped with, or those that its parameters tell."""
+    """Return the groups that were passed, those of a wrapped chunk, or those found from the parameters."""
     if groups is None and mesh is None:
         groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
     return find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
@@ -332,7 +333,7 @@ def _chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _device(chunks: Sequence[nn.Module], everyone: Comm) -> torch.device:
-    """Where the model lives, and the step's statistics. A rank whose chunks hold no tensor follows the other ranks.
+    """Return the device of the model and of the step's statistics; without tensors, that of the other ranks.
 
     Raises ConfigError, on every rank, if ranks hold their models on different kinds of device.
     """

@@ -9,7 +9,7 @@ from torch import nn
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.plan import NUMBERS_TOLD, UnitPlan, kept_bytes, main_bytes, short
+from opt_stack.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes, short
 from opt_stack.planner import WorldSizes
 from opt_stack.registry import Registry
 
@@ -51,7 +51,7 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
                     rule=unit.rule.name,
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
-                    numbers=NUMBERS_TOLD[unit.numbers[dtype]],
+                    numbers=NUMBERS_IN_WORDS[unit.numbers[dtype]],
                     state=", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none",
                     bytes_per_element=_bytes(unit, dtype, meta.shape) / meta.numel,
                 )

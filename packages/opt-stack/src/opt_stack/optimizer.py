@@ -1,4 +1,4 @@
-"""The façade: a real `torch.optim.Optimizer` over a plan and its stepper."""
+"""`Optimizer`: a `torch.optim.Optimizer` over a plan and its stepper."""
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -26,11 +26,11 @@ _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 class Optimizer(GradientStatistics, StateDicts):
-    """One step over any layout, behind torch's interface.
+    """An optimizer for any layout, with the interface of `torch.optim.Optimizer`. Built by `get_optimizer`.
 
-    `param_groups` hold the *model's* parameters; `get_parameters` gives what the rules write. `state` maps a parameter
-    to this rank's state of it, a DTensor where the parameter is one. Built by `get_optimizer`; parameters cannot be
-    added later: they are laid out by then.
+    `param_groups` hold the *model's* parameters; `get_parameters` returns the tensors that the rules write. `state`
+    maps a parameter to this rank's part of its state, as a DTensor if the parameter is one. Parameters cannot be added
+    later, because their layout over ranks is fixed.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Optimizer(GradientStatistics, StateDicts):
         stepper: Stepper,
         groups: Sequence[Mapping[str, Any]],
         layout_id: str,
-        rank_local: bool = False,  # whether ranks hold state of plain tensors that others do not
+        rank_local: bool = False,  # whether any rank holds a part of the state that other ranks do not
         roles: Roles,
-        frozen: Sequence[tuple[str, nn.Parameter]] = (),  # of the model: no gradients, no groups
+        frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
     ):
         self.plan = plan
         self.stepper = stepper
         self._layout_id = layout_id
         self._rank_local = rank_local
-        self.roles = roles  # the groups it was built for
+        self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
@@ -73,21 +73,23 @@ class Optimizer(GradientStatistics, StateDicts):
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
-        """This rank's state by parameter, as `state_dict` has it: see `LiveState`."""
+        """This rank's state by parameter, with the names of `state_dict`; see `LiveState`."""
         return self._live
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
         if self._built:
-            raise AttributeError("state cannot be replaced; set it with load_state_dict, or assign to state[param]")
+            raise AttributeError(
+                "optimizer.state cannot be replaced; call load_state_dict, or assign to optimizer.state[param]"
+            )
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:
-        """Runs `closure`, if any, with gradients enabled; then one step. The same result on every rank.
+        """Run `closure` with gradients enabled, if it is given, then take one step. Every rank gets the same result.
 
-        Warns once of parameters that were unfrozen after the optimizer was built: it does not train them.
+        Warns once if parameters were unfrozen after the optimizer was built: they are not trained.
 
         Raises:
             ValueError: `param_groups` hold other parameters than those the optimizer was built with.
@@ -100,10 +102,10 @@ class Optimizer(GradientStatistics, StateDicts):
         return self.in_backward.finish() if self.in_backward is not None else self.stepper.step(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins an iteration: `param.grad` is None or zero, and the gradient buffers of wrapped chunks are zero.
+        """Clear the gradients: set `param.grad` to None or zero, and the gradient buffers of wrapped chunks to zero.
 
-        The same as `zero_grad_buffer()` of every wrapped chunk; both in one iteration do no harm. Where several
-        optimizers share a chunk, its buffers are zeroed when all of them have been called.
+        Does what `zero_grad_buffer()` of every wrapped chunk does; calling both is harmless. If several optimizers
+        share a chunk, its buffers are zeroed once `zero_grad` of all of them has been called.
         """
         super().zero_grad(set_to_none=set_to_none)
         if self.in_backward is not None:
@@ -112,8 +114,10 @@ class Optimizer(GradientStatistics, StateDicts):
             chunk.zero_grad_for(self)
 
     def prepare_grads(self) -> bool:
-        """The first half of a step: reduce and look at the gradients. True where they overflowed. Warns and raises
-        as `step`."""
+        """Take the first half of a step: reduce the gradients and compute their norm. Return whether they overflowed.
+
+        Warns and raises as `step`.
+        """
         self._check_params()
         self._warn_of_unfrozen()
         if self.in_backward is not None:
@@ -121,36 +125,39 @@ class Optimizer(GradientStatistics, StateDicts):
         return self.stepper.prepare_grads(self.param_groups)
 
     def step_with_ready_grads(self) -> bool:
-        """The second half: clip, update, publish. False where the norm was refused."""
+        """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
+        `grad_norm_skip_threshold`, and so nothing was updated."""
         self.check_ready("step_with_ready_grads()")
         return self.stepper.step_with_ready_grads(self.param_groups)
 
     def train(self, mode: bool = True) -> None:
-        """Puts the weights that are trained back into the parameters, bit for bit; `train(False)` is `eval()`."""
+        """Restore the trained weights in the parameters, bit for bit, after `eval()`; `train(False)` is `eval()`."""
         if mode:
             self.evaluation.end_()
         else:
             self.eval()
 
     def eval(self) -> None:
-        """Puts the weights to evaluate with into the parameters, for rules that train others (schedule_free).
+        """Replace the parameters by the weights to evaluate, for rules that evaluate other weights than they train
+        (schedule_free). Collective.
 
-        All ranks call it together. Parameters have a copy until `train()`, without which nothing is stepped or loaded
-        and no `sharded_state_dict` made: such a checkpoint always holds the trained weights. `state_dict()` may be
-        saved, and has the copy.
+        The trained weights are kept as a copy until `train()`. Until then, steps, loads and `sharded_state_dict` are
+        refused, because a sharded checkpoint always holds the trained weights. `state_dict()` is allowed: it includes
+        the copy.
         """
         self.offload.check_restored("eval()")
         self.evaluation.begin_(self.param_groups)
 
     def _check_params(self) -> None:
-        """Refuse exchanged parameters, as Accelerate's FSDP2 leaves them: the new ones would never be updated."""
+        """Raise if parameters were replaced, as by Accelerate's FSDP2: the new ones would never be updated."""
         self.check_ready("a step")
         present = [param for group in self.param_groups for param in group["params"]]
         if len(present) != len(self._params) or not all(map(is_, present, self._params)):
             raise ValueError(
                 "param_groups hold other parameters than those that this optimizer was built with, as after "
-                "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; they are laid out when it is built. "
-                "Shard or exchange the model's parameters first (`fully_shard`), then call get_optimizer"
+                "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
+                "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
+                "get_optimizer"
             )
 
     def _warn_of_unfrozen(self) -> None:
@@ -159,7 +166,7 @@ class Optimizer(GradientStatistics, StateDicts):
             self._frozen = ()
             warnings.warn(
                 f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built and is not "
-                "trained by it; unfreeze it before the model is wrapped and the optimizer built",
+                "trained by it; unfreeze parameters before wrapping the model and building the optimizer",
                 stacklevel=3,
             )
 
@@ -167,7 +174,7 @@ class Optimizer(GradientStatistics, StateDicts):
 
     @property
     def config(self) -> OptimizerConfig:
-        """What it was built from."""
+        """The configuration that the optimizer was built from."""
         return self.plan.config
 
     @property
@@ -176,22 +183,22 @@ class Optimizer(GradientStatistics, StateDicts):
         return not self._ids
 
     def get_parameters(self) -> list[Tensor]:
-        """What this rank's rules write, in the groups' order: parameters themselves, or the main values beside them."""
+        """Return the tensors that this rank's rules write, in the order of the groups: parameters, or main values."""
         self.offload.check_restored("get_parameters()")
         return [self._held[id].piece.main.value() for id in self._ids if id in self._held]
 
     def init_state(self) -> None:
-        """Nothing: state exists from construction, for every rule, and no parameter moves for it."""
+        """Do nothing: the state of every rule exists from construction. Part of Megatron-Core's interface."""
 
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Takes the model's present values as main values, after they were loaded from elsewhere.
+        """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 
-        With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values come from there,
+        With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values are read from it,
         in its precision.
 
         Raises:
-            ValueError: a parameter of the model, on whichever rank it lives, that `state_dict` does not hold, or not in
-                its shape and layout; nothing has changed.
+            ValueError: `state_dict` lacks a parameter of the model, or has it in another shape or layout. Every rank
+                checks all parameters of its model; nothing has changed.
         """
         self.check_ready("reload_model_params()")
         pieces = [held.piece for held in self._held.values()]
@@ -206,31 +213,35 @@ class Optimizer(GradientStatistics, StateDicts):
         self.stepper.publish_set_()
 
     def offload_to_cpu(self) -> None:
-        """Moves main values and state to pinned host memory, and gives their device memory back; parameters stay.
+        """Move main values and state to pinned host memory and free their device memory; parameters stay.
 
-        The host does not wait. Until `restore_from_cpu` nothing is stepped, saved or loaded. Tensors of an earlier
-        `state_dict` that are DTensors keep their memory alive. `torch.accelerator.empty_cache()` hands the memory to
-        other processes. On a CPU nothing moves. A second call does nothing.
+        The host does not wait for the copies. Until `restore_from_cpu`, steps, saves and loads are refused. DTensors of
+        an earlier `state_dict` keep their device memory alive. Call `torch.accelerator.empty_cache()` to return the
+        memory to other processes. On a CPU nothing moves. A second call does nothing.
 
         Raises:
-            ConfigError: `optimizer_cuda_graph`, whose graph holds the addresses of the state.
+            ConfigError: `optimizer_cuda_graph` is set; the captured graph holds the addresses of the state.
         """
         if self.config.optimizer_cuda_graph:
             raise ConfigError(
-                "optimizer_cuda_graph=True: a captured step holds the addresses of the state, which would change; set "
-                "it to False to call offload_to_cpu()"
+                "optimizer_cuda_graph=True: a captured step holds the addresses of the state, which offload_to_cpu() "
+                "would change; set it to False to call offload_to_cpu()"
             )
         self.offload.offload_()
 
     def restore_from_cpu(self) -> None:
-        """Moves main values and state back beside the parameters; nothing happens where they are there. The host does
-        not wait."""
+        """Move main values and state back to the device of the parameters; do nothing if they are there already.
+
+        The host does not wait for the copies.
+        """
         self.offload.restore_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once built: parameters are laid out over ranks by then."""
+        """Raise ValueError: the layout of parameters over ranks is fixed when the optimizer is built."""
         if getattr(self, "_built", False):
-            raise ValueError("parameters are laid out when the optimizer is built; build a new one with get_optimizer")
+            raise ValueError(
+                "the layout of parameters is fixed when the optimizer is built; build a new one with get_optimizer"
+            )
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -240,9 +251,9 @@ class Optimizer(GradientStatistics, StateDicts):
         )
 
 
-MegatronOptimizer = Optimizer  # the reference's name
+MegatronOptimizer = Optimizer  # Megatron-Core's name
 
 
 def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The hyper-parameters that every group has, as the first has them: torch's OneCycleLR looks for betas there."""
+    """Return the first group's values of the hyper-parameters that every group has; torch's OneCycleLR reads them."""
     return {key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)}

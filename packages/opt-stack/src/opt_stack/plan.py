@@ -1,4 +1,4 @@
-"""The plan: who updates what, where, in which numbers. Values only, made and checked before anything is built."""
+"""The plan: which rank updates which parameters, and in which dtypes. Values only, checked before anything is built."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.compute import ComputePlan, compute_lines
 
-MAX_RANKS_SHOWN = 64  # state bytes are counted for so many ranks when a plan is printed
-NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
+MAX_RANKS_SHOWN = 64  # a printed plan counts state bytes for at most this many ranks
+NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
     {
         Numbers.DIRECT: "updated in place",
         Numbers.FP32_COPY: "fp32 mains",
@@ -31,29 +31,29 @@ NUMBERS_TOLD: Mapping[Numbers, str] = MappingProxyType(
         Numbers.FP16_SCALED: "scaled fp16 mains",
     }
 )
-_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # for each element, beside the parameter
+_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
     {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.FP16_SCALED: 2}
 )
 
 
 Hosted = tuple[frozenset[ParamId], ...]
-"""For each shard of a buffer, the parameters of which its pieces live on the host."""
+"""For each shard of a buffer, the parameters whose pieces live on the host."""
 
 
 class Spread(Enum):
-    """Which part of a parameter's state lives on one of the ranks that share it."""
+    """How the state of a parameter is spread over the ranks that share it."""
 
     REPLICATED = "replicated"  # all of it, on every rank
     FLAT = "flat shards"  # any run of elements (ZeRO-1)
     WHOLE = "whole parameters"  # all of some parameters (layer-wise)
-    LAID_OUT = "as it came"  # the caller's own DTensor shard
+    LAID_OUT = "as it came"  # the local shard of the caller's DTensor
 
 
 class Run(NamedTuple):
-    """Some elements of one parameter."""
+    """A run of elements of one parameter."""
 
     id: ParamId
-    of_param: slice  # flat elements of what is stored of it
+    of_param: slice  # flat elements of the stored tensor
 
     @property
     def numel(self) -> int:
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferPlan:
-    """Parameters whose gradients travel together: one dtype, one family, one spread."""
+    """Parameters whose gradients are communicated together: one dtype, one family, one spread."""
 
     name: str
     dtype: torch.dtype
@@ -73,8 +73,8 @@ class BufferPlan:
     layout: Layout
 
     def runs(self, rank: int) -> Iterator[Run]:
-        """What shard `rank` keeps of the parameters; of those that came laid out also of what is empty here, since the
-        ranks that store such a matrix may give it to this one to compute."""
+        """Yield the runs that shard `rank` keeps. DTensor parameters are included even if their local shard is empty,
+        because this rank may still compute the update of such a matrix."""
         if self.spread is Spread.LAID_OUT:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
         owned = self.layout.owned(rank % self.layout.num_shards)
@@ -83,20 +83,20 @@ class BufferPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """One rule and what it moves."""
+    """One rule and the parameters it updates."""
 
     name: str
     rule: Rule
     is_expert: bool
     ids: frozenset[ParamId]
-    numbers: Mapping[torch.dtype, Numbers]  # where the main values of a parameter of each dtype are kept
-    compute: tuple[ComputePlan, ...] = ()  # of matrices that ranks store parts of
+    numbers: Mapping[torch.dtype, Numbers]  # how main values are kept, by parameter dtype
+    compute: tuple[ComputePlan, ...] = ()  # for matrices that are cut over ranks
     splits: Mapping[ParamId, MatrixSpec] = field(default_factory=dict)  # of parameters whose rows are several matrices
-    whole_qkv: int = 0  # parameters of fused q, k and v that the rule takes for one matrix each
-    host_rule: Rule | None = None  # moves the pieces that live on the host; None: `rule` does
+    whole_qkv: int = 0  # number of fused q, k and v parameters that the rule updates as one matrix each
+    host_rule: Rule | None = None  # updates the pieces that live on the host; None: `rule` does
 
     def rule_of(self, *, on_host: bool) -> Rule:
-        """The rule on either side."""
+        """Return the rule of the device or of the host."""
         return self.host_rule if on_host and self.host_rule is not None else self.rule
 
 
@@ -110,12 +110,12 @@ class GroupPlan:
     numel: int
     lr: float | None
     weight_decay: float
-    clips: bool = True  # False: gradients are not clipped, and make a norm of their own instead of part of the model's
+    clips: bool = True  # False: gradients are not clipped, and have a separate norm that the model's does not include
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who updates what, where, in which numbers. `print(plan)` tells it."""
+    """Which rank updates which parameters, by which rule, in which dtypes. `print(plan)` shows it."""
 
     config: OptimizerConfig
     groups: tuple[GroupPlan, ...]
@@ -124,19 +124,19 @@ class Plan:
     hosted: Mapping[str, Hosted] = field(default_factory=dict)  # by buffer name; empty: everything is on the device
 
     def is_on_host(self, buffer: BufferPlan, rank: int, id: ParamId) -> bool:
-        """Whether the piece of a parameter that data-parallel rank `rank` owns lives on the host."""
+        """Return whether data-parallel rank `rank` keeps its piece of a parameter on the host."""
         by_shard = self.hosted.get(buffer.name)
         return by_shard is not None and id in by_shard[rank % len(by_shard)]
 
     def state_bytes(self, rank: int = 0, *, on_host: bool | None = None) -> int:
-        """Bytes that the optimizer keeps on data-parallel rank `rank` beside parameters and gradients: on the host, on
-        the device, or (None) on both."""
+        """Return the bytes of main values and state on data-parallel rank `rank`: on the host (True), on the device
+        (False), or on both (None)."""
         sides = (False, True) if on_host is None else (on_host,)
         return sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units for side in sides)
 
     def staging_bytes(self, rank: int = 0) -> int:
-        """Bytes of host memory, at most, through which gradients and parameters of pieces on the host travel from and
-        to an accelerator; less where 16-bit gradients are not summed. A CPU takes none."""
+        """Return an upper bound in bytes of the host buffers that stage gradients and parameters of pieces on the host:
+        less if 16-bit gradients are not accumulated, and none on a CPU."""
         total = 0
         for buffer in self.buffers if self.hosted else ():
             grads = self.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
@@ -145,8 +145,10 @@ class Plan:
         return total
 
     def fingerprint(self, *, experts: bool | None = None) -> str:
-        """Equal on ranks that planned the same layouts and numbers for the same parameters: for those that are experts,
-        or not; None: for all."""
+        """Return a hash that is equal on ranks with the same layouts, rules and parameters.
+
+        `experts`: hash expert parameters only (True), dense ones only (False), or all (None).
+        """
         which = (False, True) if experts is None else (experts,)
         buffers = [b for b in self.buffers if b.is_expert in which and b.spread is not Spread.LAID_OUT]
         units = [u for u in self.units if u.is_expert in which]
@@ -157,7 +159,7 @@ class Plan:
         return sha256("|".join(text).encode()).hexdigest()
 
     def layout_id(self, rank: int) -> str:
-        """Equal where a rank-local `state_dict` may be loaded: the same pieces of the same parameters."""
+        """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
         shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.spread is Spread.LAID_OUT]
         if not shards:
             return "replicated"
@@ -171,14 +173,14 @@ class Plan:
 
 
 def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
-    """Bytes that `unit` keeps on data-parallel rank `rank`, on one side; of what peers compute for each other, an equal
-    share."""
+    """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
+    that one rank computes for its peers counts as equal shares."""
     total, rule = 0, unit.rule_of(on_host=on_host)
     wholes = dict(_wholes(unit))
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         if not shapes:
-            continue  # the unit may know nothing of the buffer's dtype
+            continue  # `unit.numbers` may lack the buffer's dtype
         numbers = unit.numbers[buffer.dtype]
         for run in buffer.runs(rank):
             if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
@@ -191,7 +193,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
 
 
 def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
-    """Bytes of the parameters of a buffer, without padding; in fp8, of codes and scales."""
+    """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
     if buffer.dtype is not FP8:
         return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
     assert plan.config.fp8_recipe is not None
@@ -200,16 +202,16 @@ def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
 
 
 def main_bytes(numbers: Numbers, numel: int) -> int:
-    """Bytes of the main values of `numel` elements of one parameter, beside the parameter itself."""
+    """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
     scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
     return numel * _MAIN_BYTES[numbers] + 4 * scales
 
 
 class _Whole(NamedTuple):
-    """A matrix that ranks store parts of, as the rule sees it."""
+    """A matrix whose parts are gathered for the rule."""
 
     shape: tuple[int, ...]
-    num_owners: int  # ranks of which one keeps its state; 1 where all of them do
+    num_owners: int  # number of ranks among which one keeps its state; 1 if all of them do
 
 
 def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
@@ -220,7 +222,7 @@ def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
 
 
 def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
-    """The states that `rule` keeps of a parameter of `shape`, and the bytes of each."""
+    """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
     specs, numel = rule.state_specs, prod(shape)
     if not any(spec.optional or spec.by_part for spec in specs):
         return {spec: spec_bytes(spec, shape, numel) for spec in specs}
@@ -229,7 +231,7 @@ def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLI
 
 
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
-    """Bytes of one state tensor for `numel` elements of a parameter of `shape`."""
+    """Return the bytes of one state tensor for `numel` elements of a parameter of `shape`."""
     match spec.kind:
         case StateKind.LIKE_PARAM:
             count = numel
@@ -246,12 +248,12 @@ def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
 
 
 def _unit_lines(plan: Plan) -> Iterator[str]:
-    """Who updates what, in which numbers."""
+    """Yield the lines on units: rule, dtypes, state, hooks."""
     for unit in plan.units:
         numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
-        yield f"{unit.name} moves {len(unit.ids)} parameters, {numel:,} elements"
+        yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
         for dtype, numbers in sorted(unit.numbers.items(), key=str):
-            yield f"  {short(dtype)} parameters: {NUMBERS_TOLD[numbers]}"
+            yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
         state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
         yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
         if hooks := hooks_of(unit.rule):
@@ -262,7 +264,7 @@ def _unit_lines(plan: Plan) -> Iterator[str]:
 
 
 def _buffer_lines(plan: Plan) -> Iterator[str]:
-    """Where it lives."""
+    """Yield the lines on buffers: parameters, buckets, shards, padding."""
     for buffer in plan.buffers:
         layout = buffer.layout
         padding = layout.numel - layout.params_numel
@@ -274,16 +276,16 @@ def _buffer_lines(plan: Plan) -> Iterator[str]:
 
 
 def _total_lines(plan: Plan) -> Iterator[str]:
-    """What it costs, and what watches over it."""
+    """Yield the lines on bytes of state, clipping and loss scaling."""
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
     sizes = [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))]
     shown = _shown(sizes, ranks)
     on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
-    yield f"state beside parameters and gradients: {shown} bytes on {on}"
+    yield f"optimizer state: {shown} bytes on {on}"
     if plan.hosted:
         hosted = [plan.state_bytes(rank, on_host=True) for rank in range(len(sizes))]
         staging = [plan.staging_bytes(rank) for rank in range(len(sizes))]
-        yield f"of these on the host: {_shown(hosted, ranks)} bytes; staging there, at most: {_shown(staging, ranks)}"
+        yield f"of this on the host: {_shown(hosted, ranks)} bytes; staging buffers, at most: {_shown(staging, ranks)}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
     yield f"clip: {clip}; loss scale: {_scale_in_words(config.loss_scaling)}"
@@ -294,7 +296,7 @@ def _shown(sizes: Sequence[int], ranks: int) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """`fp32`, `bf16`, ... as people say it; other dtypes under torch's name."""
+    """Return the short name of a dtype: `fp32`, `bf16`, `fp16`, else torch's name without `torch.`."""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 

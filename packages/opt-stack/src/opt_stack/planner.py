@@ -1,4 +1,4 @@
-"""From a configuration, what is known of the parameters and the world's sizes to a plan; what cannot be ends here."""
+"""`make_plan`: plan the step from the configuration, the parameters and the sizes of groups, or refuse it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +26,12 @@ from opt_stack.host_rule import torch_host_rule
 from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
 SEPARATE_NORMS = ("mtp",)
-"""Values of a parameter's `grad_norm_group`: its gradients have a norm and a clip of their own. As in the reference."""
+"""Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSizes:
-    """Ranks that share dense parameters, and experts; and ranks that hold the parts of a matrix of theirs."""
+    """Sizes of the data-parallel groups of dense parameters and experts, and of their tensor-parallel groups."""
 
     dense: int = 1
     expert: int = 1
@@ -47,12 +47,13 @@ def make_plan(
     *,
     sizes: WorldSizes,
     bucket_size: int | None = None,
-    ready_buffers: Sequence[BufferPlan] = (),  # of chunks that come with buffers of their own
+    ready_buffers: Sequence[BufferPlan] = (),  # of wrapped chunks
 ) -> Plan:
-    """Plans the step for these parameters.
+    """Plan the step for these parameters.
 
     Raises:
-        ConfigError: a rule on a layout it cannot work on; a parameter dtype that the precision options do not cover.
+        ConfigError: a rule does not support the layout, or a parameter has a dtype that the precision options do not
+            cover.
     """
     rule_of = {id: group["optimizer"] for group in groups for id in group["param_ids"]}
     _check_dtypes(config, metas, rule_of)
@@ -81,7 +82,7 @@ def make_plan(
 
 
 def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
-    """Where the main values of parameters of `dtype` are kept."""
+    """Return how the main values of parameters of `dtype` are kept."""
     if dtype == torch.float32:
         return Numbers.DIRECT
     if dtype == torch.bfloat16 and config.precision.remainder:
@@ -98,7 +99,7 @@ def _plan_buffers(
     sizes: WorldSizes,
     bucket_size: int | None,
 ) -> tuple[BufferPlan, ...]:
-    """One buffer for each (dtype, family, spread), in order of first appearance."""
+    """Plan one buffer for each (dtype, family, spread), in order of first appearance."""
     found: dict[tuple[torch.dtype, bool, Spread], list[ParamShape]] = {}
     for id, meta in metas.items():
         if id not in rule_of:
@@ -107,7 +108,7 @@ def _plan_buffers(
         stored = meta.local_shape if meta.is_dtensor else meta.shape
         shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
         found.setdefault((meta.stored_dtype, meta.is_expert, spread), []).append(shape)
-    # A block of block-quantised state or main values has one scale, so that no cut may go through it.
+    # A block of block-quantised state or main values has one scale, so a shard boundary must not cut it.
     multiple = lcm(SHARD_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block))
     if config.precision.mains is torch.float16:
         multiple = lcm(multiple, FP16.block)
@@ -145,17 +146,17 @@ def _layout(
 
 
 class _UnitKey(NamedTuple):
-    """What parameters of one unit have in common; units are stepped in this order."""
+    """What the parameters of one unit share. Units are stepped in the order of their keys."""
 
-    is_later: bool  # not of the first model chunk, where that is stepped and published before the others
+    is_later: bool  # of a later model chunk, if the first is stepped and gathered before the others
     is_expert: bool
     rule: str
 
     @property
     def name(self) -> str:
-        """`muon/experts`, ..."""
-        told = {"later chunks": self.is_later, "experts": self.is_expert}
-        return "/".join([self.rule, *(name for name, said in told.items() if said)])
+        """Return the unit's name, such as `muon/experts`."""
+        marks = {"later chunks": self.is_later, "experts": self.is_expert}
+        return "/".join([self.rule, *(mark for mark, applies in marks.items() if applies)])
 
 
 def _plan_units(
@@ -164,7 +165,7 @@ def _plan_units(
     rule_of: Mapping[ParamId, str],
     rules: Mapping[str, Rule],
 ) -> tuple[UnitPlan, ...]:
-    """One unit for each (rule, family), in order of first appearance; experts last, as their groups are others."""
+    """Plan one unit for each (rule, family), in order of first appearance; experts last: they use other groups."""
     first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
     found: dict[_UnitKey, list[ParamId]] = {}
     for id, meta in metas.items():
@@ -223,7 +224,7 @@ def _check_unit(unit: UnitPlan, buffers: Sequence[BufferPlan], sharding: Replica
         if cut and isinstance(sharding, WholeParams):  # then the buffer came with a wrapped chunk
             raise ConfigError(
                 f"optimizer={unit.rule.name!r} needs whole matrices, but {str(cut[0])!r} was wrapped in a buffer that "
-                "is cut between ranks; give DistributedDataParallel is_whole=matrices_whole"
+                "is cut between ranks; pass is_whole=opt_stack.matrices_whole to DistributedDataParallel"
             )
         if cut:
             raise ConfigError(
@@ -243,13 +244,13 @@ def _check_norm_groups(metas: Mapping[ParamId, ParamMeta]) -> None:
 
 
 def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
-    """A matrix rule moves matrices and stacks of them."""
+    """Raise ConfigError if a matrix rule was given a parameter that is not a matrix or a stack of matrices."""
     if unit.rule.needs is not Needs.MATRICES:
         return
     wrong = [id for id in sorted(unit.ids) if len(metas[id].shape) not in (2, 3)]
     if wrong:
         raise ConfigError(
-            f"optimizer={unit.rule.name!r} moves matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
+            f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
             f"{metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
         )
 
@@ -261,7 +262,7 @@ def _with_compute(
     buffers: Sequence[BufferPlan],
     sizes: WorldSizes,
 ) -> UnitPlan:
-    """The unit, and who computes those of its matrices that ranks store parts of."""
+    """Return the unit with the plan of which rank computes each matrix that is cut over ranks."""
     if unit.rule.needs is not Needs.MATRICES:
         return unit
     tensor_parallel = sizes.expert_tp if unit.is_expert else sizes.dense_tp
@@ -276,7 +277,7 @@ def _with_compute(
 
 
 def _shard_of(buffers: Sequence[BufferPlan]) -> dict[ParamId, int]:
-    """The one shard in which a parameter lies whole."""
+    """Map each whole parameter to its shard."""
     return {
         owned.piece.id: rank
         for buffer in buffers
@@ -287,9 +288,10 @@ def _shard_of(buffers: Sequence[BufferPlan]) -> dict[ParamId, int]:
 
 
 def _check_moments(config: OptimizerConfig, rules: Mapping[str, Rule]) -> None:
-    """A moment that was asked for in few bits is kept so by every rule that has it, and one rule at least has it.
+    """Raise ConfigError if `exp_avg_dtype` or `exp_avg_sq_dtype` is narrow, but a rule keeps that moment in fp32, or no
+    rule has it.
 
-    Asked of the rules, which all ranks have alike, and not of the units: a rank may hold no parameter of Adam's.
+    Checks the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
     for state, dtype in (("exp_avg", config.precision.exp_avg), ("exp_avg_sq", config.precision.exp_avg_sq)):
         if dtype is torch.float32:
@@ -297,16 +299,16 @@ def _check_moments(config: OptimizerConfig, rules: Mapping[str, Rule]) -> None:
         kept = {name: spec for name, rule in rules.items() for spec in rule.state_specs if spec.name == state}
         wide = [name for name, spec in kept.items() if spec.dtype is torch.float32]
         if wide or not kept:
-            told = f"optimizer={wide[0]!r} keeps it in fp32" if wide else f"{', '.join(rules)} keeps no such state"
-            raise ConfigError(f"{state}_dtype={dtype}: {told}; leave it at torch.float32, or use optimizer='adam'")
+            problem = f"optimizer={wide[0]!r} keeps it in fp32" if wide else f"{', '.join(rules)} has no such state"
+            raise ConfigError(f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'")
 
 
 def _group_plan(group: Mapping[str, Any]) -> GroupPlan:
     clips = group.get("clip_grad", True)
     if not isinstance(clips, bool):
         raise ConfigError(
-            f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; True (to OptimizerConfig.clip_grad) "
-            "and False (never, with a norm of its own) are allowed"
+            f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
+            "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
         )
     return GroupPlan(
         name=group["name"],
