@@ -304,6 +304,6 @@ def test_other_hooks_at_resume_are_named(sharded: bool, tmp_path: Any, caplog: p
             else:
                 other.load_state_dict(optimizer.state_dict())
         saved_with = "but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)"
-        assert (f"goes on with hooks {listed}, {saved_with}" in caplog.text) is (now != hooks)
+        assert (f"continues with hooks {listed}, {saved_with}" in caplog.text) is (now != hooks)
         assert ("goes on with" in caplog.text) is (now != hooks)
         assert all(group.get("hooks", ()) == tuple(map(repr, now)) for group in other.param_groups)

@@ -53,7 +53,7 @@ UNKNOWN = {
     "another rule's": (optim.AdamW, {"momentum": 0.9}, r"momentum=0.9 .* allowed are amsgrad, betas, "),
     "algorithm": (optim.Muon, {"algorithm": "adamw"}, "algorithm='adamw'"),
     "amsgrad": (optim.AdamW, {"amsgrad": True}, "build it with amsgrad=True"),
-    "amsgrad of another": (optim.SGD, {"amsgrad": True}, "amsgrad=True is not offered"),
+    "amsgrad of another": (optim.SGD, {"amsgrad": True}, "amsgrad=True is not supported"),
 }
 
 
@@ -145,14 +145,16 @@ def test_flags_for_what_is_done_anyway_are_taken(ours: Build, theirs: Build, fla
 
 
 def test_flags_for_what_is_not_offered_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="differentiable=True is not offered; None or False is allowed: "):
+    with pytest.raises(ValueError, match="differentiable=True is not supported; None or False is allowed: "):
         optim.AdamW([matrix()], differentiable=True)
 
 
 def test_capturable_steps_are_refused_where_nothing_can_be_captured() -> None:
     with pytest.raises(ValueError, match="capturable=True with a parameter on 'cpu': only cuda devices have graphs"):
         optim.AdamW([matrix()], capturable=True)
-    with pytest.raises(ValueError, match="capturable=True is not offered; None or False is allowed: it holds for all"):
+    with pytest.raises(
+        ValueError, match="capturable=True is not supported; None or False is allowed: it applies to all"
+    ):
         optim.AdamW([{"params": [matrix()], "capturable": True}])
 
 

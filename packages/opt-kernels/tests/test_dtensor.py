@@ -78,7 +78,7 @@ def _check_hooks(mesh: DeviceMesh) -> None:
     for hook in (ClipUpdateRms(), CautiousUpdate(), CentralizeGradient()):
         options: dict[str, Any] = {"hooks": (hook,), "backend": "torch"}
         for placement in (Shard(0), Shard(1)):
-            with pytest.raises(HookError, match=r"span.* ranks, which this optimizer does not reach"):
+            with pytest.raises(HookError, match=r"span.* ranks, and this optimizer does not communicate"):
                 optim.AdamW([torch.nn.Parameter(distribute_tensor(start, mesh, [placement]))], **options)
         whole = torch.nn.Parameter(start.clone())
         replica = torch.nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
@@ -92,7 +92,7 @@ def _check_matrices(mesh: DeviceMesh) -> None:
     """Matrices that a rank has a part of are refused by name; whole ones are moved."""
     net = torch.nn.Linear(6, 4, bias=False)
     net.weight = torch.nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
-    message = r"needs whole matrices, but of 'weight' of shape \(4, 6\) this rank has \(2, 6\); replicate it"
+    message = r"needs whole matrices, but this rank has only \(2, 6\) of 'weight' of shape \(4, 6\); replicate it"
     for kind in (optim.Muon, optim.AdaptiveMuon, optim.SOAP):
         for params in (net, net.named_parameters()):
             with pytest.raises(ValueError, match=f"{kind.__name__} {message}"):

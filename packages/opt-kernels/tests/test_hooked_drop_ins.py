@@ -168,10 +168,10 @@ def test_a_state_dict_records_hooks_and_loading_names_others(caplog: pytest.LogC
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="opt_kernels"):
             other.load_state_dict(state)
-        assert ("goes on with hooks" in caplog.text) is (now != hooks)
+        assert ("continues with hooks" in caplog.text) is (now != hooks)
         assert other.hooks == now
         assert other.state_dict()["param_groups"][0].get("hooks", ()) == tuple(map(repr, now))
-    assert "goes on with hooks none, but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)" in caplog.text
+    assert "continues with hooks none, but was saved with CautiousDecay(), ClipUpdateRms(threshold=0.5)" in caplog.text
 
 
 def test_a_state_dict_without_hooks_is_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "decay": (
         lambda: AdamW([model()[0].weight], hooks=BALL),
-        "weight_decay=0.01, in the place of which it keeps the norm; give 0.0",
+        "weight_decay=0.01: it keeps the norm instead of decaying it; set 0.0",
     ),
     "zeros": (
         lambda: AdamW(zeros(4, 4), weight_decay=0.0, hooks=BALL),

@@ -118,7 +118,7 @@ def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name: str, peer: type[R
 
 
 def test_without_a_scalar_optimizer_only_matrices_are_taken() -> None:
-    with pytest.raises(MatrixError, match=r"shape \(24,\) is not a matrix for Muon; give scalar_optimizer"):
+    with pytest.raises(MatrixError, match=r"shape \(24,\) is not a matrix for Muon; set scalar_optimizer"):
         Muon(model().parameters())
 
 

@@ -61,7 +61,7 @@ def warn_of_other_hooks(name: str, now: Mapping[str, Any], saved: Mapping[str, A
     before, after = (tuple(group.get(HOOKS, ())) for group in (saved, now))
     if before != after:
         logger.warning(
-            "group %r goes on with hooks %s, but was saved with %s",
+            "group %r continues with hooks %s, but was saved with %s",
             name, ", ".join(after) or "none", ", ".join(before) or "none",
         )  # fmt: skip
 

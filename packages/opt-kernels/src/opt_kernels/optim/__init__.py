@@ -1,4 +1,4 @@
-"""Drop-in torch.optim.Optimizers over the rules."""
+"""Drop-in replacements for torch.optim optimizers, one class per rule."""
 
 from opt_kernels.optim import catalogue, matrix_catalogue
 from opt_kernels.optim.base import RuleOptimizer

@@ -1,4 +1,4 @@
-"""Drop-in AdaptiveMuon and its presets: Muon with a second moment."""
+"""Drop-in AdaptiveMuon (Muon with a second moment) and its presets NorMuon and NAMO."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,12 +15,12 @@ _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quint
 
 
 class AdaptiveMuon(MatrixOptimizer):
-    """Muon with a second moment of the orthogonalised update, "adamuon" of each element, "normuon" of each line, or of
-    the gradient's norm, "namo".
+    """Muon with a second moment: of each element of the orthogonalised update ("adamuon"), of each of its lines
+    ("normuon"), or of the gradient's norm ("namo").
 
-    `betas[1]` and `eps` are the second moment's; a group of other parameters, which `scalar_optimizer` moves, has its
-    own. NorMuon's `lines` are "rows", "cols" or "longer": rows unless there are more columns. The other options are
-    `Muon`'s. Raises ValueError for an option that is not allowed.
+    `betas[1]` and `eps` belong to the second moment; groups that `scalar_optimizer` updates have their own. The `lines`
+    of NorMuon are "rows", "cols" or "longer" (rows unless cols > rows). The other options are those of `Muon`. Raises
+    ValueError for an option that is not allowed.
     """
 
     fixed = ("nesterov",)
@@ -47,7 +47,7 @@ class NorMuon(AdaptiveMuon):
 
 
 class NAMO(AdaptiveMuon):
-    """NAMO (arXiv 2602.17080): Muon with one adaptive scale for each matrix, `AdaptiveMuon` with "namo"."""
+    """NAMO (arXiv 2602.17080): Muon with one adaptive scale per matrix; `AdaptiveMuon` with "namo"."""
 
     options: ClassVar[Mapping[str, Any]] = MappingProxyType(_MUON)
     method: ClassVar[str | None] = "namo"

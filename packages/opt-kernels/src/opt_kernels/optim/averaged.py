@@ -1,4 +1,4 @@
-"""Optimizers whose weights are evaluated at an average: `eval()` shows it in the parameters, `train()` goes back."""
+"""Optimizers with averaged weights for evaluation: `eval()` swaps them into the parameters, `train()` swaps back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +15,15 @@ from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.mains import MAIN, saved_main
 from opt_kernels.optim.state import STEP
 
-TRAIN_MODE = "train_mode"  # in groups, and so in checkpoints: whether parameters hold the weights that are trained
-TRAINED = "trained_weights"  # in a state_dict of evaluation mode, since the parameters do not hold them
+TRAIN_MODE = "train_mode"  # entry of groups and checkpoints: whether the parameters hold the trained weights
+TRAINED = "trained_weights"  # in a state_dict of evaluation mode: the parameters do not hold them then
 
 
 class AveragedOptimizer(FormulaOptimizer):
-    """A formula with `evaluation`. It begins in training mode; a step in evaluation mode raises RuntimeError."""
+    """A formula with `evaluation`. Starts in training mode; a step in evaluation mode raises RuntimeError."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode, what parameters held before
+        self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode: the trained weights of each parameter
         super().__init__(*args, **options)
         self.defaults[TRAIN_MODE] = True
         for group in self.param_groups:
@@ -35,7 +35,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Puts the averaged weights into the parameters; keeps a copy of those that are trained until `train()`."""
+        """Write the averaged weights to the parameters, and keep a copy of the trained weights until `train()`."""
         if self.is_training:
             for group, param in params_with_groups(self.param_groups):
                 if float(self._states.get(param, {}).get(STEP, 0)):
@@ -45,7 +45,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Puts the trained weights back into the parameters, bit for bit; `train(False)` is `eval()`."""
+        """Write the trained weights back to the parameters, bit for bit. `train(False)` is `eval()`."""
         if not mode:
             self.eval()
         elif not self.is_training:
@@ -59,7 +59,7 @@ class AveragedOptimizer(FormulaOptimizer):
             group[TRAIN_MODE] = training
 
     def _evaluated(self, group: ParamGroup, param: Tensor, *, back: bool) -> Tensor:
-        """The averaged weights from the trained ones, or with `back` the reverse, in float32."""
+        """The averaged weights computed from the trained weights, or with `back` the reverse, in float32."""
         shard, state = local(param).detach(), self._states[param]
         main = saved_main(shard, state)
         values = shard.to(torch.promote_types(shard.dtype, torch.float32)) if main is None else main
@@ -72,14 +72,14 @@ class AveragedOptimizer(FormulaOptimizer):
         return self.formula.evaluated(values, states, self._hyper(group, rule, float(state[STEP])), back=back)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form; in evaluation mode with the trained weights, which a load restores."""
+        """The state in torch's form. In evaluation mode it includes the trained weights, which a load restores."""
         # A remainder completes the trained parameter, not the averaged one.
-        shown = {param: local(param).detach().clone() for param in self._trained}
+        averaged = {param: local(param).detach().clone() for param in self._trained}
         with torch.no_grad():
             for param, trained in self._trained.items():
                 local(param).copy_(trained)
             packed = super().state_dict()
-            for param, values in shown.items():
+            for param, values in averaged.items():
                 local(param).copy_(values)
         for index, (_, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self._trained and MAIN not in packed["state"][index]:
@@ -87,8 +87,8 @@ class AveragedOptimizer(FormulaOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As every drop-in's. What was saved in evaluation mode is evaluation mode again: the parameters hold the
-        averaged weights, and the trained ones are kept beside them."""
+        """Load as every drop-in does, and restore the mode. After loading a state_dict of evaluation mode, the
+        parameters hold the averaged weights and the optimizer keeps the trained weights."""
         super().load_state_dict(state_dict)
         self._trained = {}
         if self.is_training:
@@ -99,7 +99,7 @@ class AveragedOptimizer(FormulaOptimizer):
                 saved = state_dict["state"].get(index, {})
                 if TRAINED in saved:
                     local(param).copy_(local_like(saved[TRAINED], param))
-                elif saved and MAIN not in saved:  # only the averaged weights are there
+                elif saved and MAIN not in saved:  # only the averaged weights were saved
                     local(param).copy_(self._evaluated(group, param, back=True))
         self._set_mode(training=True)
         self.eval()
@@ -111,6 +111,6 @@ class AveragedOptimizer(FormulaOptimizer):
         if not self.is_training:
             raise RuntimeError(
                 f"{type(self).__name__}.step() in evaluation mode: the parameters hold averaged weights; call "
-                "optimizer.train() before training goes on, and optimizer.eval() before evaluation"
+                "optimizer.train() before training continues, and optimizer.eval() before evaluation"
             )
         super()._update_()

@@ -1,4 +1,4 @@
-"""`RuleOptimizer`: a torch.optim.Optimizer over rules, in torch's state_dict form."""
+"""`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
 import math
 from abc import ABC
@@ -47,26 +47,27 @@ Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
 
 class RuleOptimizer(torch.optim.Optimizer, ABC):
-    """What the optimizers of this package share. A final class gives its rule and its groups' defaults.
+    """Base class of the optimizers of this package. A final class provides its rule and the defaults of its groups.
 
-    A parameter's state is made at its first step: `step` (0-d float32, on the host, as in torch.optim), the rule's own
-    states, and what `mains` asks for. Gradients are never written. DTensor parameters are updated shard by shard.
+    The state of a parameter is created in its first step: `step` (0-d float32, on the host, as in torch.optim), the
+    states of the rule, and the main that `mains` selects. Gradients are never modified. Each rank updates its local
+    shard of a DTensor parameter.
 
-    With `capturable=True` the host reads nothing in a step: steps are counted on the device, and a step may be captured
-    as a CUDA graph, after one that was not. What then freezes, and what stays live: `opt_kernels.hyper_table`; call
-    `upload_groups` before each replay, and keep gradients in place (`zero_grad(set_to_none=False)`).
+    With `capturable=True` a step does not read device tensors on the host, so it may be captured in a CUDA graph after
+    one uncaptured step. `opt_kernels.hyper_table` lists what a captured step freezes. Call `upload_groups` before each
+    replay, and keep gradients in place (`zero_grad(set_to_none=False)`).
 
-    With `max_norm` the gradients' total norm is clipped at it within the update, as if by `clip_grad_norm_`, and a step
-    whose gradients are not all finite changes nothing.
+    With `max_norm` the update clips the total norm of the gradients, as `clip_grad_norm_` does. A step whose gradients
+    are not all finite then changes nothing.
 
-    `hooks` stand around the update: see `opt_kernels.hooks`. A group may have others, under "hooks". A state_dict
-    records them as text; loading one that was saved under others logs a warning, and keeps those of this optimizer.
+    `hooks` modify the update, see `opt_kernels.hooks`. A group may have its own under "hooks". A state_dict records
+    hooks as text; loading one that was saved with other hooks logs a warning and keeps those of this optimizer.
     """
 
-    # Options of torch.optim's groups that here are the rule's, and so of all groups.
+    # Options that torch.optim has in each group, and that must be equal in all groups here.
     fixed: ClassVar[tuple[str, ...]] = ()
 
-    # torch.amp.GradScaler then sets `grad_scale` and `found_inf` on the optimizer for the time of its step.
+    # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -77,30 +78,30 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         *,
         mains: str = "param",
         max_norm: float | None = None,
-        hooks: GivenHooks = (),  # of all groups that have none of their own
-        flags: Mapping[str, object] = MappingProxyType({}),  # torch.optim's, which say how a step is computed
+        hooks: GivenHooks = (),  # of groups without hooks of their own
+        flags: Mapping[str, object] = MappingProxyType({}),  # arguments of torch.optim that choose an implementation
     ) -> None:
         self.capturable = flags.get("capturable") is True
         check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
         check_available(rule)
         self.rule = rule
-        self._on_device: GroupsOnDevice | None = None  # made at the first step that needs it
-        self._captured_at: list[int | None] = []  # where a captured step found the gradients
+        self._on_device: GroupsOnDevice | None = None  # created in the first capturable step
+        self._captured_at: list[int | None] = []  # addresses of the gradients in the captured step
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
         self.hooks = checked_hooks(hooks)
         check_names(self.hooks, self.rules)
-        # Of the last step, before clipping; None without max_norm; 0-d on the device where capturable.
+        # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
-        self._roster: Roster | None = None  # made anew whenever it does not hold
-        self._states_may_change = False  # until `state` is read
+        self._roster: Roster | None = None  # rebuilt whenever parameters, gradients or states changed
+        self._states_may_change = False  # True once `state` was read
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Tensor]]:
-        """The states by parameter, as in torch.optim. Once it was read anybody may have moved or replaced a state, and
-        every later step looks where all of them are."""
+        """The states by parameter, as in torch.optim. A caller that has read it may move or replace states, so every
+        later step checks where all of them are."""
         self._states_may_change = True
         return self._states
 
@@ -116,7 +117,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def _states(self) -> defaultdict[Tensor, dict[str, Tensor]]:
-        """What `state` gives, for those who only read values."""
+        """The states, for callers that only read values."""
         if self._roster is not None:
             self._roster.write_steps_()
         states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
@@ -124,15 +125,15 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules that may move its parameters."""
+        """The rules that may update its parameters."""
         return (self.rule,)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that moves `param`, without hooks; the same at every step."""
+        """The rule that updates `param`, without hooks. It is the same in every step."""
         return for_dtype(self.rule, param)
 
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
-        """What a matrix rule must know of `param`."""
+        """How a matrix rule treats `param`."""
         return MatrixSpec()
 
     @overload
@@ -143,9 +144,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Updates every parameter that has a gradient; runs `closure` first and returns its loss.
+        """Update every parameter that has a gradient. Runs `closure` first, if given, and returns its loss.
 
-        Under torch.compile the graph breaks here: the sweeps are compiled already.
+        torch.compile breaks the graph here, because the sweeps are compiled already.
         """
         loss = None
         if closure is not None:
@@ -156,14 +157,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def upload_groups(self) -> None:
-        """Writes the numbers of `param_groups` to where a captured step reads them: call it before each replay.
+        """Copy the numbers of `param_groups` to the device memory that a captured step reads. Call before each replay.
 
-        Numbers that are tensors on the device are read where they are. Does nothing unless `capturable`.
+        Numbers that are device tensors are read directly. Does nothing unless `capturable`.
 
         Raises:
-            CaptureError (a ValueError): since the capture something has changed that it froze: gradients or states are
-                others or elsewhere, or an entry of a group that is not a number. Capture again, after a step that is
-                not captured.
+            CaptureError (a ValueError): something that the capture froze has changed: gradients or states were
+                replaced or moved, or an entry of a group that is not a number differs. Run one uncaptured step, then
+                capture again.
         """
         if self._on_device is None:
             return
@@ -172,17 +173,17 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             grads = self._enrolled_gradients()
             if grads is None or addresses(grads) != self._captured_at:
                 raise CaptureError(
-                    "gradients or states are not where the captured step found them: another set of parameters has "
-                    "gradients, zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
+                    "gradients or states moved since the step was captured: other parameters have gradients, "
+                    "zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form. States are saved in plain numbers, so that another choice of codecs or mains can load them."""
+        """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them."""
         could_change = self._states_may_change or bool(
             self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks
         )
         packed = super().state_dict()
-        self._states_may_change = could_change  # what is packed below has tensors of its own
+        self._states_may_change = could_change  # the packed states below are copies
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self._states:
                 codecs = codecs_of(self.rule_of(group, param))
@@ -193,11 +194,11 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets groups and states from torch's form; also from one that torch.optim's namesake saved.
+        """Load groups and states in torch's form, also those saved by the torch.optim class of the same name.
 
-        Unlike torch's own it leaves every state in its dtype. A `main` that was saved is written to its parameter, too.
-        Raises StateDictError where a state is missing or misshapen, or was saved with an option that is not ours;
-        then nothing has changed.
+        Unlike in torch, every state keeps its dtype. A saved `main` is also written to its parameter. Raises
+        StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved with an
+        option that is not supported here.
         """
         loaded = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -207,7 +208,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         for number, (group, of_saved) in enumerate(zip(self.param_groups, loaded["param_groups"])):
             warn_of_other_hooks(number, group.get(HOOKS, self.hooks), of_saved)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
-        found = [
+        states = [
             Saved(self.rule_of(group, param), self.mains, param, self.matrix_of(group, param), loaded["state"][index])
             for index, (group, param) in zip(indices, params_with_groups(groups), strict=True)
             if index in loaded["state"]
@@ -218,19 +219,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
-        for saved in found:
+        for saved in states:
             saved.check()
-        state = {saved.param: saved.load_() for saved in found}
+        state = {saved.param: saved.load_() for saved in states}
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As torch's. Raises ValueError for an option that is unknown, not allowed or not the groups' own, and for a
-        parameter that no step could update."""
-        if isinstance(param_group, dict):  # else torch says what it wants
-            offered = ("capturable",) if self.capturable else ()
-            check_keys(param_group, {*self.defaults, HOOKS, *offered})
+        """Add a group, as in torch. Raises ValueError for an option that is unknown, not allowed or the same for all
+        groups, and for a parameter that cannot be updated."""
+        if isinstance(param_group, dict):  # torch raises for anything else
+            optional = ("capturable",) if self.capturable else ()
+            check_keys(param_group, {*self.defaults, HOOKS, *optional})
             self._check_group(self.defaults | param_group)
         super().add_param_group(param_group)
         try:
@@ -253,7 +254,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return super().__getstate__() | own
 
     def _check_group(self, group: ParamGroup) -> None:
-        """Raises ValueError for a group that this optimizer cannot have."""
+        """Raise ValueError for a group that this optimizer does not support."""
         check_options(group)
         check_fixed(group, self.defaults, self.fixed)
         check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
@@ -262,7 +263,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """Raises ValueError where state saved with the options of `loaded` means nothing with those of `own`."""
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
-        """Raises ValueError for a parameter that no step could update."""
+        """Raise ValueError for a parameter that cannot be updated."""
         if is_lazy(param):
             return  # its shape is not known yet
         rule = self._hooked_rule_of(group, param)
@@ -272,14 +273,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_param_hooks(param, rule, group)
 
     def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that moves `param`, with its hooks."""
+        """The rule that updates `param`, with its hooks."""
         return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
         if not self.__dict__["state"] and self._only_makes_state():
             self._roster = Roster(self.param_groups, self._states, self._enrolled, steps_on_device=self.capturable)
             return
-        # Set by GradScaler, and deleted by it afterwards: absent means 1, and nothing found.
+        # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self.capturable:
             self._update_on_device_(found_inf, loss_scale)
@@ -312,15 +313,15 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self._captured_at = addresses([param.grad for param in params_of(self.param_groups)])
 
     def _only_makes_state(self) -> bool:
-        """Whether this first step has zero gradients and learning rates: `torch.distributed.checkpoint` makes one so
-        that there is state to save or to load into. It must not count as a step."""
+        """Whether all gradients and learning rates are zero in this first step. `torch.distributed.checkpoint` runs
+        such a step to create state that it can save or load into. It must not count as a step."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
             map(torch.any, map(local, grads))
         )
 
     def _norm_of_gradients(self) -> float:
-        """The total norm over every device, read on the host; infinite or NaN where a gradient is."""
+        """The total norm over all devices, read on the host. Infinite or NaN if any gradient is."""
         self._check_norm_spans_no_ranks()
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in [param.grad for param in params_of(self.param_groups) if param.grad is not None]:
@@ -331,13 +332,13 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _check_norm_spans_no_ranks(self) -> None:
         if any(map(is_dtensor, params_of(self.param_groups))):
             raise ValueError(
-                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, which this optimizer "
-                "does not reach; give max_norm=None and call torch.nn.utils.clip_grad_norm_"
+                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer "
+                "does not communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
             )
 
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
-        """The works of this step, by rule and device, within them by hyper row; counts each parameter's step, if
-        `made`, 0-d on the device, is not zero."""
+        """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each
+        parameter, unless `made` (0-d, on the device) is zero."""
         grads = self._enrolled_gradients()
         if self._roster is None or grads is None:
             self._roster = Roster(
@@ -359,7 +360,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return self._hyper(self._on_device.of(sweep.device, self.param_groups)[group], sweep.rule, step)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
-        """What the roster is to know of `param`, whose state is made here where it has none."""
+        """The roster entry of `param`. Creates its state if it has none."""
         of_group = self.param_groups[group]
         rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
         state = self._states[param]
@@ -368,11 +369,11 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))
 
     def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
-        """The elements of `param` that are here, cut where stochastic rounding must number them apart."""
+        """The local elements of `param` in spans that stochastic rounding numbers consecutively."""
         return (spans(param) or ()) if rounds_stochastically(rule, self.mains, param) else (Span(0, param.numel(), 0),)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
-        """The numbers that `rule` reads of `group` at this step."""
+        """The hyper-parameters that `rule` reads from `group` in this step."""
         own = {name: group[name] for name in getattr(rule, "hyper_names", ()) if name in group}
         count = step if isinstance(step, Tensor) else int(step)
         return Hyper(step=count, own=own, **{name: group[name] for name in OF_HYPER if name in group})

@@ -1,5 +1,5 @@
-"""The drop-in optimizers over formulas: one for each in the registry. Their signatures for type checkers are in
-`catalogue.pyi`, which `python -m opt_kernels.optim.stubs` writes."""
+"""The drop-in optimizers of elementwise rules, one per formula in the registry. Type checkers read their signatures
+from `catalogue.pyi`, which `python -m opt_kernels.optim.stubs` generates."""
 
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.nadam import NADAM

@@ -1,4 +1,4 @@
-"""Drop-in optimizers made from formulas: a class for each, with the signature that its numbers and choices make."""
+"""Generates drop-in optimizer classes from formulas, with signatures that follow from their numbers and choices."""
 
 import sys
 from collections.abc import Mapping
@@ -24,29 +24,29 @@ OF_EVERY_DROP_IN: Mapping[str, object] = MappingProxyType(
 
 COMMON = """
 
-`mains`: "param" updates the parameters themselves; "float32" keeps a float32 copy of each narrower one; "remainder"
-keeps the 16 bits that a bfloat16 parameter lacks of float32. {states} `stochastic_rounding`: bfloat16 parameters that
-have no other main are rounded stochastically. `max_norm`: clip the gradients' total norm within the update. `hooks`:
-what stands around the update, see `opt_kernels.hooks`; a group may have its own. `maximize`:
-follow the negative gradient. `backend`: "reference", "torch", "cpp" or "triton"; None chooses by device. The states of
-a float64 parameter are float64 where those of others are float32. `foreach` and `fused` change nothing: every step is
-fused. Raises ValueError for `capturable` and `differentiable`, which are not offered, and for an option that is not
-allowed.
+`mains`: "param" updates the parameters themselves; "float32" keeps a float32 copy of every narrower parameter;
+"remainder" keeps the low 16 bits of a float32 weight whose upper half is the bfloat16 parameter. {states}
+`stochastic_rounding`: round bfloat16 parameters without another main stochastically. `max_norm`: clip the total norm of
+the gradients within the update. `hooks`: modifications of the update, see `opt_kernels.hooks`; a group may have its
+own. `maximize`: maximize the objective. `backend`: "reference", "torch", "cpp" or "triton"; None chooses by device.
+float64 parameters have float64 states by default. `foreach` and `fused` are accepted and have no effect: every step is
+fused. `capturable`: allow steps to be captured in CUDA graphs, see `RuleOptimizer`. Raises ValueError for
+`differentiable=True`, which is not supported, and for an option that is not allowed.
 """
 
 
 def drop_in(
     formula: Formula,
-    name: str | None = None,  # of the class; None: the formula's title
+    name: str | None = None,  # name of the class; None: the title of the formula
     *,
-    choices: Mapping[str, Constant] = MappingProxyType({}),  # those that are made for good
-    base: type[FormulaOptimizer] | None = None,  # None: by the formula
-    **defaults: Any,  # of its numbers and choices, where they are others than the formula's
+    choices: Mapping[str, Constant] = MappingProxyType({}),  # choices that are fixed, not arguments
+    base: type[FormulaOptimizer] | None = None,  # None: chosen by the formula
+    **defaults: Any,  # of numbers and choices, where they differ from the formula's
 ) -> type[FormulaOptimizer]:
-    """A torch.optim.Optimizer class of this name over `formula`: its arguments are the formula's numbers and choices,
-    `<state>_dtype` for each state, and those that all drop-ins have.
+    """Return a torch.optim.Optimizer class for `formula`. Its arguments are the numbers and choices of the formula,
+    `<state>_dtype` for each state, and those common to all drop-ins.
 
-    Give the result the same name in the module that calls this, so that optimizers can be pickled.
+    Assign the result to the same name in the calling module, so that optimizers can be pickled.
     """
     if base is None:
         base = FormulaOptimizer if formula.evaluation is None else AveragedOptimizer
@@ -65,7 +65,7 @@ def drop_in(
 
 
 def _signature(formula: Formula, choices: list[Choice]) -> Signature:
-    """Numbers and choices by position or name, as torch.optim has them; then, by name only, what all drop-ins have."""
+    """Numbers and choices are positional or named arguments, as in torch.optim; the common options are keyword-only."""
     positional = [Parameter("params", Parameter.POSITIONAL_OR_KEYWORD, annotation=Params)]
     constants = dict(formula.constants)
     for number in formula.numbers:
@@ -89,4 +89,4 @@ def _parameter(name: str, default: Any, kind: Any) -> Parameter:
 def _states_in_words(formula: Formula) -> str:
     names = ", ".join(f"`{state.name}_dtype`" for state in formula.declared)
     floats = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"
-    return f"{names}: {floats}, or 8-bit codes (int8; uint8 for what is never negative)."
+    return f"{names}: {floats}, or 8-bit codes (int8; uint8 for states that are never negative)."

@@ -1,4 +1,4 @@
-"""`FormulaOptimizer`: what the drop-in optimizers over formulas share."""
+"""`FormulaOptimizer`: base class of the drop-in optimizers of elementwise rules."""
 
 from collections.abc import Mapping
 from inspect import Signature
@@ -11,11 +11,11 @@ from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 
-FLAGS = ("foreach", "capturable", "differentiable", "fused")  # torch's, which say how a step is computed
+FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of torch.optim that choose an implementation
 
 
 class FormulaOptimizer(RuleOptimizer):
-    """An optimizer over a formula. `drop_in` makes the classes; their arguments are those of their `__signature__`."""
+    """An optimizer whose rule is a formula. `drop_in` generates the classes, and `__signature__` their arguments."""
 
     fixed: ClassVar[tuple[str, ...]] = ("maximize",)
     formula: ClassVar[Formula]
@@ -41,10 +41,10 @@ class FormulaOptimizer(RuleOptimizer):
         )
 
     def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
-        """The rule at these arguments."""
+        """The rule for these arguments."""
         numbers = {number.name for number in self.formula.numbers}
         others = {"params", "mains", "max_norm", "hooks", *FLAGS, *numbers}
-        # torch takes None for a choice that is left at its default.
+        # As in torch, None leaves a choice at its default.
         options = {name: value for name, value in values.items() if name not in others and value is not None}
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
 

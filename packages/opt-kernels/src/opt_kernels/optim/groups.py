@@ -1,4 +1,4 @@
-"""Parameter groups: which of their options no step can work with, and groups as a state_dict has them."""
+"""Parameter groups: validation of their options, and the groups of a state_dict."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from opt_kernels.optim.state import StateDictError
 
 ParamGroup = dict[str, Any]
 
-# What schedulers, trainers, loggers and `opt_paramgroups` read from groups; none of it tells an optimizer what to do.
+# Entries that schedulers, trainers, loggers and `opt_paramgroups` keep in groups. Optimizers ignore them.
 _OF_OTHERS = frozenset(
     {
         *("params", "param_names", "param_ids", "name", "group_name", "label", "tag", "description"),
@@ -25,7 +25,7 @@ _OF_OTHERS = frozenset(
 )
 _OF_OTHERS_PREFIXES = ("initial_", "swanlab", "wandb", "log_", "_")
 
-# Arguments of torch.optim that choose how a step is computed. Those of these values ask for nothing else than is done.
+# Arguments of torch.optim that choose an implementation, and the values that are accepted without effect.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "foreach": (None, False, True),
@@ -38,10 +38,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "foreach": "every step updates all tensors together",
+        "foreach": "every step updates all tensors at once",
         "fused": "every step is fused",
-        "capturable": "it holds for all groups; give it to the optimizer",
-        "differentiable": "steps are not recorded by autograd; use torch.optim",
+        "capturable": "it applies to all groups; pass it to the optimizer",
+        "differentiable": "autograd does not record steps; use torch.optim",
         "amsgrad": "use torch.optim's optimizer with amsgrad=True",
         "maximize": "minimize the negative of the objective",
     }
@@ -52,15 +52,15 @@ _ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "
 
 
 def check_flags(flags: Mapping[str, object]) -> None:
-    """Raises ValueError for an argument of torch.optim whose value asks for what is not offered."""
+    """Raise ValueError for an argument of torch.optim whose value is not supported."""
     for name, value in flags.items():
         if not any(value is neutral for neutral in _NEUTRAL[name]):
             allowed = " or ".join(map(repr, _NEUTRAL[name]))
-            raise ValueError(f"{name}={value!r} is not offered; {allowed} is allowed: {_INSTEAD[name]}")
+            raise ValueError(f"{name}={value!r} is not supported; {allowed} is allowed: {_INSTEAD[name]}")
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ValueError for a key of a new group that neither this optimizer nor a scheduler or trainer reads."""
+    """Raise ValueError for a key of a new group that neither the optimizer nor any known scheduler reads."""
     check_flags({name: value for name, value in group.items() if name in _NEUTRAL and name not in known})
     for name, value in group.items():
         if name in known or name in _OF_OTHERS or name in _NEUTRAL or name.startswith(_OF_OTHERS_PREFIXES):
@@ -68,10 +68,10 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
         options = sorted({*known} - {"params"})
         alias = _ALIASES.get(name)
         nearest = [alias] if alias in options else get_close_matches(name, options, n=1, cutoff=0.5)
-        meant = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(
-            f"{name}={value!r} in a parameter group: nothing reads it; allowed are {', '.join(options)}.{meant} A key "
-            "of your own may be set after construction: optimizer.param_groups[0][...]"
+            f"{name}={value!r} in a parameter group: nothing reads it; allowed are {', '.join(options)}.{hint} Set "
+            "keys for your own code after construction: optimizer.param_groups[0][...]"
         )
 
 
@@ -106,28 +106,28 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 
 
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
-    """Raises ValueError where an option that all groups share is another one in `group`."""
+    """Raise ValueError if `group` changes an option that must be equal in all groups."""
     for name in fixed:
         is_neutral = name in _NEUTRAL and group.get(name) is None
         if name in group and not is_neutral and _plain(group[name]) != _plain(defaults[name]):
             raise ValueError(
-                f"{name}={group[name]!r} in a group of an optimizer that was built with {defaults[name]!r}, which "
-                f"holds for all of its groups; build it with {name}={group[name]!r}"
+                f"{name}={group[name]!r} in a parameter group, but the optimizer was built with {defaults[name]!r} "
+                f"for all groups; build it with {name}={group[name]!r}"
             )
 
 
 def _plain(value: object) -> object:
-    """`value` with lists as tuples: what JSON and YAML make of tuples is equal to them."""
+    """`value` with lists as tuples, because JSON and YAML turn tuples into lists."""
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def loaded_groups(
     groups: Sequence[ParamGroup], saved: Sequence[ParamGroup], defaults: Mapping[str, Any]
 ) -> list[ParamGroup]:
-    """`saved` with the parameters and hooks of `groups`, and `defaults` for what it does not have.
+    """`saved` with the parameters and hooks of `groups`, and with `defaults` for missing entries.
 
-    Raises StateDictError where there are other numbers of groups or parameters, and for options of torch.optim that
-    these optimizers do not have.
+    Raises StateDictError if the numbers of groups or parameters differ, and for options of torch.optim that are not
+    supported.
     """
     sizes, saved_sizes = ([len(group["params"]) for group in of] for of in (groups, saved))
     if sizes != saved_sizes:
@@ -139,7 +139,7 @@ def loaded_groups(
         for name in {"amsgrad", "maximize"} - defaults.keys():
             if group.get(name):
                 raise StateDictError(
-                    f"the state_dict was saved with {name}=True, which is not offered; train on without it"
+                    f"the state_dict was saved with {name}=True, which this optimizer does not support; set it to False"
                 )
     hooks_of_groups = [{"hooks": group["hooks"]} if "hooks" in group else {} for group in groups]
     names = [{"param_names": group["param_names"]} if "param_names" in group else {} for group in groups]

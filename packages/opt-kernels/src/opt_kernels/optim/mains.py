@@ -1,4 +1,4 @@
-"""In which numbers an optimizer keeps a parameter between steps."""
+"""Mains: the form in which an optimizer keeps a parameter between steps."""
 
 from enum import Enum
 
@@ -12,15 +12,15 @@ MAIN, REMAINDER = "main", "remainder"  # names in the state
 
 
 class Mains(Enum):
-    """In which numbers a parameter is kept. A float32 or float64 parameter is always kept as it is."""
+    """The form in which a parameter is kept. float32 and float64 parameters are always their own main."""
 
     PARAM = "param"  # the parameter itself, in its own dtype
-    FLOAT32 = "float32"  # a float32 copy beside it, in the state `main`: 4 bytes per element
-    REMAINDER = "remainder"  # float32, a bfloat16 parameter being its upper half; the rest in `remainder`: 2 bytes
+    FLOAT32 = "float32"  # a float32 copy in the state `main`: 4 bytes per element
+    REMAINDER = "remainder"  # float32 whose upper half is the bfloat16 parameter; lower half in `remainder`: 2 bytes
 
 
 def parse_mains(name: str) -> Mains:
-    """The choice of that name. Raises ValueError for any other."""
+    """The member of this value. Raises ValueError for an unknown one."""
     try:
         return Mains(name)
     except ValueError:
@@ -29,9 +29,9 @@ def parse_mains(name: str) -> Mains:
 
 
 def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
-    """The states that `mains` asks for beside `param`, as they are before the first step.
+    """The states that `mains` adds to those of the rule, before the first step.
 
-    Raises ValueError for a remainder beside a dtype that is not bfloat16.
+    Raises ValueError for a remainder of a parameter that is not bfloat16.
     """
     if mains is Mains.PARAM or param.dtype in (torch.float32, torch.float64):
         return {}
@@ -46,7 +46,7 @@ def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
 
 
 def saved_main(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
-    """The float32 main of a parameter that has one, whichever way it is kept."""
+    """The float32 main of a parameter, joined from its remainder if need be. None if the parameter is its own main."""
     if REMAINDER in state:
         main = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
         flat(main, main, MAIN).copy_(join(flat(param, param, "param"), flat(state[REMAINDER], param, REMAINDER)))
@@ -55,7 +55,7 @@ def saved_main(param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
 
 
 def load_main_(param: Tensor, state: dict[str, Tensor], saved: Tensor) -> None:
-    """Writes the float32 main `saved` to `state` and, rounded, to `param`; a float32 `param` receives it exactly."""
+    """Write the float32 main `saved` to `state`, and rounded to the dtype of `param` to `param`."""
     if REMAINDER in state:
         main = torch.empty_like(param, dtype=torch.float32, requires_grad=False).copy_(saved)
         split_(flat(param, param, "param"), flat(state[REMAINDER], param, REMAINDER), flat(main, main, MAIN))

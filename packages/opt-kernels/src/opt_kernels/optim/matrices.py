@@ -1,4 +1,4 @@
-"""What the optimizers of matrices share: which parameters are matrices, and who moves the others."""
+"""`MatrixOptimizer`: base class of the drop-in optimizers of matrix rules, with an elementwise rule for the rest."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,29 +27,29 @@ R = TypeVar("R", bound=Rule)
 
 
 class MatrixOptimizer(RuleOptimizer, ABC):
-    """A `RuleOptimizer` whose rule moves matrices, and which gives the other parameters to an elementwise rule.
+    """A `RuleOptimizer` with a matrix rule for matrices and an elementwise rule for all other parameters.
 
-    A parameter is a matrix if it has two dims, unless its group says otherwise with `use_matrix_rule`: False for
-    embeddings and output layers, True for 3-d parameters that are stacks of matrices. Rows that are matrices of their
-    own are said by one of these of a group: `split_rows`, the rows of q, k and v in one query group of fused
-    parameters; `num_heads`, equal parts of all rows, as in per-head orthogonalisation (GLM-5, arXiv 2602.15763);
-    `split_sizes`, parts of any sizes that make up all rows.
+    A parameter is a matrix if it has two dims, unless its group sets `use_matrix_rule`: False for embeddings and output
+    layers, True for 3-d parameters that are stacks of matrices. A group may declare that its parameters consist of
+    several matrices, by one of: `split_rows`, the rows of q, k and v in one query group of fused parameters;
+    `num_heads`, equal parts of all rows, as in per-head orthogonalisation (GLM-5, arXiv 2602.15763); `split_sizes`,
+    parts of any sizes that add up to all rows.
 
-    Parameters alone do not tell which of them are embeddings or output layers. Given the model itself, an `nn.Module`
-    in place of `params`, the optimizer leaves these to the elementwise rule (`opt_kernels.optim.modules.groups_of`).
-    Given `named_parameters()`, it warns of names that look like theirs.
+    Embeddings and output layers cannot be recognised from parameters alone. If `params` is the model itself, an
+    `nn.Module`, the elementwise rule updates them (`opt_kernels.optim.modules.groups_of`). If `params` is
+    `named_parameters()`, names that look like theirs raise a warning.
 
-    `scalar_options` are those of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
-    `stochastic_rounding` and so on. Its backend is that of the matrices unless given there.
+    `scalar_options` are options of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
+    `stochastic_rounding` and so on. Its backend defaults to that of the matrix rule.
 
-    `hooks` are of both rules, or by their names: `{"muon": [...], "adam": [...]}`.
+    `hooks` apply to both rules, or are given by the names of the rules: `{"muon": [...], "adam": [...]}`.
 
-    A final class says its `numbers` and `options`, which make its signature, and the rule at given ones. All numbers
-    may be given by position; `mains`, `max_norm` and `backend` are as in `AdamW`.
+    A final class declares its `numbers` and `options`, from which its signature follows, and returns the rule for given
+    ones. All numbers may be given by position; `mains`, `max_norm` and `backend` are as in `AdamW`.
     """
 
-    numbers: ClassVar[Mapping[str, Any]]  # what groups have of their own
-    options: ClassVar[Mapping[str, Any]]  # of the rule, the same for all groups
+    numbers: ClassVar[Mapping[str, Any]]  # hyper-parameters, which may differ between groups
+    options: ClassVar[Mapping[str, Any]]  # options of the rule, equal in all groups
     default_hooks: ClassVar[GivenHooks] = ()
     __signature__: ClassVar[Signature]
 
@@ -88,7 +88,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     @classmethod
     @abstractmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        """The rule at these numbers and options, by their names as arguments."""
+        """The rule for these numbers and options, given by their names as arguments."""
         ...
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
@@ -97,7 +97,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return for_dtype(self.rule, param)
         if self.scalar_rule is None:
             raise MatrixError(
-                f"{self._named(group, param)} is not a matrix for {type(self).__name__}; give "
+                f"{self._named(group, param)} is not a matrix for {type(self).__name__}; set "
                 "scalar_optimizer='adam' or 'lion', or leave it to another optimizer"
             )
         return for_dtype(self.scalar_rule, param)
@@ -107,8 +107,8 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return MatrixSpec()
         if is_dtensor(param) and local(param).shape != param.shape:
             raise MatrixError(
-                f"{type(self).__name__} needs whole matrices, but of {self._named(group, param)} this rank has "
-                f"{tuple(local(param).shape)}; replicate it, or use opt_distributed, which gathers"
+                f"{type(self).__name__} needs whole matrices, but this rank has only {tuple(local(param).shape)} of "
+                f"{self._named(group, param)}; replicate it, or use opt_stack.get_optimizer, which gathers matrices"
             )
         check_shape(param.shape)
         chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in _UNSPLIT}
@@ -121,7 +121,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             raise MatrixError(f"{error} of {self._named(group, param)}") from None
 
     def _named(self, group: ParamGroup, param: Tensor) -> str:
-        """The parameter, for messages."""
+        """The parameter as messages call it."""
         names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
         name = self._names.get(param) or names.get(id(param))
         shape = f"shape {tuple(param.shape)}"
@@ -175,13 +175,13 @@ _OF_ALL: Mapping[str, Any] = MappingProxyType(
 
 
 def options_of(rule: type, *names: str) -> dict[str, Any]:
-    """The defaults of a rule's fields, all or those of `names`, with enumerations by their values."""
-    found = {field.name: field.default for field in fields(rule) if not names or field.name in names}
-    return {name: value.value if isinstance(value, Choice) else value for name, value in found.items()}
+    """The defaults of all fields of a rule, or of those in `names`. Enum members are given by their values."""
+    defaults = {field.name: field.default for field in fields(rule) if not names or field.name in names}
+    return {name: value.value if isinstance(value, Choice) else value for name, value in defaults.items()}
 
 
 def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
-    """The rule at these fields, of which enumerations may be given by their values."""
+    """The rule with these fields. Enum members may be given by their values."""
     kinds = {field.name: field.type for field in fields(cast(Any, rule)) if isinstance(field.type, type)}
     choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], Choice)}
     return rule(**{name: choices[name](value) if name in choices else value for name, value in options.items()})
@@ -195,7 +195,7 @@ def _signature(numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Signat
 
 
 def _split_of(given: Mapping[str, Any], *, rows: int) -> MatrixSpec:
-    """Which rows are matrices of their own. Raises MatrixError where heads or sizes do not fit all rows."""
+    """How the rows are split into matrices. Raises MatrixError if heads or sizes do not fit the number of rows."""
     match given:
         case {"num_heads": heads}:
             if not isinstance(heads, int) or heads < 1 or rows % heads:
@@ -212,7 +212,7 @@ def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | No
     match name:
         case None:
             if options:
-                raise ValueError(f"scalar_options={options!r} without scalar_optimizer; give 'adam' or 'lion'")
+                raise ValueError(f"scalar_options={options!r} without scalar_optimizer; set 'adam' or 'lion'")
             return None
         case "adam" | "lion":
             return elementwise(FORMULAS[name], **{"backend": backend, **options})

@@ -1,5 +1,5 @@
-"""The drop-in optimizers of matrices. Their signatures for type checkers are in `matrix_catalogue.pyi`, which
-`python -m opt_kernels.optim.stubs` writes."""
+"""The drop-in optimizers of matrix rules. Type checkers read their signatures from `matrix_catalogue.pyi`, which
+`python -m opt_kernels.optim.stubs` generates."""
 
 from opt_kernels.optim.adaptive_muon import NAMO, AdaptiveMuon, NorMuon
 from opt_kernels.optim.muon import Muon, MuonH

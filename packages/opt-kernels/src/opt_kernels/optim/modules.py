@@ -1,4 +1,4 @@
-"""Which parameters of a module a matrix rule should leave alone: embeddings, output layers, what is not a matrix."""
+"""Recognises the parameters of a module that a matrix rule should not update: embeddings, outputs, non-matrices."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,16 @@ _SUSPECTS = frozenset(
 def groups_of(module: nn.Module) -> list[ParamGroup]:
     """All parameters of `module` in at most two groups: hidden matrices, and the rest with `use_matrix_rule=False`.
 
-    Embeddings are the parameters of `nn.Embedding` and `nn.EmbeddingBag`. Output layers are tied to one, or are the
-    last `nn.Linear`, if its weight has the shape of an embedding's. A parameter's attribute
-    `is_embedding_or_output_parameter` has the last word.
+    Embeddings are the parameters of `nn.Embedding` and `nn.EmbeddingBag`. An output layer is tied to an embedding, or
+    is the last `nn.Linear` if its weight has the shape of an embedding. The attribute
+    `is_embedding_or_output_parameter` of a parameter overrides this.
     """
-    spared = _embeddings_and_outputs(module)
+    recognised = _embeddings_and_outputs(module)
     groups: dict[bool, list[Tensor]] = {True: [], False: []}
     for param in module.parameters():
         marked = getattr(param, "is_embedding_or_output_parameter", None)
-        is_spared = id(param) in spared if marked is None else bool(marked)
-        groups[param.dim() == 2 and not is_spared].append(param)
+        is_excluded = id(param) in recognised if marked is None else bool(marked)
+        groups[param.dim() == 2 and not is_excluded].append(param)
     rest: ParamGroup = {"params": groups[False], "use_matrix_rule": False}
     return [group for group in ({"params": groups[True]}, rest) if group["params"]]
 
@@ -41,7 +41,7 @@ def _embeddings_and_outputs(module: nn.Module) -> set[int]:
 
 
 def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn of matrices whose names are those of embeddings and output layers, in groups that do not choose."""
+    """Warn of matrices named like embeddings or output layers, in groups without `use_matrix_rule`."""
     suspects = [
         name
         for group in groups
@@ -51,8 +51,8 @@ def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
     ]
     if suspects:
         warnings.warn(
-            f"{', '.join(map(repr, suspects))}: updated as hidden matrices, though named as embeddings or output "
-            "layers; pass the model itself in place of its parameters, or groups with use_matrix_rule=False (True "
-            "confirms)",
+            f"{', '.join(map(repr, suspects))}: updated as hidden matrices, but named like embeddings or output "
+            "layers; pass the model itself in place of its parameters, or set use_matrix_rule in their group: False, "
+            "or True to confirm",
             stacklevel=4,
         )
