@@ -97,7 +97,7 @@ def _check_matrices(mesh: DeviceMesh) -> None:
         for params in (net, net.named_parameters()):
             with pytest.raises(ValueError, match=f"{kind.__name__} {message}"):
                 kind(params)
-    with pytest.raises(ValueError, match=r"but of a parameter of shape \(4, 6\) this rank has"):
+    with pytest.raises(ValueError, match=r"this rank has only .* of a parameter of shape \(4, 6\)"):
         optim.NAMO(net.parameters())
     net.weight = torch.nn.Parameter(distribute_tensor(net.weight.full_tensor().detach(), mesh, [Replicate()]))
     net.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
