@@ -307,9 +307,9 @@ def checkout(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def trainers(session: nox.Session) -> None:
-    """Inside Lightning, Accelerate and the HF Trainer: real installs, a toy model, save and resume."""
+    """Inside Lightning, Accelerate, the HF Trainer and torchtitan: real installs, a toy model, save and resume."""
     install_torch(session)
-    install_packages(session, *PACKAGES, groups=("test", "trainers"))
+    install_packages(session, *PACKAGES, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
 
 

@@ -60,6 +60,11 @@ class StateDicts(torch.optim.Optimizer):
         self.evaluation.check_training(what)
         self.offload.check_restored(what)
 
+    @property
+    def has_rank_local_state(self) -> bool:
+        """Whether ranks keep state that others do not, other than as DTensors. The same on every rank."""
+        return self._rank_local
+
     def state_dict(self) -> dict[str, Any]:
         """torch's form, `state` by parameter index and `param_groups`, with loss scale, version and layout.
 

@@ -1,0 +1,180 @@
+"""torchtitan 0.3.0: its checkpoints of `StackOptimizers` on two ranks load on one, for every rule that it accepts."""
+
+from typing import Any
+
+import pytest
+import torch
+from worlds import Job, run_jobs
+
+for package in ("torchtitan", "triton", "tyro", "spmd_types"):  # it imports triton and does not require it
+    pytest.importorskip(package)
+
+import titan_ranks  # noqa: E402
+from titan_ranks import CONFIGS  # noqa: E402
+from torch import nn  # noqa: E402
+
+from opt_config import ConfigError, OptimizerConfig  # noqa: E402
+from opt_stack import list_optimizers  # noqa: E402
+from opt_stack.adapters.torchtitan import StackOptimizers  # noqa: E402
+
+RULES = {
+    name: OptimizerConfig(optimizer=name, muon_fp32_matmul_prec="highest", **titan_ranks.BASE)
+    for name in list_optimizers()
+}
+HYBRID = ("adamw", "muon")
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Two ranks save and load; one process saves what two load, and loads what two and four saved."""
+    folder = tmp_path_factory.mktemp("titan")
+    for kind, config in CONFIGS.items():
+        titan_ranks.saved(config, str(folder / f"alone {kind}"))
+    two = {f"save {kind}": Job(titan_ranks.saved, (config, str(folder / kind))) for kind, config in CONFIGS.items()}
+    for kind, config in CONFIGS.items():
+        two[f"resumed {kind}"] = Job(titan_ranks.resumed, (config, str(folder / kind)))
+        two[f"from alone {kind}"] = Job(titan_ranks.resumed, (config, str(folder / f"alone {kind}")))
+    two |= {f"save {name}": Job(titan_ranks.saved_or_refused, (RULES[name], str(folder / name))) for name in RULES}
+    two["refusals"] = Job(titan_ranks.refusals)
+    results = run_jobs(2, two)
+    hybrid = {
+        f"hybrid {kind}": Job(titan_ranks.saved, (CONFIGS[kind], str(folder / f"hybrid {kind}"))) for kind in HYBRID
+    }
+    results |= run_jobs(4, hybrid)
+    for kind in CONFIGS:
+        results[f"alone {kind}"] = [titan_ranks.resumed(CONFIGS[kind], str(folder / kind))]
+    for kind in HYBRID:
+        results[f"hybrid {kind}"] = [titan_ranks.resumed(CONFIGS[kind], str(folder / f"hybrid {kind}"))]
+    for name in RULES:
+        if not isinstance(results[f"save {name}"][0], str):
+            results[f"alone {name}"] = [titan_ranks.resumed(RULES[name], str(folder / name))]
+    return results
+
+
+def assert_close(found: list[dict[str, torch.Tensor]], config: OptimizerConfig, *, units: float) -> None:
+    """Norms and products of gathered matrices are summed in another order on other ranks: some units of rounding."""
+    tolerance = units * torch.finfo(torch.bfloat16 if config.bf16 else torch.float32).eps
+    expected = titan_ranks.finished(config)
+    for weights in found:
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("where", ["alone", "resumed", "from alone"])
+def test_a_run_saved_by_torchtitan_and_loaded_on_other_ranks_is_the_run_never_stopped(
+    worlds: dict[str, list[Any]], where: str, kind: str
+) -> None:
+    assert_close(worlds[f"{where} {kind}"], CONFIGS[kind], units=4)
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_replicas_of_shards_save_what_one_process_loads(worlds: dict[str, list[Any]], kind: str) -> None:
+    assert_close(worlds[f"hybrid {kind}"], CONFIGS[kind], units=4)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_rule_is_saved_so_that_one_process_resumes_or_is_refused(worlds: dict[str, list[Any]], name: str) -> None:
+    on_ranks = worlds[f"save {name}"]
+    if isinstance(on_ranks[0], str):
+        assert on_ranks == [on_ranks[0]] * 2
+        assert "each rank keeps state of its own" in on_ranks[0]
+        return
+    assert on_ranks == [[], []]  # nothing that DCP would take one rank's part of
+    assert_close(worlds[f"alone {name}"], RULES[name], units=64)
+
+
+def test_which_rules_are_refused_on_two_ranks(worlds: dict[str, list[Any]]) -> None:
+    refused = {name for name in RULES if isinstance(worlds[f"save {name}"][0], str)}
+    assert refused == {"soap", "soap_muon"}
+
+
+def test_flat_shards_of_plain_parameters_and_pipeline_stages_are_refused_on_every_rank(
+    worlds: dict[str, list[Any]],
+) -> None:
+    first, second = worlds["refusals"]
+    assert first == second
+    assert "each rank keeps state of its own" in first["flat shards"]
+    assert "is trained on rank 0 only" in first["stages"]
+
+
+def container(config: OptimizerConfig, *parts: nn.Module, **options: Any) -> StackOptimizers:
+    return StackOptimizers.Config(stack=config, **options).build(model_parts=list(parts))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sentence"),
+    [
+        (OptimizerConfig(lr=1e-3), {}, r"clip_grad=1.0: torchtitan clips to training.max_norm"),
+        (OptimizerConfig(lr=1e-3, clip_grad=0.0, fp16=True), {}, "fp16=True needs a scaled loss"),
+        (CONFIGS["adamw"], {"implementation": "foreach"}, "implementation"),
+        (CONFIGS["adamw"], {"param_groups": [object()]}, "set StackOptimizers.Config"),
+    ],
+    ids=["clipping", "fp16", "implementation", "param_groups"],
+)
+def test_what_torchtitan_does_itself_is_refused(
+    config: OptimizerConfig, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        container(config, nn.Linear(2, 2), **options)
+
+
+def test_parts_of_one_pipeline_rank_are_saved_under_their_own_names() -> None:
+    parts = [nn.ModuleDict({name: nn.Linear(3, 3, bias=False)}) for name in ("first", "second")]
+    state = container(CONFIGS["adamw"], *parts).state_dict()
+    assert {"state.first.weight.exp_avg", "state.second.weight.exp_avg"} <= state.keys()
+    with pytest.raises(ConfigError, match="two model parts have a parameter 'weight'"):
+        container(CONFIGS["adamw"], nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+
+
+def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_trained() -> None:
+    model, loaded = (titan_ranks.Net(seed).bfloat16() for seed in (0, 1))
+    optimizers = container(CONFIGS["bf16"], model)
+    model.load_state_dict(loaded.state_dict())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizers.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param, loaded.get_parameter(name), rtol=0.01, atol=0)  # one step of weight decay
+
+
+def test_a_checkpoint_of_another_grouping_or_rule_is_refused_and_changes_nothing() -> None:
+    model = titan_ranks.Net(0)
+    optimizers = container(CONFIGS["adamw"], model)
+    state = optimizers.state_dict()
+    before = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    changed = {
+        "lr was saved as 0.02 for .* and as 0.5": {"param_groups.layers.1.weight.lr": 0.5},
+        "was saved by optimizer='lion'": {f"param_groups.layers.{i}.weight.optimizer": "lion" for i in (0, 1)},
+    }
+    for sentence, values in changed.items():
+        with pytest.raises(ValueError, match=sentence):
+            optimizers.load_state_dict({**state, **values})
+    with pytest.raises(ValueError, match=r"the loaded state has no 'state.layers.0.bias.exp_avg'"):
+        optimizers.load_state_dict({key: value for key, value in state.items() if key != "state.layers.0.bias.exp_avg"})
+    for key, value in optimizers.state_dict().items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0) if isinstance(value, torch.Tensor) else None
+        assert isinstance(value, torch.Tensor) or value == before[key], key
+
+
+def test_averaged_weights_are_not_saved_as_the_trained_ones() -> None:
+    optimizers = container(OptimizerConfig(optimizer="schedule_free", **titan_ranks.BASE), titan_ranks.Net(0))
+    optimizers.optimizers[0].eval()
+    with pytest.raises(RuntimeError, match=r"train\(\)"):
+        optimizers.state_dict()
+
+
+def test_the_command_line_sets_fields_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.llama3 import config_registry
+
+    def with_muon() -> Any:
+        config = config_registry.llama3_debugmodel()
+        config.optimizer = StackOptimizers.Config(stack=OptimizerConfig(optimizer="muon", lr=1e-3, clip_grad=0.0))
+        return config
+
+    monkeypatch.setattr(config_registry, "with_muon", with_muon, raising=False)
+    arguments = ["--module", "llama3", "--config", "with_muon", "--optimizer.stack.lr", "0.5"]
+    config = ConfigManager().parse_args(arguments)
+    assert isinstance(config.optimizer, StackOptimizers.Config)
+    assert (config.optimizer.stack.optimizer, config.optimizer.stack.lr) == ("muon", 0.5)

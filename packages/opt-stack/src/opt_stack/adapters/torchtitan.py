@@ -1,0 +1,165 @@
+"""torchtitan: a container of one optimizer of this library, with the keys of torchtitan's own checkpoints."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+
+from opt_config import ConfigError, OptimizerConfig
+from opt_kernels.hooks import GivenHooks
+from opt_stack.factory import Overrides, get_optimizer
+from opt_stack.hooks import HOOKS
+from opt_stack.local_state import HELD
+from opt_stack.optimizer import Optimizer
+from opt_stack.registry import Registry
+
+_MISSING = object()
+
+
+class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan is untyped where types are checked
+    """torchtitan's `OptimizersContainer` over one optimizer of `get_optimizer`. Checked with torchtitan 0.3.0.
+
+    In a function of the config registry:
+
+        config.optimizer = StackOptimizers.Config(stack=OptimizerConfig(optimizer="muon", lr=1e-3, clip_grad=0.0))
+
+    The trainer clips (`training.max_norm`), schedules and saves as always. State is saved under torchtitan's keys,
+    `state.<parameter>.<name>` and `param_groups.<parameter>.<key>`, and loads on any number of ranks.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: as `get_optimizer`; state that ranks keep for themselves, which a
+            checkpoint by parameter name would lose; pipeline stages; a field that the trainer or this class has no use
+            for.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """Fields are those of `get_optimizer`; `param_groups` and `implementation` of torchtitan stay as they are."""
+
+        stack: OptimizerConfig
+        config_overrides: Overrides | None = None
+        hooks: GivenHooks = ()
+        rules: Registry | None = None
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        _check_config(config)
+        optimizer = get_optimizer(
+            config.stack, model_parts, config.config_overrides, rules=config.rules, hooks=config.hooks
+        )
+        if optimizer.has_rank_local_state:
+            raise ConfigError(
+                f"optimizer={config.stack.optimizer!r}: each rank keeps state of its own, and torchtitan's checkpoints "
+                "tell state apart by parameter name, so they would keep one rank's; use a rule whose state has the "
+                "parameters' shapes, as adam or muon, on parameters that fully_shard made DTensors, without "
+                "use_distributed_optimizer; or save with opt_checkpoint in a loop of your own"
+            )
+        self.model_parts = model_parts
+        self.optimizers = [optimizer]
+        self._names = _names(optimizer)
+        self._follows_model = True  # until the first step: the trainer loads initial weights after this
+        self._post_init([param for group in optimizer.param_groups for param in group["params"]])
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One step. The first takes main values from the parameters, unless they were loaded."""
+        if self._follows_model:
+            self.optimizers[0].reload_model_params()
+            self._follows_model = False
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Live tensors and hyper-parameters by torchtitan's keys.
+
+        Raises:
+            RuntimeError: the parameters hold weights to evaluate with, or the state is on the host.
+        """
+        (optimizer,) = self.optimizers
+        optimizer.check_ready("state_dict()")
+        saved = optimizer.state_dict()
+        flat = {
+            f"state.{self._names[index]}.{key}": value
+            for index, of_param in saved["state"].items()
+            for key, value in of_param.items()
+        }
+        for group in saved["param_groups"]:
+            for index in group["params"]:
+                flat |= {f"param_groups.{self._names[index]}.{key}": value for key, value in _hyper(group)}
+        return flat
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set what `state_dict`, which DCP loaded, holds.
+
+        Raises:
+            ValueError: a key is missing; parameters that share a group here were saved with different
+                hyper-parameters; state of another rule.
+        """
+        (optimizer,) = self.optimizers
+        present = optimizer.state_dict()
+        state = {
+            index: {key: _saved(state_dict, f"state.{self._names[index]}.{key}") for key in of_param}
+            for index, of_param in present["state"].items()
+        }
+        groups = [self._saved_group(state_dict, group) for group in present["param_groups"]]
+        optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
+        self._follows_model = False
+
+    def _saved_group(self, state_dict: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        names = [self._names[index] for index in group["params"]]
+        saved = {key: _agreed_value(state_dict, names, key) for key, _ in _hyper(group)} if names else {}
+        if saved and saved["optimizer"] != group["optimizer"]:
+            raise ValueError(
+                f"{names[0]!r} was saved by optimizer={saved['optimizer']!r}, and has optimizer="
+                f"{group['optimizer']!r} here; start with the saved rule, or leave the optimizer out of the load "
+                '(torchtitan: checkpoint.exclude_from_loading=["optimizer"])'
+            )
+        return {**group, **saved}
+
+
+def _check_config(config: StackOptimizers.Config) -> None:
+    stack = config.stack
+    if config.param_groups or config.optimizer_factory_kwargs_by_name or config.implementation != "fused":
+        raise ConfigError(
+            "param_groups, implementation and optimizer_factory_kwargs_by_name are for torchtitan's own optimizers; "
+            "set StackOptimizers.Config(stack=..., config_overrides=...)"
+        )
+    if stack.clip_grad != 0.0:
+        raise ConfigError(
+            f"clip_grad={stack.clip_grad!r}: torchtitan clips to training.max_norm before the step; set clip_grad=0.0"
+        )
+    if stack.fp16:
+        raise ConfigError("fp16=True needs a scaled loss, which torchtitan does not compute; use bf16 or fp32")
+
+
+def _names(optimizer: Optimizer) -> list[str]:
+    """The parameters' names by index in a state dict. All ranks have the same, or they are pipeline stages."""
+    names = [canonical_fqn(id.name) for group in optimizer.param_groups for id in group["param_ids"]]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"two model parts have a parameter {twice[0]!r}; torchtitan saves state by that name")
+    return names
+
+
+def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a group says of how its parameters are trained. Its name depends on the grouping, its hooks on the code."""
+    return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
+
+
+def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
+    value = state_dict.get(key, _MISSING)
+    if value is _MISSING:
+        raise ValueError(f"the loaded state has no {key!r}")
+    return value
+
+
+def _agreed_value(state_dict: Mapping[str, Any], names: Sequence[str], key: str) -> Any:
+    """What all of `names`, one group's parameters, were saved with."""
+    values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
+    for name, value in zip(names, values, strict=True):
+        if value != values[0]:
+            raise ValueError(
+                f"{key} was saved as {values[0]!r} for {names[0]!r} and as {value!r} for {name!r}, which share a group "
+                "here; group them as they were saved (config_overrides)"
+            )
+    return values[0]
