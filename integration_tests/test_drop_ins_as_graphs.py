@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import slow_tiger
 import torch
 from queued_kernels import queue_kernels
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[Build, dict[str, Any], torch.dtype]] = {
     "sgd": (optim.SGD, {"momentum": 0.9, "lr": 0.1}, torch.float32),
     "lion": (optim.Lion, {}, torch.float32),
     "numbers of its own": (optim.AdEMAMix, {}, torch.float32),
+    "a rule from outside, with a branch on the step": (optim.drop_in(slow_tiger.RULE), {}, torch.float32),
     "muon": (optim.Muon, {"scalar_optimizer": "adam", "fp32_matmul_prec": "highest"}, torch.float32),
 }
 

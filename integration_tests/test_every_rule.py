@@ -1,5 +1,5 @@
-"""Every elementwise rule, and one that only the README of opt-kernels has, under the factory: sharded over ranks as on
-one, and resumed on others. Real processes over gloo."""
+"""Every elementwise rule, the one of the README of opt-kernels, and `slow_tiger`, under the factory: sharded over ranks
+as on one, and resumed on others. Real processes over gloo."""
 
 import re
 from pathlib import Path
@@ -18,6 +18,7 @@ README = Path(__file__).parents[1] / "packages/opt-kernels/README.md"
 (SOURCE,) = re.findall(r"```py\n(# soft_step\.py.*?)```", README.read_text(), flags=re.DOTALL)
 OPTIONS = {"ademamix": {"alpha": 8.0, "beta3_steps": 4}, "schedule_free": {"warmup_steps": 2}}
 THEIRS = {"softness": 0.25}
+SLOW_TIGER = Path(__file__).with_name("slow_tiger.py")  # three states and a branch on the step
 
 Weights = dict[str, Tensor]
 
@@ -34,7 +35,8 @@ class Runs(NamedTuple):
 
 
 def cases(file: str) -> dict[str, ranks.Case]:
-    rules = {name: (OPTIONS.get(name, {}), "") for name in FORMULAS} | {"soft_step": (THEIRS, file)}
+    rules = {name: (OPTIONS.get(name, {}), "") for name in FORMULAS}
+    rules |= {"soft_step": (THEIRS, file), "slow_tiger": ({"nesterov": False, "period": 2}, str(SLOW_TIGER))}
     return {
         f"{name}-{'narrow' if narrow else 'wide'}": ranks.Case(name, narrow, options, path)
         for name, (options, path) in rules.items()

@@ -8,6 +8,7 @@ from opt_kernels.formulas.formula import Formula, State
 from opt_kernels.formulas.functions import (
     absolute,
     exp,
+    floor,
     fma,
     log,
     maximum,
@@ -22,6 +23,6 @@ from opt_kernels.formulas.numbers import Choice, Number, NumberError
 from opt_kernels.formulas.syntax import FormulaError
 
 __all__ = [
-    "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "fma", "log", "maximum",
-    "minimum", "power", "q_pochhammer", "sign", "sqrt", "where",
+    "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor", "fma", "log",
+    "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "where",
 ]  # fmt: skip

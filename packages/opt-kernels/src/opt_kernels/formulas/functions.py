@@ -43,8 +43,13 @@ def log(x: Number) -> Number:
 
 
 def power(base: float, exponent: float) -> float:
-    """Return base^exponent; scalars only, with an exponent that is an integer and at least 0."""
+    """Return base^exponent; scalars only. The base of an exponent that is not an integer is at least 0."""
     return math.pow(base, exponent)
+
+
+def floor(x: float) -> float:
+    """Return the largest integer that is not above x; scalars only."""
+    return float(math.floor(x))
 
 
 def q_pochhammer(a: float, q: float, count: float) -> float:

@@ -12,8 +12,9 @@ from opt_kernels.formulas.numbers import Constant
 
 FUNCTIONS = (
     "fma", "sqrt", "exp", "log", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
+    "floor",
 )  # fmt: skip
-OF_SCALARS = ("power", "q_pochhammer")  # not of elements
+OF_SCALARS = ("power", "q_pochhammer", "floor")  # not of elements
 
 
 _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}

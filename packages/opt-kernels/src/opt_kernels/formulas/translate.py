@@ -95,7 +95,10 @@ class Dialect(ABC):
                 return self.choice(self.condition(remaining), self.expression(yes), self.expression(no))
             case ast.Call(ast.Name(function), arguments):
                 return self.call(function, [self.expression(argument) for argument in arguments])
-        raise FormulaError(f"a formula may not contain {ast.unparse(node)!r}; allowed are arithmetic, names and calls")
+        hint = "; in scalars a // b is floor(a / b)" if isinstance(node, ast.BinOp) else ""
+        raise FormulaError(
+            f"a formula may not contain {ast.unparse(node)!r}; allowed are + - * / **, names and calls{hint}"
+        )
 
     def condition(self, node: ast.expr) -> str:
         """A comparison, or several."""

@@ -56,8 +56,11 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
     def sweep(tile: Tile) -> None:
         for columns in zip(tile.mains, tile.grads, *(tile.states[name] for name in names), strict=True):
             for main, grad, *states in zip(*(torch.split(column.view(-1), PIECE_NUMEL) for column in columns)):
+                targets = (main, *states)
                 new = formula.updated(main, grad, dict(zip(names, states)), scalars)
-                for target, value in zip((main, *states), new, strict=True):
+                # A value may be another target as it was, as after `slow = p`: read before that is written.
+                values = [value.clone() if any(value is old for old in targets) else value for value in new]
+                for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
 
     return sweep

@@ -22,7 +22,7 @@ HEADER = """
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, root, sign, smaller
 from opt_kernels.backends.triton.quantize import read_state, write_state
-from opt_kernels.backends.triton.scalars import power, q_pochhammer
+from opt_kernels.backends.triton.scalars import any_power, q_pochhammer
 from opt_kernels.backends.triton.storage import read_main, write_main
 
 """
@@ -91,7 +91,9 @@ class _Scalar(_Triton):
 
     def call(self, function: str, arguments: list[str]) -> str:
         if function == "power":
-            return f"power({arguments[0]}, ({arguments[1]}).to(tl.int64))"
+            return f"any_power({arguments[0]}, ({arguments[1]}).to(tl.float64))"
+        if function == "floor":
+            return f"tl.floor(({arguments[0]}).to(tl.float64))"
         if function == "q_pochhammer":
             return f"q_pochhammer({', '.join(arguments)})"
         return f"tl.sqrt({arguments[0]})" if function == "sqrt" else super().call(function, arguments)

@@ -96,6 +96,17 @@ def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 
 @jit
+def any_power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """base^exponent in float64; whole exponents by squaring, others of a base of at least 0 to a few units in the last
+    place."""
+    size = tl.abs(exponent)
+    count = size.to(tl.int64)
+    whole = power(base, count)
+    whole = tl.where(exponent < 0, 1.0 / whole, whole)
+    return tl.where(count.to(tl.float64) == size, whole, tl.exp(exponent * tl.log(base)))
+
+
+@jit
 def q_pochhammer(a: tl.tensor, q: tl.tensor, count: tl.tensor) -> tl.tensor:
     """`opt_kernels.formulas.functions.q_pochhammer` in float64."""
     log_q = tl.log(q)

@@ -1,0 +1,102 @@
+"""What a formula from outside may do that none of ours does: on every backend the bits of the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.formulas import Formula, FormulaError, Number, State, floor, fma, power, where
+from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.works import Batch, Hyper, Work
+
+BACKENDS = [
+    "torch",
+    pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no working C++ compiler")),
+    "triton",
+]
+
+
+def moved(formula: Formula, backend: str, **numbers: float) -> list[torch.Tensor]:
+    """The weights and states after each of five steps."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    rule = elementwise(formula, backend=backend)
+    main = torch.randn(130, generator=generator)
+    state = rule.init_state(main)
+    found = []
+    for step in range(1, 6):
+        grad = torch.randn(130, generator=generator)
+        rule.update_([Batch(Hyper(lr=0.1, step=step, own=numbers), [Work(grad=grad, main=main, state=state)])])
+        found += [main.clone(), *(value.clone() for value in state.values())]
+    return found
+
+
+def assert_as_the_reference(formula: Formula, backend: str, **numbers: float) -> None:
+    wanted = moved(formula, "reference", **numbers)
+    for got, want in zip(moved(formula, backend, **numbers), wanted, strict=True):
+        assert torch.equal(got, want)
+
+
+def lookahead_scalars(*, lr: float, step: float) -> dict[str, float]:
+    return {"lr": lr, "is_first": where(step == 1, 1.0, 0.0), "is_sync": where(step / 2 == floor(step / 2), 1.0, 0.0)}
+
+
+def lookahead(p: Any, g: Any, slow: Any, before: Any, *, lr: Any, is_first: Any, is_sync: Any) -> Any:
+    before = p
+    if is_first != 0:
+        slow = p
+    p = fma(-lr, g, p)
+    if is_sync != 0:
+        slow = fma(0.5, p - slow, slow)
+        p = slow
+    return p, slow, before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_may_become_the_weight_of_before(backend: str) -> None:
+    formula = Formula(
+        name="lookahead", states=(State("slow"), State("before")), scalars=lookahead_scalars, update=lookahead
+    )
+    assert_as_the_reference(formula, backend)
+
+
+def power_scalars(*, lr: float, step: float, gamma: float) -> dict[str, float]:
+    return {
+        "a": lr * step**-0.8, "b": lr / step**0.5, "c": lr * power(gamma, step), "d": lr * step**gamma, "e": step**-2,
+    }  # fmt: skip
+
+
+def powers(p: Any, g: Any, *, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+    return p - a * g - b * g * g - c - d * g - e
+
+
+@pytest.mark.parametrize("gamma", [0.7, 0.0, 3.0, -1.0, -1.5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scalars_may_be_raised_to_any_power(backend: str, gamma: float) -> None:
+    formula = Formula(name="powers", states=(), numbers=(Number("gamma", 0.7),), scalars=power_scalars, update=powers)
+    assert_as_the_reference(formula, backend, gamma=gamma)
+
+
+def halving(*, lr: float, step: float) -> dict[str, float]:
+    return {"lr": lr / (1 + step // 2)}
+
+
+def only_lr(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
+
+
+def floors(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - floor(lr * g)
+
+
+def plain(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * g
+
+
+def test_an_operator_that_formulas_lack_is_refused_with_another() -> None:
+    with pytest.raises(FormulaError, match=r"'step // 2'; allowed are \+ - \* / \*\*, .*in scalars a // b is floor"):
+        Formula(name="halving", states=(), scalars=halving, update=plain)
+    with pytest.raises(FormulaError, match="calls floor on elements, which only scalars can"):
+        Formula(name="floors", states=(), scalars=only_lr, update=floors)
