@@ -85,8 +85,8 @@ UNKNOWN = (
     "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?"
 )
 ROLE = (
-    "pg_collection lacks mp (tensor and pipeline ranks that hold one copy of the dense model): needed always; None "
-    "says that there is only one rank"
+    "pg_collection lacks mp (tensor and pipeline ranks that hold one copy of the dense model): needed always; set a "
+    "role to None if it has only one rank"
 )
 STRANGER = "group 'group 1' has a parameter of shape (3,): no trainable parameter of model_chunks"
 NOTHING = "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"

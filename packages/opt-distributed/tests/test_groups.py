@@ -108,7 +108,7 @@ def test_groups_that_would_leave_replicas_out_of_a_reduction_are_refused(message
 
 
 def test_a_role_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ProcessGroupError, match="no process group plays the role 'data'"):
+    with pytest.raises(ProcessGroupError, match="unknown role 'data' of a process group"):
         ProcessGroups(data=None)
 
 

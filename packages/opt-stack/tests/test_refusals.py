@@ -128,7 +128,8 @@ CASES = {
     ),
     "groups without a role": (
         {"pg": ProcessGroups(dp=None, mp=None, tp_ep_pp=None)},
-        "pg_collection lacks expt_dp (replicas of the experts): needed always; None says that there is only one rank",
+        "pg_collection lacks expt_dp (replicas of the experts): needed always; set a role to None if it has only one "
+        "rank",
     ),
     "sharded without its role": (
         {
@@ -136,7 +137,7 @@ CASES = {
             "use_distributed_optimizer": True,
         },
         "pg_collection lacks intra_dist_opt (all ranks of one optimizer instance): needed where optimizer state is "
-        "sharded; None says that there is only one rank",
+        "sharded; set a role to None if it has only one rank",
     ),
     "overlap of a plain chunk": (
         {"use_distributed_optimizer": True, "overlap_param_gather": True},

@@ -1,4 +1,4 @@
-"""Process groups by the role they play, given by the caller; and what the step makes of them."""
+"""`ProcessGroups`: process groups by role, as the caller gives them; `Roles`: the same as the step uses them."""
 
 import math
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
 class ProcessGroups:
     """The process groups of a run, by role: `ProcessGroups(dp=..., mp=None, ...)`, or attributes set one by one.
 
-    A role set to None is a world of one. A role never set reads as None too, but is missing where it is needed.
+    A role set to None stands for one rank. A role that was never set reads as None, too, but is an error if needed.
     """
 
     def __init__(self, **groups: dist.ProcessGroup | None):
@@ -65,7 +65,7 @@ class ProcessGroups:
         elif role in ROLES:
             self._groups[role] = group
         else:
-            raise ProcessGroupError(f"no process group plays the role {role!r}; roles are {', '.join(ROLES)}")
+            raise ProcessGroupError(f"unknown role {role!r} of a process group; roles are {', '.join(ROLES)}")
 
     def __getattr__(self, role: str) -> dist.ProcessGroup | None:
         if role in ROLES:
@@ -74,38 +74,38 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with named axes that spans the world; see `comm.mesh.AXES`. Every rank calls it.
+        """The groups of a mesh with named axes that spans the world; see `comm.mesh.AXES`. Collective.
 
         Raises:
-            ProcessGroupError: an axis without a name or with an unknown one, or a mesh that leaves ranks out.
+            ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
         """
         return cls(**groups_of_mesh(mesh))
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that were set, to None included."""
+        """The roles that were set, including those set to None."""
         return tuple(self._groups)
 
     def first_of(self, *roles: str) -> dist.ProcessGroup | None:
-        """The group of the first of `roles` that was set, to None included; None if none of them was."""
+        """The group of the first of `roles` that was set, even to None; None if none of them was set."""
         return next((self._groups[role] for role in roles if role in self._groups), None)
 
     def require(self, *roles: str, because: str) -> None:
-        """Raises ProcessGroupError, naming every role of `roles` that was never set."""
+        """Raise ProcessGroupError if any of `roles` was never set."""
         missing = [role for role in roles if role not in self._groups]
         if missing:
-            told = "; ".join(f"{role} ({ROLES[role]})" for role in missing)
+            named = "; ".join(f"{role} ({ROLES[role]})" for role in missing)
             raise ProcessGroupError(
-                f"pg_collection lacks {told}: needed {because}; None says that there is only one rank"
+                f"pg_collection lacks {named}: needed {because}; set a role to None if it has only one rank"
             )
 
 
-ProcessGroupCollection = ProcessGroups  # the reference's name
+ProcessGroupCollection = ProcessGroups  # Megatron-Core's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Where one family of parameters is spread."""
+    """The groups over which one family of parameters, dense or experts, is distributed."""
 
     dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
     tp: Comm  # ranks that hold other parts of the same matrices
@@ -113,30 +113,31 @@ class Axes:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks whose gradients make the mean."""
+        """Ranks over whose gradients the mean is taken."""
         return self.dp.size * self.inter.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """The step's view of all groups."""
+    """All groups, as the step uses them."""
 
     dense: Axes
     expert: Axes
-    everyone: Comm  # for verdicts
+    everyone: Comm  # all ranks of the model, which must agree on errors
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
 
     @property
     def totals(self) -> Comm:
-        """Over whom statistics are summed: the instance, or everyone."""
+        """The ranks over which statistics are summed: the instance, or all."""
         return self.everyone if self.instance is None else self.instance
 
 
 def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
-    """What each group is for. None: the whole `torch.distributed` world is data parallel, or this process is alone.
+    """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
 
     Raises:
-        ProcessGroupError: a needed role was never set, or dp and mp make up less than the world without intra_dist_opt.
+        ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
+            the world, and intra_dist_opt was not set.
     """
     everyone = world()
     if groups is None:
@@ -169,7 +170,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
 
 
 def _check_sizes(groups: ProcessGroups) -> None:
-    """Raises ProcessGroupError for groups that contradict each other: replicas that no reduction would reach."""
+    """Raise ProcessGroupError if sizes contradict each other: no reduction would reach some of the replicas."""
     instances = _size(groups.inter_dist_opt)
     replicas = _size(groups.first_of("dp_cp", "dp"))
     products = {
@@ -190,20 +191,20 @@ def _check_sizes(groups: ProcessGroups) -> None:
 
 
 def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None:
-    """One group for all statistics: it must hold every rank of the model once."""
+    """The group over which statistics are summed: it must contain every rank of the model once."""
     if groups.intra_dist_opt is not None:
         return comm_of(groups.intra_dist_opt)
     ranks = dense.num_replicas * _size(groups.mp)
     if ranks in (1, everyone.size):
         return Alone() if ranks == 1 else None
     raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {everyone.size} ranks: give intra_dist_opt, the group of these, "
-        "over which norms are summed"
+        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; give intra_dist_opt, the group of these "
+        "ranks, over which norms are summed"
     )
 
 
 def world() -> Comm:
-    """All ranks of `torch.distributed`; this process alone where it is not initialised."""
+    """All ranks of `torch.distributed`; a world of one if it is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
     group = dist.group.WORLD

@@ -1,7 +1,7 @@
-"""Process groups from a `DeviceMesh`: which of its axes mean what, and what a mesh leaves out of the world.
+"""Process groups from a `DeviceMesh`: the meaning of its axes, and the ranks of the world that it leaves out.
 
-The one file here that reads meshes. A mesh is understood through its root, the mesh that it was sliced from: a
-tensor-parallel plan on `mesh["tp"]` says nothing about replicas, its root `("dp", "tp")` does.
+The only file of this package that reads meshes. A mesh is interpreted through its root, the mesh that it was sliced
+from: `mesh["tp"]` of a tensor-parallel plan does not describe replicas, but its root `("dp", "tp")` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ AXES: Mapping[str, str] = MappingProxyType(
         "pp": "pipeline stages",
     }
 )
-"""The names of mesh axes that are understood."""
+"""The known names of mesh axes, and their meaning."""
 REDUCED_AXES = frozenset({*DATA_AXES, "cp", "ep"})
-"""Axes along which ranks see different tokens, so that dense gradients are averaged over them."""
+"""Axes along which ranks process different tokens, so that dense gradients are averaged over them."""
 
-# torch has no public name for the mesh that a mesh was sliced from; 2.9 renamed the private one.
+# torch has no public API for the mesh that a mesh was sliced from; 2.9 renamed the private one.
 root_of: Callable[[DeviceMesh], DeviceMesh] = (
     DeviceMesh._get_root_mesh if hasattr(DeviceMesh, "_get_root_mesh") else device_mesh._mesh_resources.get_root_mesh
 )
@@ -44,7 +44,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
     Experts are cut over the tensor axis as dense parameters are.
 
     Raises:
-        ProcessGroupError: an axis without a name or with an unknown one, or a mesh that leaves ranks of the world out.
+        ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
     """
     root = root_of(mesh)
     check_mesh(root)
@@ -66,7 +66,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises ProcessGroupError unless the root mesh spans the world along axes with known names."""
+    """Raise ProcessGroupError unless the root mesh spans the world along axes with known names."""
     known = ", ".join(AXES)
     root = root_of(mesh)
     if not root.mesh_dim_names:
@@ -92,12 +92,12 @@ def is_known(mesh: DeviceMesh) -> bool:
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the mesh's axes; none where they have none."""
+    """The names of the mesh's axes; empty if they have none."""
     return tuple(mesh.mesh_dim_names or ())
 
 
 def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
-    """Whether `comm` joins this rank to ranks that the mesh does not have, and to none that it has."""
+    """Whether `comm` has several ranks, of which this one is the only one in the mesh."""
     group = group_of(comm)
     if group is None:
         return comm.size > 1
@@ -105,13 +105,13 @@ def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
 
 
 def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:
-    """Those of `replicas` that a DTensor parameter's gradient still has to be averaged over, one after the other.
+    """The groups of `replicas` over which the gradient of a DTensor parameter must still be averaged, in order.
 
-    torch reduces gradients along the axes of the parameter's own mesh. A mesh that was sliced from a larger one, such
-    as the `"tp"` of `("dp", "tp")`, leaves replicas out.
+    torch reduces gradients only along the axes of the parameter's own mesh. A mesh that was sliced from a larger one,
+    such as the `"tp"` of `("dp", "tp")`, leaves replicas out.
 
     Raises:
-        ProcessGroupError: the mesh has some of a data-parallel group's ranks, and its root does not tell why.
+        ProcessGroupError: the mesh contains a part of a data-parallel group, and its root does not explain which part.
     """
     mesh = mesh_of(param)
     if mesh.size() == dist.get_world_size():
@@ -127,9 +127,9 @@ def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> t
 
 
 def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
-    """Groups of tensor-parallel ranks outside of a DTensor's mesh, which hold copies of what this rank stores of it.
+    """Groups of tensor-parallel ranks outside of a DTensor's mesh, which hold copies of this rank's part of it.
 
-    `peers` are those that the caller knows; the root of the mesh may have others.
+    `peers` is the group that the caller knows; the root of the mesh may have others.
     """
     mesh = mesh_of(param)
     if is_outside(peers, mesh):
@@ -141,7 +141,7 @@ def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
 
 
 def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
-    """The groups along those data axes of the root over which the mesh does not extend."""
+    """The groups along the data axes of the root over which the mesh does not extend."""
     root = root_of(mesh)
     spanned = _spanned(root, mesh)
     left_out = [axis for axis in range(root.ndim) if axis not in spanned and root.size(axis) > 1]
@@ -149,15 +149,15 @@ def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
     unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
     if unknown or root.size() != dist.get_world_size():
         raise ProcessGroupError(
-            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}); "
-            "whether the others hold replicas of it is unknown; slice its mesh from one over the whole world with axes "
-            f"out of {', '.join(AXES)}, and pass that as mesh=..."
+            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}), "
+            "and it is unknown whether the others hold replicas of it; slice its mesh from one over the whole world, "
+            f"with axes out of {', '.join(AXES)}, and pass that as mesh=..."
         )
     return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
 
 
 def _spanned(root: DeviceMesh, mesh: DeviceMesh) -> set[int]:
-    """The axes of the root along which the mesh extends, also where it is flattened."""
+    """The axes of the root along which the mesh extends, even if it is flattened."""
     of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
     places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
     return {axis for axis in range(root.ndim) if len({at[axis] for at in places}) > 1}
@@ -168,7 +168,7 @@ def _ranks(mesh: DeviceMesh) -> set[int]:
 
 
 def _along(root: DeviceMesh, *axes: str) -> dist.ProcessGroup | None:
-    """The ranks that differ from this one along these axes only; None for one rank."""
+    """The group of ranks that differ from this one along these axes only; None if it is one rank."""
     chosen = tuple(axis for axis in names_of(root) if axis in axes and root.size(names_of(root).index(axis)) > 1)
     if not chosen:
         return None

@@ -1,9 +1,9 @@
-"""Let collectives finish before the interpreter shuts down, so that a script ends with status 0 on its own.
+"""Let collectives finish before the interpreter shuts down, so that scripts on gloo exit with status 0.
 
-When a gloo collective completes, the thread that ran it releases its tensors, for which it needs the interpreter's
-lock. A thread that asks for that lock during shutdown is unwound by Python, and C++ turns this into `terminate called
-without an active exception`. A script that ends right after its last step would abort every now and then, and one that
-ends while parameters are still being gathered would also break its peers' gathers.
+When a gloo collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a
+thread that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active
+exception"). So a script that ends right after its last step would abort now and then, and one that ends while
+parameters are being gathered would also break the gathers of its peers.
 """
 
 import atexit
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-FINISH_SECONDS = 5.0  # for collectives under way; one whose peer has died never completes
+FINISH_SECONDS = 5.0  # for pending collectives; one whose peer has died never completes
 RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of completed collectives; they need microseconds
 
 
 class Started:
-    """A collective under way; it is kept, even if nobody else keeps it, until somebody has waited for it."""
+    """A pending collective. It is kept alive until `wait` was called, even if nothing else refers to it."""
 
     def __init__(self, work: Any):
         self.work = work
@@ -36,7 +36,7 @@ _under_way: set[Started] = set()
 
 @atexit.register
 def _finish_collectives() -> None:
-    if not dist.is_initialized():  # no group was made, or the script destroyed them
+    if not dist.is_initialized():  # never initialised, or destroyed by the script
         return
     deadline = time.monotonic() + FINISH_SECONDS
     while time.monotonic() < deadline and not all(started.work.is_completed() for started in _under_way):

@@ -1,4 +1,4 @@
-"""A `Comm` that writes down what passes through it: order of issue, kind, bytes. For tests and for counting traffic."""
+"""A `Comm` that records its collectives in order of issue: kind, bytes, elements. For tests and to count traffic."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from opt_distributed.comm.collectives import Comm, Op, Pending, Sizes
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One collective: its kind and the bytes of its larger tensor."""
+    """One collective: its kind, and the size of its larger tensor."""
 
     kind: str
     num_bytes: int
@@ -19,7 +19,7 @@ class Call:
 
 
 class RecordingComm:
-    """Passes every call on to `inner` and appends it to `calls`."""
+    """Forwards every call to `inner`, and appends it to `calls`."""
 
     def __init__(self, inner: Comm):
         self.inner = inner

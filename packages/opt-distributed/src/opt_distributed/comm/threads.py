@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the same collectives without processes, for tests and for trying a layout out."""
+"""Ranks as threads of one process, with the same collectives: for tests and to try layouts out."""
 
 import threading
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes
 
 
 class World:
-    """What the ranks of one threaded world share."""
+    """The shared state of the ranks of one world of threads."""
 
     def __init__(self, size: int, *, timeout_s: float = 60.0):
         self.size = size
@@ -25,7 +25,7 @@ class World:
 
 
 class ThreadComm:
-    """One thread's view of a `World`. Sums are taken in rank order, so that results do not depend on timing."""
+    """One rank's view of a `World`. Sums are computed in rank order, so that results do not depend on timing."""
 
     def __init__(self, world: World, rank: int):
         self._world = world
@@ -38,8 +38,8 @@ class ThreadComm:
         return DONE
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        mine = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
-        shard.copy_(torch.stack([part[mine] for part in self._everyone(full)]).sum(0))
+        own = slice(self.rank * shard.numel(), (self.rank + 1) * shard.numel())
+        shard.copy_(torch.stack([part[own] for part in self._everyone(full)]).sum(0))
         return DONE
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
@@ -48,8 +48,8 @@ class ThreadComm:
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         sent = [x.numel() // self.size] * self.size if sizes is None else list(sizes.sent)
-        told = self._exchange(torch.split(x.detach().clone(), sent))
-        out.copy_(torch.cat([parts[self.rank] for parts in told]))
+        per_rank = self._exchange(torch.split(x.detach().clone(), sent))
+        out.copy_(torch.cat([parts[self.rank] for parts in per_rank]))
         return DONE
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
@@ -69,15 +69,15 @@ class ThreadComm:
         world.box[self.rank] = value
         world.barrier.wait(world.timeout_s)
         values = list(world.box)
-        world.barrier.wait(world.timeout_s)  # nobody may overwrite the box before all have read it
+        world.barrier.wait(world.timeout_s)  # no rank may overwrite the box before all have read it
         return values
 
 
 def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
-    """Runs `rank_main` once per rank and returns the results in rank order; the first rank's error is raised.
+    """Run `rank_main` once per rank, and return the results in rank order, or raise the first rank's error.
 
-    A rank that raises breaks the barrier, so that the others stop instead of waiting for it; it is its error that is
-    raised, not what the others made of the broken barrier.
+    A rank that raises breaks the barrier, so that the others stop instead of waiting for it. The errors that follow
+    from the broken barrier are not the ones that are raised.
     """
     world = World(size)
     results: list[Any] = [None] * size
@@ -95,9 +95,9 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(world.timeout_s)
-    found = [e for e in errors if e is not None]
-    causes = [e for e in found if not _is_consequence(e)]
-    for error in causes or found:
+    raised = [e for e in errors if e is not None]
+    causes = [e for e in raised if not _is_consequence(e)]
+    for error in causes or raised:
         raise error
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"a rank of {size} was still running after {world.timeout_s} s")
@@ -105,5 +105,5 @@ def run_threads(size: int, rank_main: Callable[[ThreadComm], Any]) -> list[Any]:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether it is about a barrier that another rank broke, or was raised from such an error."""
+    """Whether an error is about a barrier that another rank broke, or was raised from such an error."""
     return error is not None and (isinstance(error, threading.BrokenBarrierError) or _is_consequence(error.__cause__))

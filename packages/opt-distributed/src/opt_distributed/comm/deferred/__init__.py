@@ -1,9 +1,9 @@
-"""A fake accelerator: queued work runs later, in random legal orders, so that a wait that is missing shows on a CPU.
+"""A fake accelerator: queued work runs later, in random legal orders, so that tests on a CPU find missing waits.
 
-`run_deferred` runs ranks as threads. Each has a `Device` with streams; every torch operation of a rank is queued to its
-current stream and returns at once, with garbage in its results until it has run. Collectives run on streams of their
-own, as over NCCL. A missing wait, memory that is dropped or given back too early, and a host read of unfinished data
-give wrong numbers, or an error, in some of the orders.
+`run_deferred` runs ranks as threads. Each has a `Device` with streams. Every torch operation of a rank is queued to its
+current stream and returns at once; its results are garbage until it has run. Collectives run on streams of their own,
+as over NCCL. A missing wait, memory that is freed too early, or a host read of unfinished data gives wrong numbers or
+an error in some of the orders.
 """
 
 from opt_distributed.comm.deferred.graphs import CaptureError

@@ -1,7 +1,7 @@
-"""Graphs of the fake accelerator: what is queued during a capture is recorded, and queued again by each replay.
+"""Graphs of the fake accelerator: work that is queued during a capture is recorded, and each replay queues it again.
 
-A graph holds addresses. So memory that it reads and that was given back since the capture is an error when it is
-replayed, where a GPU would compute with what is there by then; memory that the capture made belongs to the graph.
+A graph holds addresses. Memory that it reads must not have been freed since the capture: a replay raises an error where
+a GPU would compute with the new contents of that memory. Memory allocated during the capture belongs to the graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,21 +16,21 @@ from opt_distributed.comm.graph import GraphError
 
 
 class CaptureError(GraphError):
-    """The host does during a capture what a graph cannot repeat."""
+    """During a capture, the host does something that a graph cannot repeat."""
 
 
 @dataclass(slots=True)
 class Recording:
-    """What a capture has seen so far."""
+    """What a capture has recorded so far."""
 
     memory: Memory
     calls: list[Callable[[], object]] = field(default_factory=list)
-    made: set[int] = field(default_factory=set)  # storages that belong to the graph
-    read: dict[int, str] = field(default_factory=dict)  # other storages, by the first operation on them
-    held: list[int] = field(default_factory=list)  # a storage for each tensor that the calls hold
+    made: set[int] = field(default_factory=set)  # storages allocated during the capture
+    read: dict[int, str] = field(default_factory=dict)  # other storages, with the first operation on them
+    held: list[int] = field(default_factory=list)  # the storage of each tensor that the calls hold
 
     def add(self, name: str, call: Callable[[], object], tensors: list[Tensor]) -> None:
-        """Records one call that works on these tensors, which it holds."""
+        """Record one call, which holds these tensors."""
         self.calls.append(call)
         for tensor in tensors:
             key = self.memory.key(tensor)
@@ -40,12 +40,12 @@ class Recording:
             self.held.append(key)
 
     def drop(self) -> None:
-        """The graph is gone, or records something else."""
+        """Release the tensors: the graph was replaced by a new capture."""
         for key in self.held:
             self.memory.uncapture(key)
 
     def replay(self) -> None:
-        """Makes all calls again. Raises ReleasedError where memory that they read was given back."""
+        """Make all calls again. Raises ReleasedError if memory that they read was freed."""
         for key, name in self.read.items():
             self.memory.check_captured(key, name)
         for call in self.calls:

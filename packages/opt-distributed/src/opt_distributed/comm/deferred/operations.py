@@ -1,4 +1,4 @@
-"""torch's operations, queued: a dispatch mode whose operations return at once and run later."""
+"""A dispatch mode that queues the operations of torch: they return at once and run later."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
@@ -21,14 +21,14 @@ _READS = {
 
 
 class HostReadError(RuntimeError):
-    """The host waits for the device where it must not, or one operation takes memory of both."""
+    """The host waits for the device where it must not, or an operation mixes host and device memory."""
 
 
 class _Kind(Enum):
-    READS = auto()  # returns numbers, or a size that depends on numbers: the host waits
-    VIEWS = auto()  # computes nothing
+    READS = auto()  # returns values, or shapes that depend on values: the host waits
+    VIEWS = auto()  # returns views
     WRITES = auto()  # writes to arguments
-    MAKES = auto()  # makes new tensors
+    MAKES = auto()  # returns new tensors
 
 
 @cache
@@ -46,16 +46,16 @@ def _kind(func: Any) -> _Kind:
 class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Queues every operation to the current stream of one rank.
 
-    The shapes of new tensors come from a run on what is there, whose values are then overwritten by garbage; the
-    values come from a second run, when it is the operation's turn. So no operation has to be known here. Random numbers
-    are those of the first run, since generators advance on the host.
+    Each operation that makes new tensors runs twice: once at once, for the shapes, after which the results are
+    overwritten with garbage, and again when it is its turn in the queue, for the values. So no operation needs code of
+    its own here. Random numbers are those of the first run, because generators advance on the host.
     """
 
     def __init__(self, memory: Memory, current: Callable[[], Queue]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self._current = memory, current
         self.forbids_reads = False
-        self.is_on_host = False  # whether what is made of no other tensor is the host's
+        self.is_on_host = False  # whether tensors that are computed from no other tensor are in host memory
         self.recording: Recording | None = None  # while a graph is captured
 
     def __torch_dispatch__(
@@ -74,7 +74,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if all(on_host) and (tensors or self.is_on_host):
             return self._computed_on_host(func, args, kwargs)
         if any(on_host) and func.overloadpacket is not _ATEN.copy_:
-            raise HostReadError(f"{func} takes memory of the host and of the device")
+            raise HostReadError(f"{func} mixes memory of the host and of the device")
         if kind is _Kind.READS:
             self.read(str(func))
             return func(*args, **kwargs)
@@ -86,10 +86,11 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _written(func, args, kwargs)
 
     def read(self, what: str) -> None:
-        """The host waits for the current stream.
+        """Make the host wait for the current stream.
 
         Raises:
-            HostReadError: it must not.
+            CaptureError: a graph is being captured.
+            HostReadError: host reads are forbidden.
         """
         if self.recording is not None:
             raise CaptureError(f"{what} waits for the device while a graph is captured")
@@ -98,8 +99,10 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current().synchronize()
 
     def queue(self, name: str, run: Callable[..., object], given: Any, *, on: Queue | None = None) -> None:
-        """Lets `run(*given)` run in the order of a stream, with aliases of all tensors in `given`; while a graph is
-        captured, at each replay."""
+        """Queue `run(*given)` to a stream, with aliases of all tensors in `given`.
+
+        While a graph is captured, record it instead, so that each replay queues it.
+        """
         if self.recording is not None:
             self.record(name, lambda held: self.queue(name, run, held, on=on), given)
             return
@@ -109,13 +112,13 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         queue.world.go_on(queue.rank)
 
     def record(self, name: str, call: Callable[[Any], object], given: Any) -> None:
-        """Lets each replay of the graph that is captured make `call(given)`."""
+        """Let each replay of the graph that is being captured make `call(given)`."""
         assert self.recording is not None
-        held = _mapped(lambda tensor: tensor.data, given)  # views stay what they are now
+        held = _mapped(lambda tensor: tensor.data, given)  # metadata stays as it is now
         self.recording.add(name, lambda: call(held), list(_tensors(held)))
 
     def task(self, name: str, run: Callable[..., object], given: Any) -> Task:
-        """What `queue` queues."""
+        """The task that `queue` queues."""
         self.memory.overwrite_dropped()
         used: list[Tensor] = []
 
@@ -160,7 +163,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts. torch's pytree is as slow as all else here together."""
+    """The tensors in nested lists, tuples and dicts. torch's pytree takes as long as everything else here together."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, list | tuple | dict):
@@ -183,7 +186,7 @@ def _write_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targ
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation that writes to its arguments returns: the arguments, as its schema says."""
+    """The return value of an operation that writes to arguments: those arguments, in the order of its schema."""
     schema = func._schema
     by_alias: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):

@@ -1,7 +1,7 @@
-"""Queues of work that runs later, over all ranks of a world, in any order that streams and events allow.
+"""Queues of work over all ranks of a world, which runs later, in any order that streams and events allow.
 
-One scheduler, seeded, picks among the heads of all queues. Ranks are threads of which one runs at a time; they take
-turns where a rank can go no further, and now and then where it could. So an order repeats exactly with its seed.
+A seeded scheduler picks among the heads of all queues. Ranks are threads of which one runs at a time. The turn passes
+to another rank when a rank must wait, and sometimes at random. So a seed reproduces an order exactly.
 """
 
 import threading
@@ -13,12 +13,12 @@ from random import Random
 from typing import Any
 
 EAGERNESS = (0.0, 0.3, 0.9)
-"""Chances, of which a world draws one, that a piece of queued work runs before the host queues the next."""
-CHANCE_OF_A_TURN = 0.02  # that another rank goes on, whenever a rank queues something
+"""Probabilities, of which a world draws one, that queued work runs before the host queues more."""
+CHANCE_OF_A_TURN = 0.02  # probability that the turn passes to another rank when a rank queues something
 
 
 class DeadlockError(RuntimeError):
-    """Every rank waits, and nothing that is queued can run."""
+    """Every rank waits, and no queued work can run."""
 
 
 class Stopped(RuntimeError):
@@ -30,13 +30,13 @@ class Task:
     """An entry of a queue."""
 
     name: str
-    run: Callable[[], None] | None = None  # None: it only waits
+    run: Callable[[], None] | None = None  # None: a wait
     after: "tuple[Event, ...]" = ()
-    meeting: "Meeting | None" = None  # with tasks of other ranks: all run at once
+    meeting: "Meeting | None" = None  # with tasks of other ranks, which run at the same time
 
 
 class Queue:
-    """A stream: its tasks run one after the other."""
+    """A stream: its tasks run in order."""
 
     def __init__(self, world: "World", rank: int, name: str):
         self.world, self.rank, self.name = world, rank, name
@@ -63,7 +63,7 @@ class Queue:
 
 
 class Event:
-    """A place in a queue."""
+    """A point in a queue."""
 
     def __init__(self, queue: Queue, position: int):
         self._queue, self._position = queue, position
@@ -78,7 +78,7 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """One collective: the tasks of all ranks of a group, which run together."""
+    """One collective: a task on each rank of a group, which all run together."""
 
     kind: str
     size: int
@@ -113,7 +113,7 @@ class World:
         at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.size = size
-        self.at_once = at_once  # around everything that runs
+        self.at_once = at_once  # context in which tasks run
         self.random = Random(seed)
         self.eagerness = self.random.choice(EAGERNESS) if eagerness is None else eagerness
         self.queues: list[Queue] = []
@@ -121,16 +121,16 @@ class World:
         self._turn = 0
         self._changed = threading.Condition()
         self._live = set(range(size))
-        self._stuck: set[int] = set()  # ranks that found nothing to do since anything moved
+        self._stuck: set[int] = set()  # ranks that have waited in vain since the last progress
 
     # --- work -------------------------------------------------------------------------------------------------------
 
     def moved(self) -> None:
-        """Something was queued, or ran: a rank that waits may look again."""
+        """Note progress: something was queued or has run, so waiting ranks must check again."""
         self._stuck.clear()
 
     def advance(self) -> bool:
-        """Runs one of the tasks that may run now; False where there is none."""
+        """Run one of the tasks that may run now. False if no task may."""
         heads = [queue for queue in self.queues if queue.tasks and _may_run(queue.tasks[0])]
         if not heads:
             return False
@@ -145,7 +145,7 @@ class World:
         return True
 
     def go_on(self, rank: int) -> None:
-        """Lets the device, and now and then another rank, run on for a while."""
+        """Let the device, and sometimes another rank, make progress."""
         while self.random.random() < self.eagerness and self.advance():
             pass
         if self.random.random() < CHANCE_OF_A_TURN:
@@ -154,10 +154,10 @@ class World:
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def block_until(self, is_met: Callable[[], bool], rank: int) -> None:
-        """Returns to the rank once the condition is met, and runs queued work until then.
+        """Run queued work and other ranks until the condition is met.
 
         Raises:
-            DeadlockError: it never will be.
+            DeadlockError: all ranks wait, and no work can run.
             Stopped: another rank raised an error.
         """
         while not is_met():
@@ -170,11 +170,11 @@ class World:
             self._pass_turn(rank)
 
     def begin(self, rank: int) -> None:
-        """Waits for the rank's first turn."""
+        """Wait for the rank's first turn."""
         self._wait_for_turn(rank)
 
     def end(self, rank: int, *, failed: bool) -> None:
-        """The rank takes no more turns."""
+        """End the rank: it takes no more turns."""
         with self._changed:
             self.failed = self.failed or failed
             self._live.discard(rank)

@@ -1,4 +1,4 @@
-"""Ranks as threads, each with a device that runs its work later, and collectives between them with NCCL's semantics."""
+"""Ranks as threads, each with a device that runs work later, and collectives with the semantics of NCCL."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ from opt_distributed.comm.deferred.operations import Deferring
 from opt_distributed.comm.deferred.queues import Event, Meeting, Queue, Stopped, World
 from opt_distributed.comm.graph import Graph
 
-_rank = threading.local()  # the device of the rank that a thread is
-_HOST_READS = ("tolist", "numpy")  # of a tensor, that no dispatch mode sees
+_rank = threading.local()  # the device of this thread's rank
+_HOST_READS = ("tolist", "numpy")  # methods of a tensor that a dispatch mode does not see
 
 
 class DeferredDevice:
@@ -67,7 +67,7 @@ class DeferredDevice:
         if not self.memory.is_on_host(tensor):
             return tensor
         with at_once():
-            source = tensor.clone()  # torch's allocator of pinned memory keeps it until the copy has run
+            source = tensor.clone()  # torch's pinned-memory allocator keeps it until the copy has run
         uploaded = torch.empty_like(source)
         self.mode.queue("upload", lambda target: target.copy_(source), (uploaded,))
         return uploaded
@@ -105,8 +105,10 @@ class DeferredDevice:
 
     @contextmanager
     def host_reads_forbidden(self) -> Iterator[None]:
-        """Raises `HostReadError` where the host reads a tensor, or copies one to the host and waits. It may wait for
-        events: that is how a copy which was started earlier is read."""
+        """Raise `HostReadError` if the host reads a tensor, or waits for a copy of one.
+
+        Waiting for events is allowed: that is how a copy that was started earlier is read.
+        """
         self.mode.forbids_reads = True
         try:
             yield
@@ -124,7 +126,7 @@ class DeferredDevice:
 
 
 class _Group:
-    """What the ranks of a process group share."""
+    """The shared state of the ranks of a process group."""
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = tuple(ranks)
@@ -133,7 +135,7 @@ class _Group:
 
 
 class DeferredPending:
-    """A collective that was queued; its tensors are kept until somebody waits for it."""
+    """A collective that was queued. Its tensors are kept until `wait`."""
 
     def __init__(self, done: Event, device: DeferredDevice, tensors: Sequence[Tensor]):
         self._done, self._device, self._tensors = done, device, tensors
@@ -145,7 +147,7 @@ class DeferredPending:
 
 
 class _AtReplay:
-    """A collective of a graph, for which the replay waits before it goes on."""
+    """A collective that was captured: the replay waits for it."""
 
     def wait(self) -> None:
         return None
@@ -191,7 +193,7 @@ class DeferredComm:
         return zeros(numel, dtype=dtype, device=device)
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
-        """Queues the rank's part; all parts run at once, when each is at the head of its stream."""
+        """Queue this rank's part. All parts run together once each is at the head of its stream."""
         if self._device.mode.recording is not None:
             self._device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
             return _AtReplay()
@@ -212,7 +214,7 @@ class DeferredComm:
 
 
 class DeferredRank:
-    """What a rank's program is given."""
+    """The argument of a rank's program: its device and its collectives."""
 
     def __init__(self, world: World, rank: int, groups: dict[tuple[int, ...], _Group]):
         self.device = DeferredDevice(world, rank)
@@ -222,7 +224,7 @@ class DeferredRank:
         self.comm = self.comm_over(range(world.size))
 
     def comm_over(self, ranks: Sequence[int]) -> DeferredComm:
-        """The group of these ranks, of which this one is one."""
+        """The group of these ranks, which include this one."""
         key = tuple(ranks)
         if key not in self._comms:
             self._comms[key] = DeferredComm(self._groups.setdefault(key, _Group(key)), self.device)
@@ -236,12 +238,12 @@ class DeferredRank:
 def run_deferred(
     size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int, eagerness: float | None = None
 ) -> list[Any]:
-    """Runs `rank_main` once per rank, on devices that run their work later, in the order that `seed` stands for.
+    """Run `rank_main` once per rank, on devices that run their work later, in an order that `seed` determines.
 
-    Returns what the ranks returned, in rank order, once all work has run. Tensors that exist before are on the device;
-    every tensor that a rank makes is, too, except those of `Device.pinned_like` and `host_empty`, what is computed from
-    these alone, and what is made inside `Device.on_host`. `eagerness` is the chance that queued work runs before the
-    host goes on, drawn where it is not given; at 1, work runs as soon as it can.
+    Returns the results in rank order, once all work has run. All tensors are on the device, except those of
+    `Device.pinned_like` and `host_empty`, those computed from these alone, and those made inside `Device.on_host`.
+    `eagerness` is the probability that queued work runs before the host continues, drawn at random if it is not given;
+    at 1, work runs as soon as it can.
 
     Raises:
         The first rank's error.
@@ -286,7 +288,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 @contextmanager
 def _patched() -> Iterator[None]:
-    """Devices are those of the ranks, and the host reads of tensors that torch does not dispatch wait as others do."""
+    """Replace `device_of` by the rank's device, and let host reads that torch does not dispatch wait as others do."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(devices, "device_of", lambda device: _rank.device))
         for name in _HOST_READS:
@@ -319,7 +321,7 @@ def _all_reduce_max(parts: list[Any]) -> None:
 def _reduce_scatter(parts: list[Any]) -> None:
     total = torch.stack([full for _, full in parts]).sum(0).chunk(len(parts))
     for _, full in parts:
-        poison_(full)  # it is undefined afterwards
+        poison_(full)  # undefined after a reduce-scatter
     for (shard, _), value in zip(parts, total, strict=True):
         shard.copy_(value)
 
