@@ -9,11 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
+from char_gpt import CONTEXT, CharGPT, batch_at, compute_dtype, stdlib_text
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.grouping import matrices_whole
-from opt_stack import DistributedDataParallel, get_optimizer
+from opt_stack import DistributedDataParallel, get_optimizer, matrices_whole
 
 
 def main() -> None:
@@ -27,7 +26,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
-    gpt = CharGPT().bfloat16()
+    compute = compute_dtype()  # of activations and products; weights are bf16 on every machine
+    gpt = CharGPT(compute=compute).bfloat16()
     # Embeddings and the head are recognised by their modules and go to Adam. Where that fails, set the attribute
     # is_embedding_or_output_parameter of the weight to True or False.
     ddp_config = DistributedDataParallelConfig(
@@ -41,6 +41,7 @@ def main() -> None:
         lr=3e-3,
         muon_extra_scale_factor=0.2,  # an update of AdamW's size, so that one lr suits both rules
         muon_nesterov=True,
+        muon_fp32_matmul_prec="medium" if compute is torch.bfloat16 else "highest",  # medium: products in bf16
         weight_decay=0.1,
         bf16=True,
     )
