@@ -253,7 +253,7 @@ def test_fp8_parameters_without_a_recipe_are_refused() -> None:
 
 def test_another_recipe_than_the_parameters_is_refused() -> None:
     message = refused("tensorwise", fp8_recipe="mxfp8")
-    assert "fp8_recipe='mxfp8', but parameter '0.weight' is kept by the recipe 'tensorwise'" in message
+    assert "fp8_recipe='mxfp8', but parameter '0.weight' is stored with recipe 'tensorwise'" in message
 
 
 def test_a_recipe_without_fp8_parameters_is_refused() -> None:
@@ -338,7 +338,7 @@ def test_fully_shard_dequantises_which_is_refused() -> None:
     try:
         model = make_model("tensorwise")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ConfigError, match="leave it out; fully_shard and other DTensors dequantise"):
+        with pytest.raises(ConfigError, match="fully_shard and other DTensors store parameters dequantised"):
             get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="tensorwise"), [model])
     finally:
         dist.destroy_process_group()

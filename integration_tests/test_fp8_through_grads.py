@@ -160,7 +160,9 @@ def test_two_optimizers_on_one_buffer_are_refused() -> None:
         chunk = wrapped(comm, **{REUSE: True})
         config = OptimizerConfig(bf16=True, fp8_recipe="mxfp8", use_distributed_optimizer=True, **{REUSE: True})
         group = {"params": [chunk.module[0].weight]}
-        with pytest.raises(ConfigError, match="is not trained by this one; give one optimizer all mxfp8 parameters"):
+        with pytest.raises(
+            ConfigError, match="is not trained by this one; train all mxfp8 parameters with one optimizer"
+        ):
             get_optimizer_based_on_param_groups(config, [chunk], [group], pg_collection=roles_over(comm))
 
     run_threads(2, rank_main)

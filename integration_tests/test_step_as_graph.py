@@ -380,19 +380,19 @@ def test_the_halves_of_a_step_run_between_replays() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a rule that reads": (
         {"optimizer": "soap"},
-        "optimizer_cuda_graph=True with optimizer='soap': its update reads numbers on the host, or does not say that "
-        "it does not (`capturable`); use another rule, or leave graphs off",
+        "optimizer_cuda_graph=True with optimizer='soap': its update reads values on the host, or the rule does "
+        "not declare capturable=True; use another rule, or set it to False",
     ),
     "hooks with memory of their own": (
         {"hooks": (RelativeUpdate(),)},
-        "optimizer_cuda_graph=True with hooks (RelativeUpdate(),) of 'adam', which go through new memory at every "
-        "step; give hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
-        "elementwise rule), or leave graphs off",
+        "optimizer_cuda_graph=True with hooks (RelativeUpdate(),) of 'adam', which allocate memory in every "
+        "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+        "elementwise rule), or set it to False",
     ),
     "fp16 main values": (
         {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
         "optimizer_cuda_graph=True with main_params_dtype=torch.float16, whose values are decoded to new memory at "
-        "every step; use remainders or fp32 main values, or leave graphs off",
+        "every step; use remainders or fp32 main values, or set it to False",
     ),
     "parameters in fp8": (
         {"bf16": True, "fp8_recipe": "delayed"},

@@ -1,4 +1,4 @@
-"""Weights to evaluate with, for rules that train others: `eval()` puts them into parameters, `train()` goes back."""
+"""Evaluation weights, for rules that evaluate other weights than they train: `eval()` sets, `train()` restores."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +21,16 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Evaluation:
-    """The two modes of an optimizer's parameters. It begins in training; without such a rule nothing ever changes."""
+    """Switches parameters between training and evaluation weights; for most rules the two are the same."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
         self._formulas = {unit.name: _formula(unit) for unit in stepper.units}
-        self.rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}  # that train others
-        self._trained: dict[Tensor, Tensor] | None = None  # in evaluation, what parameters held before
+        self.rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}  # with evaluation weights
+        self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
 
     def check_training(self, what: str) -> None:
-        """Raises RuntimeError while the parameters hold other weights than those that are trained."""
+        """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
         if self._trained is not None:
             raise RuntimeError(
                 f"{what} in evaluation mode: the parameters hold averaged weights; call optimizer.train() first, and "
@@ -39,16 +39,16 @@ class Evaluation:
 
     @property
     def is_evaluating(self) -> bool:
-        """Whether the parameters hold the weights to evaluate with."""
+        """Whether the parameters hold the evaluation weights."""
         return self._trained is not None
 
     def replaces_weights_of(self, unit: Unit) -> bool:
-        """Whether parameters of `unit` hold other weights than those that are trained."""
+        """Return whether the parameters of `unit` hold evaluation weights now."""
         return self.is_evaluating and self._formulas[unit.name] is not None
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
-        """The parameters of this rank hold the trained weights inside; nothing is communicated."""
+        """Show the trained weights in this rank's parameters inside the context; no communication."""
         trained = self._trained or {}
         shown = {param: local(param).detach().clone() for param in trained}
         try:
@@ -59,7 +59,7 @@ class Evaluation:
 
     @torch.no_grad()
     def resume_(self, groups: Groups) -> None:
-        """Begins evaluation after a load that set only the main values of each rank's own pieces."""
+        """Begin evaluation after a load that set only the main values of each rank's own pieces. Collective."""
         for unit in self.stepper.units:
             for source in unit.completes if self._formulas[unit.name] is not None else ():
                 source.publish_()
@@ -67,7 +67,7 @@ class Evaluation:
 
     @torch.no_grad()
     def begin_(self, groups: Groups) -> None:
-        """Puts the weights to evaluate with into the parameters of all ranks, which call it together."""
+        """Write the evaluation weights to the parameters of all ranks. Collective."""
         if self._trained is not None or not self.rules:
             return
         moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
@@ -83,14 +83,14 @@ class Evaluation:
                 source.publish_()
 
     def end_(self) -> None:
-        """Puts the trained weights back into the parameters, bit for bit; nothing is communicated."""
+        """Restore the trained weights in the parameters, bit for bit; no communication."""
         _write_(self._trained or {})
         self._trained = None
 
 
 @torch.no_grad()
 def _write_(weights: Mapping[Tensor, Tensor]) -> None:
-    """Copies to each parameter the values of its local part."""
+    """Copy values to the local part of each parameter."""
     for param, values in weights.items():
         local(param).copy_(values)
 

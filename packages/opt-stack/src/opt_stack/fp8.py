@@ -1,4 +1,4 @@
-"""Parameters in fp8: what configuration, rules and tensors must agree on."""
+"""Checks for parameters in fp8: configuration, rules and tensors must agree."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -20,7 +20,7 @@ def check_fp8(
     rule_of: Mapping[ParamId, str],
     rules: Mapping[str, Rule],
 ) -> None:
-    """Raises ConfigError for parameters in fp8 without `fp8_recipe`, or under a rule that swaps weights."""
+    """Raise ConfigError for parameters in fp8 without `fp8_recipe`, or with a rule that has evaluation weights."""
     stored = [id for id in rule_of if metas[id].codes is not None]
     if stored and config.fp8_recipe is None:
         raise ConfigError(
@@ -31,38 +31,38 @@ def check_fp8(
         rule = bare(rules[rule_of[id]])
         if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
             raise ConfigError(
-                f"optimizer={rule.name!r} evaluates other weights than it trains, which parameters in fp8 cannot hold "
-                f"to the bit; {str(id)!r} is one: use another rule for it"
+                f"optimizer={rule.name!r} evaluates other weights than it trains, but parameter {str(id)!r} is stored "
+                "in fp8, which cannot restore the trained weights bit for bit; use another rule for it"
             )
 
 
 def check_recipes(config: OptimizerConfig, chunks: Sequence[nn.Module], everyone: Comm) -> None:
-    """Whether parameters are stored in fp8 as the configurations say. Collective: all ranks call it.
+    """Check that parameters are stored in fp8 as the configurations say. Collective.
 
     Raises:
-        ConfigError, on every rank: another recipe than `fp8_recipe`; no parameter in fp8 on any rank although one of
-            the configurations asks for it.
+        ConfigError: on every rank, if a parameter has another recipe than `fp8_recipe`, or no parameter on any rank is
+            stored in fp8 although the configuration asks for it.
     """
     found = dict(_recipes(chunks))
     other = next((id for id, recipe in found.items() if recipe != config.fp8_recipe), None)
     error = None
     if other is not None:
         error = ConfigError(
-            f"fp8_recipe={config.fp8_recipe!r}, but parameter {str(other)!r} is kept by the recipe {found[other]!r}; "
+            f"fp8_recipe={config.fp8_recipe!r}, but parameter {str(other)!r} is stored with recipe {found[other]!r}; "
             "set fp8_recipe to that of the parameters"
         )
     agree(everyone, error)
     asks = _asking(config, chunks)
     if asks and not any(everyone.gather_objects(bool(found))):
         raise ConfigError(
-            f"{asks}, but no parameter is stored in fp8 on any rank; make them so before the model is wrapped "
-            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave it out; "
-            "fully_shard and other DTensors dequantise what they cut"
+            f"{asks}, but no parameter is stored in fp8 on any rank; quantise the model before it is wrapped "
+            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave the "
+            "option out; fully_shard and other DTensors store parameters dequantised"
         )
 
 
 def check_reused(chunks: Sequence[nn.Module], trained: Collection[ParamId]) -> None:
-    """Raises ConfigError where gradients of another optimizer share a buffer that parameters travel in."""
+    """Raise ConfigError if a buffer that is reused to gather parameters holds gradients of another optimizer."""
     for index, chunk in enumerate(chunks):
         for buffer in chunk.synced_buffers if isinstance(chunk, DistributedDataParallel) else ():
             others = [id for id in buffer.params if id not in trained]
@@ -70,7 +70,7 @@ def check_reused(chunks: Sequence[nn.Module], trained: Collection[ParamId]) -> N
                 raise ConfigError(
                     f"model chunk {index} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which overwrites "
                     f"gradients when an optimizer has used them, but {str(others[0])!r} is not trained by this one; "
-                    "give one optimizer all mxfp8 parameters, or set it to False"
+                    "train all mxfp8 parameters with one optimizer, or set it to False"
                 )
 
 
@@ -81,7 +81,7 @@ def _recipes(chunks: Sequence[nn.Module]) -> Iterator[tuple[ParamId, str]]:
 
 
 def _asking(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> str:
-    """The option that asks for parameters in fp8; the same on all ranks, which are configured alike."""
+    """Return the option that asks for parameters in fp8; empty if none does. Equal on all ranks."""
     if config.fp8_recipe is not None:
         return f"fp8_recipe={config.fp8_recipe!r}"
     gathers = any(isinstance(chunk, DistributedDataParallel) and chunk.config.fp8_param_gather for chunk in chunks)

@@ -1,4 +1,4 @@
-"""Which pieces of parameters live on the host: decided by elements, from the plan alone, so alike on all ranks."""
+"""Decide which pieces of parameters live on the host: by element counts, from the plan alone, equally on all ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -11,11 +11,11 @@ from opt_stack.plan import BufferPlan, Hosted, Spread
 def plan_host(
     placement: Placement, buffers: Sequence[BufferPlan], metas: Mapping[ParamId, ParamMeta]
 ) -> Mapping[str, Hosted]:
-    """For each buffer, by name, the parameters whose pieces live on the host: one set for each shard.
+    """Return, by buffer name, the parameters whose pieces live on the host: one set for each shard.
 
-    Each shard keeps its first pieces on the host, in the order of the layout, until they are the fraction of its
-    elements: at most one piece too many, as in Megatron-Core. DTensors are counted by their whole shapes, since ranks
-    that store parts of one matrix must decide alike.
+    Each shard keeps its first pieces on the host, in the order of the layout, until they hold the fraction of its
+    elements: at most one piece too many, as in Megatron-Core. DTensors are counted by their whole shapes, because ranks
+    that store parts of one matrix must make the same decision.
     """
     if isinstance(placement, OnDevice):
         return {}
@@ -30,7 +30,7 @@ def _shards(buffer: BufferPlan) -> Iterable[int]:
 
 
 def _sizes(buffer: BufferPlan, shard: int, metas: Mapping[ParamId, ParamMeta]) -> list[tuple[ParamId, int]]:
-    """The pieces of a shard, with their elements."""
+    """Return the pieces of a shard with their numbers of elements."""
     if buffer.spread is Spread.LAID_OUT:
         return [(param.id, prod(metas[param.id].shape)) for param in buffer.params]
     return [(run.id, run.numel) for run in buffer.runs(shard)]

@@ -1,4 +1,4 @@
-"""torch's own optimizer on the host, in place of our sweep: `use_torch_optimizer_for_cpu_offload`."""
+"""`use_torch_optimizer_for_cpu_offload`: update on the host with torch's own optimizers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import Batch, Hyper, StateSpec, Work
 
-NAMES = ("adam", "sgd")  # the rules for which Megatron-Core has an optimizer of the host
+NAMES = ("adam", "sgd")  # the rules that Megatron-Core can update on the host
 
 
 def torch_host_rule(rule: Rule, config: OptimizerConfig) -> "TorchHostRule":
-    """The rule that updates on the host as torch's Adam, AdamW or SGD does, in the place of `rule`.
+    """Return a rule that updates with torch's Adam, AdamW or SGD in place of `rule`.
 
     Raises:
-        ConfigError: torch has no optimizer that computes what `rule` does, or keeps its state in these dtypes.
+        ConfigError: no torch optimizer computes what `rule` does, or keeps its state in the same dtypes.
     """
     problem = _problem(rule)
     if problem:
         raise ConfigError(
             f"use_torch_optimizer_for_cpu_offload=True: optimizer={rule.name!r} {problem}; allowed are "
-            f"{' and '.join(map(repr, NAMES))} in fp32 without hooks; leave it at False: our own update works on the "
-            "host too"
+            f"{' and '.join(map(repr, NAMES))} in fp32 without hooks; leave it at False: opt-stack's own update also "
+            "runs on the host"
         )
     assert isinstance(rule, ElementwiseRule)
     return TorchHostRule(rule=rule)
@@ -38,12 +38,12 @@ def _problem(rule: Rule) -> str:
     if not isinstance(rule, ElementwiseRule) or rule.name not in NAMES:
         return "has no counterpart in torch.optim that Megatron-Core uses"
     if rule.hooks:
-        return f"has hooks {', '.join(map(repr, rule.hooks))}, of which torch's optimizer knows nothing"
+        return f"has hooks {', '.join(map(repr, rule.hooks))}, which torch's optimizer does not support"
     narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
     if narrow:
         return f"keeps {narrow[0]}, but torch's optimizer keeps its state in fp32"
     if dict(rule.formula.constants).get("order", "torch") != "torch":
-        return "computes in Transformer Engine's order, and torch's optimizer in another"
+        return "computes in Transformer Engine's order of operations, which torch's optimizer does not"
     return ""
 
 
@@ -63,7 +63,7 @@ class TorchHostRule:
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
-        """As those of `rule`."""
+        """Return the names of `rule`."""
         return self.rule.hyper_names
 
     @property
@@ -108,14 +108,14 @@ class TorchHostRule:
         return cls(mains, **numbers, maximize=self.rule.maximize, fused=True)  # type: ignore[call-arg]
 
     def _state(self, work: Work, *, steps: int) -> dict[str, Any]:
-        """The state of a parameter as torch knows it, after `steps` steps. SGD makes its buffer in the first."""
+        """Return a parameter's state in torch's form after `steps` steps. SGD allocates its buffer in the first."""
         if self.rule.name == "sgd":
             return {"momentum_buffer": work.state.get("momentum_buffer") if steps else None}
         return {"step": torch.tensor(float(steps)), **work.state}
 
 
 def _main(work: Work) -> Tensor:
-    """The main values: the work's own memory, or a tensor of their own where they have to be joined."""
+    """Return the main values: the work's own memory, or a new tensor if they must be joined from a remainder."""
     if work.main is not None:
         return work.main.detach()
     assert work.out is not None
@@ -124,7 +124,7 @@ def _main(work: Work) -> Tensor:
 
 
 def _keep_(work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
-    """Writes what torch did not write in place."""
+    """Write back what torch did not update in place."""
     made = state.get("momentum_buffer")
     if made is not None and made is not work.state["momentum_buffer"]:
         work.state["momentum_buffer"].copy_(made)

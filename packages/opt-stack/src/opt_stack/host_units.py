@@ -1,4 +1,4 @@
-"""Units of the host: where their state is made, and in which parts they travel."""
+"""Units on the host: where their state is allocated, and how they are split to overlap copies with updates."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +22,12 @@ from opt_paramgroups import ParamId
 from opt_stack.matrices import PlacedMatrix
 
 PART_NUMEL = 1 << 24
-"""Elements, at least, of a part of a unit that is copied while the host updates another. At 1 << 24 a part takes about
-10 ms to update and 2 ms to copy."""
+"""Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
+elements, an update takes about 10 ms and a copy 2 ms."""
 
 
 class HostBuilder:
-    """Makes main values and state where they live. On a CPU that is one place, and units of the host are as others."""
+    """Allocates main values and state on the device or the host. On a CPU these are the same place."""
 
     def __init__(self, placement: Placement, device: torch.device):
         self.placement = placement
@@ -35,13 +35,13 @@ class HostBuilder:
         self._numbers = StepNumbers(self.device)
 
     def comm(self, comm: Comm) -> Comm:
-        """The same group for tensors of the host."""
+        """Return the same group for tensors on the host."""
         return HostComm(comm, self.device) if self.device.is_asynchronous and comm.size > 1 else comm
 
     def kept(
         self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, placed: PlacedMatrix, *, on_host: bool
     ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
-        """The main values of `target`, and the rule's state before the first step."""
+        """Return the main values of `target`, and the rule's state before the first step."""
         if not on_host or not self.device.is_asynchronous:
             near = _make(numbers, target)
             return near, init_state(rule, near.value(), id=id, matrix=placed.spec, stage=placed.stage)
@@ -50,9 +50,9 @@ class HostBuilder:
             return main, init_state(rule, main.moved.value(), id=id, matrix=placed.spec, stage=placed.stage)
 
     def parts(self, unit: Unit) -> Iterator[Unit]:
-        """`unit` in parts, each with its own copies: while one is updated, the next is on its way.
+        """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
 
-        One part where ranks meet in a unit's update, or where copies do not overlap. A rank without pieces has one.
+        Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
         """
         assert isinstance(self.placement, OnHost)
         placement = self.placement

@@ -1,4 +1,4 @@
-"""State on the host between steps: the device's memory is free meanwhile, for the rollouts of an RL loop."""
+"""Move state to the host between steps, to free device memory, for example for the rollouts of an RL loop."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from opt_distributed.step.stepper import Stepper
 
 
 class _View(NamedTuple):
-    """A tensor of the state, and which elements of its memory it shows."""
+    """A state tensor, and the size, stride and offset by which it views its memory."""
 
     tensor: Tensor
     size: torch.Size
@@ -19,34 +19,34 @@ class _View(NamedTuple):
     offset: int
 
     def show(self, memory: Tensor) -> None:
-        """Lets the tensor show the same elements of `memory`, (n,) uint8, in place of its own."""
+        """Make the tensor view the same elements of `memory`, (n,) uint8."""
         dtype = self.tensor.dtype
         elements = memory[: len(memory) - len(memory) % dtype.itemsize].view(dtype)
         self.tensor.data = elements.as_strided(self.size, self.stride, self.offset)
 
 
 class _Memory(NamedTuple):
-    """One allocation, and all tensors of the state in it."""
+    """One allocation, and all state tensors in it."""
 
     views: Sequence[_View]
 
     def whole(self) -> Tensor:
-        """(n,) uint8: all of it."""
+        """Return the whole allocation as (n,) uint8."""
         narrow = min((view.tensor for view in self.views), key=lambda tensor: tensor.dtype.itemsize).detach()
         numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
         return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
 
     def move_to(self, memory: Tensor) -> None:
-        """Lets all tensors lie in `memory`. Their old one is given back with the last tensor that shows it."""
+        """Make all tensors view `memory`. The old allocation is freed with the last tensor that views it."""
         for view in self.views:
             view.show(memory)
 
 
 class StateOffload:
-    """Where the state of the units of a device is: there, or on the host. Units of the host are not concerned.
+    """Moves the state of device units to the host and back. Units that live on the host are not moved.
 
-    Copies are pinned and run on the side stream; the host waits for none. Work that is queued to the compute stream
-    later runs after them, so that memory which is given back is not written by its next owner too early.
+    Copies use pinned memory and run on the side stream; the host does not wait for them. Work that is queued to the
+    compute stream later waits for the copies, so freed memory is not overwritten too early.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -56,7 +56,7 @@ class StateOffload:
         self._away: list[_Memory] | None = None  # while the state is on the host
 
     def check_restored(self, what: str) -> None:
-        """Raises RuntimeError while the state is on the host."""
+        """Raise RuntimeError while the state is on the host; `what` names the call for the message."""
         if self._away is not None:
             raise RuntimeError(
                 f"{what} while the state is on the host, between offload_to_cpu() and restore_from_cpu(); call "
@@ -65,9 +65,9 @@ class StateOffload:
 
     @torch.no_grad()
     def offload_(self) -> None:
-        """Moves the state to the host, and gives its device memory back. Nothing happens where it is there already.
+        """Move the state to the host and free its device memory; do nothing if it is on the host already.
 
-        Where host memory runs out, nothing has moved.
+        If host memory runs out, nothing has moved.
         """
         if self._away is None:
             memories = list(_memories(self._tensors())) if self._device.is_asynchronous else []
@@ -78,9 +78,9 @@ class StateOffload:
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """Moves the state back to the device. Nothing happens where it is there already.
+        """Move the state back to the device; do nothing if it is on the device already.
 
-        Where device memory runs out, the state is still on the host, and the call may be made again.
+        If device memory runs out, the state is still on the host, and the call may be repeated.
         """
         if self._away is not None:
             sources = [memory.whole() for memory in self._away]
@@ -100,10 +100,10 @@ class StateOffload:
             memory.move_to(target)
 
     def _tensors(self) -> Iterator[Tensor]:
-        """The state on the device, and main values beside parameters, but nothing that lies in a parameter's memory."""
+        """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
         pieces = [piece for unit in self._units for piece in unit.pieces]
         kept = [piece.main.kept() for piece in pieces]
-        # Main values of a parameter in fp8 stand for the parameter, whose own memory is elsewhere.
+        # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
         targets = [
             piece.main.target
             for piece, beside in zip(pieces, kept, strict=True)
