@@ -39,8 +39,8 @@ def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> Non
         if rule is not unit.rule:
             raise ConfigError(
                 f"{_FIELD} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
-                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an elementwise "
-                "rule), or set it to False"
+                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+                "elementwise rule), or set it to False"
             )
         if Numbers.FP16_SCALED in unit.numbers.values():
             raise ConfigError(
