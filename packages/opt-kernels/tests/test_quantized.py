@@ -254,7 +254,7 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
     [
         (torch.ones(2, 2), "nvfp4", "recipe='nvfp4': delayed, tensorwise, blockwise, mxfp8 are allowed"),
         (torch.ones(2, 33), "mxfp8", "the recipe 'mxfp8' needs a last dim that is a multiple of 32"),
-        (torch.ones(2, 2, dtype=torch.int32), "delayed", "it is no floating-point tensor"),
+        (torch.ones(2, 2, dtype=torch.int32), "delayed", "only floating-point tensors can"),
     ],
     ids=["recipe", "shape", "dtype"],
 )

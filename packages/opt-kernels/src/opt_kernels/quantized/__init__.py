@@ -1,4 +1,4 @@
-"""Parameters in fp8: codes of one byte and scales. Recipes, a tensor of plain torch, and other libraries' tensors."""
+"""Parameters in fp8 (codes of one byte, and scales): recipes, a torch tensor subclass, and adapters for libraries."""
 
 from opt_kernels.quantized.find import is_quantized, quantized, register_adapter
 from opt_kernels.quantized.protocol import QuantizationError, QuantizedParam

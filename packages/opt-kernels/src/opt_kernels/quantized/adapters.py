@@ -1,13 +1,13 @@
-"""fp8 tensors of TransformerEngine (2.x) and torchao (0.13 and later), as parameters that an optimizer can update.
+"""Adapters for the fp8 tensors of TransformerEngine (2.x) and torchao (0.13 and later), so that optimizers update them.
 
-They are recognised by the name of their class and package, and used through these attributes, so that neither library
-is imported here:
+They are recognised by the names of their class and package, so that neither library is imported. The adapters use these
+attributes:
 
     transformer_engine  Float8Tensor            _data (uint8), _scale_inv, _fp8_dtype, _quantizer (scale, amax)
     transformer_engine  Float8BlockwiseQTensor  _rowwise_data, _rowwise_scale_inv (padded), _is_2D_scaled
-    transformer_engine  MXFP8Tensor             quantised by itself, from whole values: it keeps codes by columns, too
-    torchao             Float8TrainingTensor    _data (float8_e4m3fn), _scale (what values are multiplied by)
-    torchao             Float8Tensor            qdata, scale (what codes are multiplied by)
+    transformer_engine  MXFP8Tensor             quantises whole values itself, since it also keeps codes by columns
+    torchao             Float8TrainingTensor    _data (float8_e4m3fn), _scale (factor of the values)
+    torchao             Float8Tensor            qdata, scale (factor of the codes)
 """
 
 from collections.abc import Callable, Mapping
@@ -19,92 +19,64 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opt_kernels.quantized.protocol import QuantizationError
-from opt_kernels.quantized.recipes import FP8, RECIPES, Recipe, as_matrix
-from opt_kernels.quantized.scaled import ScaledCodes
+from opt_kernels.quantized.recipes import FP8, RECIPES, as_matrix
+from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
 
 
-@dataclass(slots=True, eq=False)
-class AdaptedTensor:
+@dataclass(eq=False)
+class AdaptedTensor(ScaledParam):
     """A `QuantizedParam` over a library's tensor. Codes are shared with it; scales are written to it by `finish_`."""
 
     tensor: Any
     scaled: ScaledCodes
-    put_codes: Callable[[Tensor], None]  # lets the tensor keep its codes, (numel,) uint8, in this memory
-    put_scales: Callable[[Tensor], None]  # (num_scales,) fp32, what codes are multiplied by
-
-    @property
-    def recipe(self) -> Recipe:
-        """How it is scaled."""
-        return self.scaled.recipe
+    put_codes: Callable[[Tensor], None]  # makes the tensor keep its codes, (numel,) uint8, in this memory
+    put_scales: Callable[[Tensor], None]  # (num_scales,) fp32, factors of the codes
 
     @property
     def shape(self) -> torch.Size:
-        """Of the parameter."""
+        """The shape of the parameter."""
         return self.scaled.shape
 
-    @property
-    def codes(self) -> Tensor:
-        """(numel,) uint8."""
-        return self.scaled.codes
-
-    @property
-    def scales(self) -> Tensor:
-        """(num_scales,) fp32."""
-        return self.scaled.scales
-
-    @property
-    def num_scales(self) -> int:
-        """Groups of elements that share a scale."""
-        return self.scaled.num_scales
-
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Moves the codes."""
-        self.scaled.move_(codes, scales)
+        """Move the codes, and let the library's tensor use the new memory."""
+        super().move_(codes, scales)
         self.put_codes(codes)
 
     def values(self) -> Tensor:
-        """The library's own dequantised values, fp32."""
-        found: Tensor = self.tensor.dequantize()
-        return found.detach().to(torch.float32).view(self.shape)
+        """The values as the library dequantises them, fp32."""
+        values: Tensor = self.tensor.dequantize()
+        return values.detach().to(torch.float32).view(self.shape)
 
     def initial(self) -> Tensor | None:
-        """What TransformerEngine's quantized_model_init(preserve_high_precision_init_val=True) has kept."""
+        """The values kept by TransformerEngine's quantized_model_init(preserve_high_precision_init_val=True)."""
         read = getattr(self.tensor, "get_high_precision_init_val", None)
-        found: Tensor | None = None if read is None else read()
-        return found
+        initial: Tensor | None = None if read is None else read()
+        return initial
 
     def forget_initial(self) -> None:
-        """Frees it."""
+        """Free the values that `initial` returns."""
         clear = getattr(self.tensor, "clear_high_precision_init_val", None)
         if clear is not None:
             clear()
 
-    def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.largest_(largest, values, start)
-
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Of delayed scaling, takes the scale of the tensor's quantizer, and reports the magnitude to it."""
+        """With delayed scaling, use the scale of the tensor's quantizer, and record the largest magnitude in it."""
         quantizer = getattr(self.tensor, "_quantizer", None)
         if self.recipe.name != "delayed":
-            self.scaled.rescale_(largest, skip=skip)
+            super().rescale_(largest, skip=skip)
             return
         stays = largest < 0 if skip is None else (largest < 0) | skip
         self.scales.copy_(torch.where(stays, self.scales, 1.0 / quantizer.scale.view(1)))  # type: ignore[union-attr]
         amax = quantizer.amax  # type: ignore[union-attr]
         amax.copy_(torch.where(stays, amax.view(1), torch.maximum(amax.view(1), largest)).view(amax.shape))
 
-    def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.encode_(values, start, skip=skip)
-
     def quantize_(self, values: Tensor) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.quantize_(values)
+        """Write scales and codes from `values` (shape), of any float dtype."""
+        super().quantize_(values)
         self.finish_()
 
     def finish_(self) -> None:
-        """Writes the scales, and drops or renews what the tensor derives from its codes."""
+        """Write the scales, and drop or recompute what the tensor derives from its codes."""
         self.put_scales(self.scales)
         for name in ("_reset_caches", "_create_columnwise"):
             renew = getattr(self.tensor, name, None)
@@ -112,43 +84,43 @@ class AdaptedTensor:
                 renew()
 
     def extra(self) -> Mapping[str, Tensor]:
-        """Nothing: TransformerEngine's modules save their histories themselves."""
+        """Empty: modules of TransformerEngine save their histories themselves."""
         return {}
 
 
 class WholeTensor(AdaptedTensor):
-    """A tensor that only its library can quantise, and only whole."""
+    """A tensor that only its library can quantise, and only as a whole."""
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Raises QuantizationError: its codes cannot be gathered."""
+        """Raise QuantizationError: its codes cannot be gathered."""
         raise QuantizationError(
             f"{type(self.tensor).__name__} keeps codes by rows and by columns, which cannot be gathered in place; set "
             "reuse_grad_buf_for_mxfp8_param_ag=True, so that bf16 values are gathered and each rank quantises them"
         )
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Quantises the whole. Raises QuantizationError for a part."""
+        """Quantise the whole tensor. Raises QuantizationError for a part of it."""
         if start or values.numel() != self.shape.numel():
             self.move_(values, None)
         self.quantize_(values if skip is None else torch.where(skip, self.values().view(-1), values))
 
     def quantize_(self, values: Tensor) -> None:
-        """Through the tensor's own `copy_`."""
+        """Quantise `values` by the tensor's own `copy_`."""
         with torch.no_grad():
             self.tensor.copy_(values.view(self.shape))
 
     def finish_(self) -> None:
-        """Nothing: the library has renewed everything."""
+        """Do nothing: the library has updated everything."""
 
 
-_KNOWN: Any = WeakIdKeyDictionary()  # by tensor: adapters hold scales of their own
+_KNOWN: Any = WeakIdKeyDictionary()  # by tensor; weak, because adapters hold tensors
 
 
 def adapted(tensor: Tensor) -> AdaptedTensor | None:
-    """The adapter of a tensor of one of these libraries, always the same; None for any other.
+    """The adapter of a tensor of one of these libraries, always the same object. None for any other tensor.
 
     Raises:
-        QuantizationError: codes that are not float8_e4m3fn, or a scaling that is none of the recipes.
+        QuantizationError: its codes are not float8_e4m3fn, or its scaling is not one of the recipes.
     """
     make = _MAKERS.get((type(tensor).__module__.partition(".")[0], type(tensor).__name__))
     if make is None:

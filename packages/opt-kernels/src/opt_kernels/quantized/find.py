@@ -1,4 +1,4 @@
-"""Which tensors are fp8 parameters, and through what they are updated."""
+"""Recognises fp8 parameters, and returns the objects through which they are updated."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,18 @@ from opt_kernels.quantized.protocol import QuantizedParam
 from opt_kernels.quantized.tensor import QuantizedTensor
 
 Adapter = Callable[[Tensor], QuantizedParam | None]
-"""Gives what updates a library's fp8 tensor; None for tensors that are not the library's."""
+"""Returns the `QuantizedParam` of a library's fp8 tensor; None for tensors of other kinds."""
 
 _ADAPTERS: list[Adapter] = [adapted]
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Lets optimizers update the fp8 tensors of another library. The last one registered is asked first."""
+    """Register an adapter for the fp8 tensors of another library. The adapter registered last is tried first."""
     _ADAPTERS.insert(0, adapter)
 
 
 def quantized(tensor: Tensor) -> QuantizedParam | None:
-    """What updates an fp8 tensor; None for any other tensor.
+    """The `QuantizedParam` of an fp8 tensor; None for any other tensor.
 
     Raises:
         QuantizationError: an fp8 tensor in a form that cannot be updated.

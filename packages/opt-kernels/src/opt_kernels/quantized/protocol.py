@@ -1,4 +1,4 @@
-"""What an optimizer must be able to do with a parameter that is stored in fp8."""
+"""The operations that an optimizer needs of a parameter stored in fp8."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,15 +10,16 @@ from opt_kernels.quantized.recipes import Recipe
 
 
 class QuantizationError(ValueError):
-    """A parameter that a recipe cannot quantise, or in a form that cannot be updated."""
+    """A parameter that a recipe cannot quantise, or whose format cannot be updated."""
 
 
 class QuantizedParam(Protocol):
     """A parameter of `shape` in fp8 codes with scales. Ranks may each own a run of its row-major elements.
 
-    An update has three parts. Each rank adds its run to the largest magnitudes (`largest_`), which are then the largest
-    over all ranks; the scales follow (`rescale_`); each rank writes the codes of its run (`encode_`). Where a recipe
-    scales by runs of `recipe.run` elements, ranks own whole runs, and `encode_` writes their scales, too.
+    An update has three parts. Each rank computes the largest magnitudes of its run (`largest_`), which are then reduced
+    by maximum over ranks; every rank sets the scales from them (`rescale_`); each rank writes the codes of its run
+    (`encode_`). If the recipe scales runs of `recipe.run` elements, ranks own whole runs and `encode_` also writes
+    their scales.
     """
 
     @property
@@ -34,16 +35,16 @@ class QuantizedParam(Protocol):
 
     @property
     def scales(self) -> Tensor:
-        """What codes are multiplied by: fp32, or uint8 exponents (e8m0) by run. The parameter's own memory."""
+        """The factors of the codes: fp32, or uint8 exponents (e8m0) by run. The parameter's own memory."""
         ...
 
     @property
     def num_scales(self) -> int:
-        """Groups of elements that share a scale."""
+        """Number of groups of elements that share a scale."""
         ...
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Moves the codes to `codes`, and the scales to `scales` where these are given: same dtypes and sizes."""
+        """Move the codes to the memory `codes`, and the scales to `scales` if given. Dtypes and sizes stay the same."""
         ...
 
     def values(self) -> Tensor:
@@ -51,33 +52,33 @@ class QuantizedParam(Protocol):
         ...
 
     def initial(self) -> Tensor | None:
-        """The values that the parameter was made from, in their own precision, where it has kept them."""
+        """The values that the parameter was quantised from, in their own dtype, if it kept them."""
         ...
 
     def forget_initial(self) -> None:
-        """Frees what `initial` returns."""
+        """Free the tensor that `initial` returns."""
         ...
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """Raises `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on."""
+        """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on."""
         ...
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Sets the scales from the largest magnitudes of the whole parameter; a negative one leaves its scale."""
+        """Set the scales from the largest magnitudes of the whole parameter. A negative magnitude keeps its scale."""
         ...
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Writes the codes of `values` (n,) fp32, elements from `start` on; nothing where `skip` is set."""
+        """Write the codes of `values` (n,) fp32, elements from `start` on. Write nothing if `skip` is set."""
         ...
 
     def quantize_(self, values: Tensor) -> None:
-        """Writes scales and codes from `values` (shape), of any float dtype."""
+        """Write scales and codes from `values` (shape), of any float dtype."""
         ...
 
     def finish_(self) -> None:
-        """All codes and scales have been written, by this rank or by others."""
+        """Called after all codes and scales were written, by this rank or by others."""
         ...
 
     def extra(self) -> Mapping[str, Tensor]:
-        """What else of it a checkpoint must hold, by name: the memory itself, written when one is loaded."""
+        """Further tensors that a checkpoint must contain, by name. Loading writes to these tensors in place."""
         ...

@@ -1,4 +1,4 @@
-"""Recipes of fp8 parameters: which elements share a scale, and how it follows from their largest magnitude.
+"""Recipes of fp8 parameters: which elements share a scale, and how the scale follows from their magnitudes.
 
 All codes are float8_e4m3fn, whose largest value is 448. With a = max |x| over the elements that share a scale,
 
@@ -6,10 +6,10 @@ All codes are float8_e4m3fn, whose largest value is 448. With a = max |x| over t
     scale = 2^k, the smallest with a <= 448 * 2^k   blockwise, mxfp8
     code  = x / scale, rounded to nearest even and clamped to +-448
 
-`delayed` takes the largest a of the last 16 updates in place of the present one, as TransformerEngine's delayed scaling
-does with its history. `blockwise` shares scales by squares of 128 elements (DeepSeek-V3, arXiv 2412.19437, 3.3.2),
-`mxfp8` by 32 neighbours of a row (OCP Microscaling Formats 1.0), whose scales are stored as biased exponents. Elements
-that share a scale with one that is not finite become NaN.
+`delayed` uses the largest a of the last 16 updates instead of the current one, like the history of TransformerEngine's
+delayed scaling. `blockwise` has one scale per square of 128 x 128 elements (DeepSeek-V3, arXiv 2412.19437, 3.3.2),
+`mxfp8` one per 32 neighbours in a row (OCP Microscaling Formats 1.0); its scales are stored as biased exponents.
+Elements that share a scale with one that is not finite become NaN.
 """
 
 from collections.abc import Mapping
@@ -27,25 +27,25 @@ _NAN_EXPONENT = 255  # of e8m0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a parameter is scaled. With neither `square` nor `run`, it has one scale."""
+    """How a parameter is scaled. With neither `square` nor `run` it has a single scale."""
 
     name: str
     square: int = 0  # rows and columns of the elements that share a scale
     run: int = 0  # neighbours in a row that share a scale
-    history: int = 0  # magnitudes of former updates that a scale follows; 0: the present one
+    history: int = 0  # number of past updates that a scale follows; 0: the current values only
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether scales are, so that scaling rounds nothing."""
+        """Whether scales are powers of two, so that scaling is exact."""
         return bool(self.square or self.run)
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of stored scales: fp32, or e8m0 exponents as uint8."""
+        """Dtype of the stored scales: fp32, or uint8 for e8m0 exponents."""
         return torch.uint8 if self.run else torch.float32
 
     def num_scales(self, shape: tuple[int, ...]) -> int:
-        """Scales of a parameter of this shape."""
+        """Number of scales of a parameter of this shape."""
         numel = torch.Size(shape).numel()
         if self.run:
             return numel // self.run
@@ -55,11 +55,11 @@ class Recipe:
         return 1
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of codes and scales."""
+        """Size of codes and scales in bytes."""
         return torch.Size(shape).numel() + self.num_scales(shape) * self.scale_dtype.itemsize
 
     def problem(self, shape: tuple[int, ...]) -> str:
-        """Why a parameter of this shape cannot be quantised; empty where it can."""
+        """Why a parameter of this shape cannot be quantised; empty if it can."""
         if self.run and (not shape or shape[-1] % self.run):
             return f"the recipe {self.name!r} needs a last dim that is a multiple of {self.run}"
         return ""
@@ -76,13 +76,13 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) of a parameter: its last dim are the columns."""
+    """(rows, columns) of a parameter viewed as a matrix of its last dim."""
     cols = shape[-1] if shape else 1
     return (torch.Size(shape).numel() // cols if cols else 0), cols
 
 
 def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
-    """fp32 scales from the largest magnitudes; 1 where all elements are zero, NaN where one is not finite."""
+    """fp32 scales from the largest magnitudes: 1 if all elements are zero, NaN if one is not finite."""
     if recipe.is_power_of_two:
         mantissa, exponent = torch.frexp(largest)
         power = exponent - 9 + (mantissa > MAX / 512)  # largest / 2^power is in (224, 448]

@@ -1,4 +1,4 @@
-"""Codes and scales in memory of their own: what every quantised parameter does, whoever's tensor it is."""
+"""fp8 codes with scales: the arithmetic common to all quantised parameters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class ScaledCodes:
 
     @classmethod
     def empty(cls, recipe: Recipe, shape: torch.Size, device: torch.device) -> "ScaledCodes":
-        """Zeros."""
+        """Codes and scales of zeros."""
         return cls(
             recipe=recipe,
             shape=shape,
@@ -50,7 +50,7 @@ class ScaledCodes:
         return from_codes(self.codes, self._spread(0, self.codes.numel())).view(self.shape)
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """Writes `largest`: see `QuantizedParam`. What is not finite counts as infinite."""
+        """Raise `largest`, see `QuantizedParam`. NaN counts as infinite."""
         if not values.numel():
             return
         known = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -66,18 +66,18 @@ class ScaledCodes:
             largest.copy_(torch.maximum(largest, known.abs().amax()))
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Writes the scales, and the history. A negative magnitude leaves its scale."""
+        """Write the scales and the history. A negative magnitude keeps its scale."""
         stays = largest < 0 if skip is None else (largest < 0) | skip
         follows = largest
         if self.history is not None:
             before = self.history.amax().view(1)
-            follows = torch.where(before > 0, before, largest)  # nothing is known before the first update
+            follows = torch.where(before > 0, before, largest)  # the history is empty before the first update
             rolled = torch.cat([largest, self.history[:-1]])
             self.history.copy_(torch.where(stays, self.history, rolled))
         self._write_scales(slice(None), scales_of(follows.clamp(min=0), self.recipe), stays)
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Writes codes; with a recipe of runs, their scales first."""
+        """Write the codes. A recipe with runs first writes their scales."""
         run = self.recipe.run
         if run and values.numel():
             of_runs = values.new_zeros(values.numel() // run)
@@ -90,7 +90,7 @@ class ScaledCodes:
         target.copy_(codes if skip is None else torch.where(skip, target, codes))
 
     def quantize_(self, values: Tensor) -> None:
-        """Writes everything from `values` (shape); a history begins anew."""
+        """Write scales and codes from `values` (shape), and clear the history."""
         if self.history is not None:
             self.history.zero_()
         flat = values.detach().reshape(-1).to(device=self.codes.device, dtype=torch.float32)
@@ -101,11 +101,11 @@ class ScaledCodes:
         self.encode_(flat, 0)
 
     def extra(self) -> Mapping[str, Tensor]:
-        """The history, where there is one, and the present scale, which followed from it before its newest entry."""
+        """The history of delayed scaling, and the current scale, which does not reflect its newest entry yet."""
         return {} if self.history is None else {HISTORY: self.history, SCALE: self.scales}
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Moves into the given memory."""
+        """Move to the given memory."""
         codes.copy_(self.codes)
         self.codes = codes
         if scales is not None:
@@ -113,7 +113,7 @@ class ScaledCodes:
             self.scales = scales
 
     def cloned(self, device: torch.device) -> "ScaledCodes":
-        """A copy, on a device."""
+        """A copy on the given device."""
         return ScaledCodes(
             recipe=self.recipe,
             shape=self.shape,
@@ -123,7 +123,7 @@ class ScaledCodes:
         )
 
     def _alone(self, values: Tensor) -> "ScaledCodes":
-        """Of the same recipe, for `values` as a tensor of their own."""
+        """The same recipe for `values` as a separate tensor."""
         return ScaledCodes(recipe=self.recipe, shape=values.shape, codes=self.codes, scales=self.scales)
 
     def _write_scales(self, at: slice, scales: Tensor, stays: Tensor | None) -> None:
@@ -132,7 +132,7 @@ class ScaledCodes:
         target.copy_(stored if stays is None else torch.where(stays, target, stored))
 
     def _spread(self, start: int, numel: int) -> Tensor:
-        """fp32 scales of a run of elements, or one for all."""
+        """fp32 scales of a run of elements, or a single scale for all."""
         if not numel:
             return torch.ones(1, device=self.scales.device)
         if self.recipe.run:
@@ -141,3 +141,49 @@ class ScaledCodes:
         if self.recipe.square:
             return spread(self.scales, start, numel, cols=as_matrix(self.shape)[1], square=self.recipe.square)
         return self.scales
+
+
+class ScaledParam:
+    """The part of `QuantizedParam` that every parameter delegates to its codes and scales, `scaled`."""
+
+    scaled: ScaledCodes
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of its scales."""
+        return self.scaled.recipe
+
+    @property
+    def codes(self) -> Tensor:
+        """The bits of float8_e4m3fn, (numel,) uint8."""
+        return self.scaled.codes
+
+    @property
+    def scales(self) -> Tensor:
+        """(num_scales,) fp32, or uint8 exponents."""
+        return self.scaled.scales
+
+    @property
+    def num_scales(self) -> int:
+        """Number of groups of elements that share a scale."""
+        return self.scaled.num_scales
+
+    def move_(self, codes: Tensor, scales: Tensor | None) -> None:
+        """Move the codes, and the scales if memory for them is given."""
+        self.scaled.move_(codes, scales)
+
+    def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
+        """Raise `largest` to the magnitudes of `values`, elements from `start` on."""
+        self.scaled.largest_(largest, values, start)
+
+    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
+        """Set the scales from the largest magnitudes."""
+        self.scaled.rescale_(largest, skip=skip)
+
+    def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
+        """Write the codes of `values`, elements from `start` on."""
+        self.scaled.encode_(values, start, skip=skip)
+
+    def quantize_(self, values: Tensor) -> None:
+        """Write scales and codes from `values` (shape), of any float dtype."""
+        self.scaled.quantize_(values)

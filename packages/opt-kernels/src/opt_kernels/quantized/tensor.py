@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opt_kernels.quantized.protocol import QuantizationError
-from opt_kernels.quantized.recipes import RECIPES, Recipe
-from opt_kernels.quantized.scaled import ScaledCodes
+from opt_kernels.quantized.recipes import RECIPES
+from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
 
 aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(ScaledParam, Tensor):
     """A tensor in fp8 codes and scales, which appears as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
 
     Operations dequantise it first, and so does a conversion to another dtype. Those that write it (`copy_`, `mul_`,
@@ -45,9 +45,9 @@ class QuantizedTensor(Tensor):
         """Quantises `values`.
 
         Args:
-            values: of any float dtype; read.
+            values: of any float dtype; not modified.
             recipe: delayed, tensorwise, blockwise or mxfp8: see `opt_kernels.quantized.recipes`.
-            dtype: that operations see; None: that of `values`.
+            dtype: the dtype that operations see. None: that of `values`.
             keep_initial: keep a copy of `values` until an optimizer has taken its main values from there.
 
         Raises:
@@ -59,7 +59,7 @@ class QuantizedTensor(Tensor):
         if problem or not values.is_floating_point():
             raise QuantizationError(
                 f"a tensor of {values.dtype} and shape {tuple(values.shape)} cannot be quantised: "
-                f"{problem or 'it is no floating-point tensor'}"
+                f"{problem or 'only floating-point tensors can'}"
             )
         scaled = ScaledCodes.empty(RECIPES[recipe], values.shape, values.device)
         scaled.quantize_(values)
@@ -67,26 +67,6 @@ class QuantizedTensor(Tensor):
         return cls(scaled, dtype=dtype or values.dtype, initial=initial)
 
     # --- QuantizedParam ---------------------------------------------------------------------------------------------
-
-    @property
-    def recipe(self) -> Recipe:
-        """How it is scaled."""
-        return self.scaled.recipe
-
-    @property
-    def codes(self) -> Tensor:
-        """(numel,) uint8."""
-        return self.scaled.codes
-
-    @property
-    def scales(self) -> Tensor:
-        """(num_scales,) fp32, or uint8 exponents."""
-        return self.scaled.scales
-
-    @property
-    def num_scales(self) -> int:
-        """Groups of elements that share a scale."""
-        return self.scaled.num_scales
 
     def values(self) -> Tensor:
         """The values, fp32."""
@@ -97,35 +77,15 @@ class QuantizedTensor(Tensor):
         return self.scaled.values().to(self.dtype)
 
     def initial(self) -> Tensor | None:
-        """What it was quantised from, if that was kept."""
+        """The values that it was quantised from, if they were kept."""
         return self._initial[0] if self._initial else None
 
     def forget_initial(self) -> None:
-        """Frees what `initial` returns."""
+        """Free the tensor that `initial` returns."""
         self._initial.clear()
 
-    def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Moves codes, and scales where these are given."""
-        self.scaled.move_(codes, scales)
-
-    def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.largest_(largest, values, start)
-
-    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.rescale_(largest, skip=skip)
-
-    def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.encode_(values, start, skip=skip)
-
-    def quantize_(self, values: Tensor) -> None:
-        """See `QuantizedParam`."""
-        self.scaled.quantize_(values)
-
     def finish_(self) -> None:
-        """Nothing: it keeps no copies of its codes."""
+        """Do nothing: it keeps no copies of its codes."""
 
     def extra(self) -> Mapping[str, Tensor]:
         """The history of delayed scaling."""

@@ -1,4 +1,4 @@
-"""Runs of a matrix's row-major elements, as the rectangles in which squares of elements share a number."""
+"""Runs of row-major elements of a matrix as rectangles, for numbers that squares of elements share."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 
 class Rectangle(NamedTuple):
-    """A part of a run that is a part of a row, or some whole rows."""
+    """A part of a run: a part of one row, or several whole rows."""
 
     of_run: slice
     row: int
@@ -19,7 +19,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(start: int, numel: int, cols: int) -> Iterator[Rectangle]:
-    """What elements [start, start + numel) of a matrix of `cols` columns consist of: three rectangles at most."""
+    """The at most three rectangles that elements [start, start + numel) of a matrix of `cols` columns consist of."""
     at, stop = start, start + numel
     while at < stop:
         row, col = divmod(at, cols)
@@ -30,7 +30,7 @@ def rectangles(start: int, numel: int, cols: int) -> Iterator[Rectangle]:
 
 
 def raise_to_largest_(largest: Tensor, values: Tensor, start: int, *, cols: int, square: int) -> None:
-    """Raises `largest` (squares,) to the magnitudes in each square of `values` (n,), elements from `start` on."""
+    """Raise `largest` (squares,) to the magnitudes in each square of `values` (n,), elements from `start` on."""
     table = largest.view(-1, -(-cols // square))
     for part in rectangles(start, values.numel(), cols):
         first, left = divmod(part.col, square)
@@ -58,5 +58,5 @@ def spread(numbers: Tensor, start: int, numel: int, *, cols: int, square: int) -
 
 
 def _squares(part: Rectangle, square: int, device: torch.device) -> Tensor:
-    """(num_rows,) The row of squares that each row is in."""
+    """(num_rows,) The row of squares that contains each row."""
     return torch.arange(part.row, part.row + part.num_rows, device=device).div_(square, rounding_mode="floor")
