@@ -17,7 +17,8 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.hooks import GivenHooks
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import Optimizer, QKClip, get_optimizer
+from opt_stack.qk_clip import separate_qk
 
 STEPS = 3
 Shapes = Mapping[str, tuple[int, int]]
@@ -102,6 +103,17 @@ def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
     return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes(), str(optimizer.plan))
+
+
+def clip_attention(shapes: Shapes, lay_out: LayOut, *, clips: bool = True) -> dict[str, Tensor]:
+    """Queries `qkv`, keys `column`, heads of two rows of which some have too large logits. The whole weights then."""
+    net, optimizer = _begun(OptimizerConfig(optimizer="sgd", lr=0.01, clip_grad=0.0), shapes, lay_out)
+    numbers = {"num_heads": shapes["qkv"][0] // 2, "num_query_groups": shapes["column"][0] // 2, "head_dim": 2}
+    layer = separate_qk(net.qkv.weight, net.column.weight, **numbers)
+    logits = 60.0 * (1 + torch.arange(numbers["num_heads"]) % 3)
+    if clips:
+        QKClip(optimizer, [layer])([logits])
+    return {name: _full(held.weight.detach()).clone() for name, held in net.named_children()}
 
 
 def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:

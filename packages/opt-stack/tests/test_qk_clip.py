@@ -404,11 +404,36 @@ def test_a_rule_that_evaluates_other_weights_is_refused() -> None:
         QKClip(optimizer, layers_of(model))
 
 
-@pytest.mark.parametrize("shape", [(HEADS + 1,), (HEADS, 1), ()], ids=str)
-def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    model = Model()
-    _, optimizer = build(model, roles_of(Alone()))
-    with pytest.raises(ValueError, match="give one number for each of its 4 heads"):
-        QKClip(optimizer, of(model))([torch.zeros(shape)])
-    with pytest.raises(ValueError, match="give one for each of 1 layers"):
-        QKClip(optimizer, of(model))([])
+WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "too many heads": (lambda: [torch.zeros(HEADS + 1)], "give one number for each of its 4 heads"),
+    "two dims": (lambda: [torch.zeros(HEADS, 1)], "give one number for each of its 4 heads"),
+    "no dim": (lambda: [torch.zeros(())], "give one number for each of its 4 heads"),
+    "no layer": (list, "has 0 entries; give one for each of 1 layers"),
+    "no tensor": (lambda: [[1.0] * HEADS], "max_logits of a layer is a list; give a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing(name: str) -> None:
+    """Two replicas of one stage, and a stage without layers."""
+    given, message = WRONG[name]
+    stages = [World(2).comms(), World(1).comms()]
+
+    def rank_main(comm: ThreadComm) -> str:
+        model = Model()
+        _, optimizer = build(model, roles_of(stages[comm.rank // 2][comm.rank % 2], everyone=comm))
+        clip = QKClip(optimizer, of(model) if comm.rank < 2 else [])
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(ValueError) as caught:
+            clip([[LOGITS], given(), []][comm.rank])
+        assert all(map(torch.equal, before, model.parameters()))
+        if comm.rank < 2:
+            assert clip([LOGITS]) == 400.0
+            assert not torch.equal(before[3], model.query)
+        else:
+            assert clip([]) == 400.0
+        return str(caught.value)
+
+    found = run_threads(3, rank_main)
+    assert message in found[1]
+    assert all("another rank gave QKClip max_logits that do not fit its layers" in found[rank] for rank in (0, 2))

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from opt_checkpoint import sharded_like
 from opt_config import ConfigError
 from opt_distributed.comm.collectives import Op, agree, agreed
 from opt_distributed.comm.groups import Roles
-from opt_distributed.step.dtensor import is_dtensor
+from opt_distributed.step.dtensor import is_dtensor, local
 from opt_distributed.step.unit import OwnedPiece
 from opt_stack.attention_rows import Attention, HeadRows, fused_qkv, latent_attention, separate_qk
 from opt_stack.optimizer import Optimizer
@@ -35,7 +36,7 @@ class QKClip:
     together, and call it together after each step.
 
     Args:
-        optimizer: trains the parameters of `layers`; main values in any precision, state on any layout but DTensors.
+        optimizer: trains the parameters of `layers`; main values in any precision, state on any layout, DTensors too.
         layers: of this rank, in the order in which their logits are given; the same on all data-parallel and
             tensor-parallel ranks of a pipeline stage. A stage may have none.
         threshold: the largest logit that is left alone.
@@ -73,13 +74,12 @@ class QKClip:
                 softmax, after scaling by 1 / sqrt(head_dim). Largest over microbatches: the caller keeps that.
 
         Raises:
-            ValueError: another number of layers or heads than there are. It is this rank's alone: other ranks wait.
+            ValueError, on every rank: another number of layers or heads than there are. No rank has clipped anything.
             RuntimeError: the optimizer is in evaluation mode.
         """
         self.optimizer.check_ready("QKClip()")
-        logits = self._over_ranks(max_logits)
-        largest = torch.stack([logits.max() if len(logits) else logits.new_tensor(-torch.inf), self._excess(logits)])
-        clips = bool(largest[1])  # the host waits for the device here
+        error, logits = self._local(max_logits)
+        clips, largest = self._over_ranks(logits, error)
         if clips:
             for chunk in self.optimizer.wrapped:
                 chunk.finish_param_sync()  # a gather under way would send what is written now
@@ -88,34 +88,63 @@ class QKClip:
             for unit in self.optimizer.stepper.units:
                 for source in unit.completes:
                     source.publish_()
-        self._roles.everyone.all_reduce_(largest, op=Op.MAX)
-        return float(largest[0])
+        return largest
+
+    def _over_ranks(self, logits: Tensor, error: ValueError | None) -> tuple[bool, float]:
+        """Raises `logits` to the largest over the ranks of this pipeline stage.
+
+        Returns whether one of them is to be clipped, and the largest logit of the whole model. Raises ValueError on
+        every rank where one has an error.
+        """
+        axes = self._roles.dense
+        for comm in (axes.tp, axes.dp, axes.inter) if len(logits) else ():
+            comm.all_reduce_(logits, op=Op.MAX)
+        largest = logits.max() if len(logits) else logits.new_tensor(-torch.inf)
+        of_model = torch.stack([largest, logits.new_tensor(float(error is not None))])
+        self._roles.everyone.all_reduce_(of_model, op=Op.MAX)
+        clips, highest, is_refused = torch.stack([self._excess(logits), *of_model]).tolist()  # the host waits here
+        if error is not None:
+            raise error
+        if is_refused:
+            raise ValueError("another rank gave QKClip max_logits that do not fit its layers; no rank clipped anything")
+        return bool(clips), highest
 
     def _excess(self, logits: Tensor) -> Tensor:
         """() 1 where a finite logit is above the threshold, else 0."""
         return ((logits > self.threshold) & logits.isfinite()).any().to(logits.dtype)
 
-    def _over_ranks(self, max_logits: Sequence[Tensor]) -> Tensor:
-        """(heads of all layers,) float64, the same on all ranks of this pipeline stage."""
+    def _local(self, max_logits: Sequence[Tensor]) -> tuple[ValueError | None, Tensor]:
+        """What is wrong with them on this rank; else its logits, (heads of all layers,) float64.
+
+        Minus infinity for heads of other tensor-parallel ranks, and for all where something is wrong.
+        """
+        device = self.optimizer.stepper.device
+        error = self._problem(max_logits)
+        if error is not None or not self.layers:
+            num_heads = sum(layer.num_heads for layer in self.layers)
+            return error, torch.full((num_heads,), -torch.inf, dtype=torch.float64, device=device)
+        found = [self._of_all_heads(layer, given) for layer, given in zip(self.layers, max_logits, strict=True)]
+        return None, torch.cat(found).to(device)
+
+    def _problem(self, max_logits: Sequence[object]) -> ValueError | None:
         if len(max_logits) != len(self.layers):
-            raise ValueError(
+            return ValueError(
                 f"max_logits has {len(max_logits)} entries; give one for each of {len(self.layers)} layers"
             )
-        device, axes = self.optimizer.stepper.device, self._roles.dense
-        found = [self._of_all_heads(layer, of_layer) for layer, of_layer in zip(self.layers, max_logits)]
-        logits = torch.cat(found).to(device) if found else torch.empty(0, dtype=torch.float64, device=device)
-        for comm in (axes.tp, axes.dp, axes.inter) if found else ():
-            comm.all_reduce_(logits, op=Op.MAX)
-        return logits
+        tp = self._roles.dense.tp.size
+        for layer, given in zip(self.layers, max_logits, strict=True):
+            if not isinstance(given, Tensor):
+                return ValueError(f"max_logits of a layer is a {type(given).__name__}; give a tensor")
+            if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp):
+                return ValueError(
+                    f"max_logits of a layer has shape {tuple(given.shape)}; give one number for each of its "
+                    f"{layer.num_heads} heads, or for those of one of {tp} tensor-parallel ranks"
+                )
+        return None
 
     def _of_all_heads(self, layer: Attention, given: Tensor) -> Tensor:
         """(num_heads,) float64: this rank's, and minus infinity for heads of other tensor-parallel ranks."""
         tp = self._roles.dense.tp
-        if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp.size):
-            raise ValueError(
-                f"max_logits of a layer has shape {tuple(given.shape)}; give one number for each of its "
-                f"{layer.num_heads} heads, or for those of one of {tp.size} tensor-parallel ranks"
-            )
         given = given.detach().to(torch.float64)
         given = torch.where(given.isnan(), torch.inf, given)  # a maximum over ranks may drop a NaN
         if given.numel() == layer.num_heads:
@@ -175,8 +204,6 @@ class QKClip:
             raise ConfigError(f"QKClip: the optimizer does not train a parameter of shape {shape}; leave its layer out")
         if not is_new:
             raise ConfigError(f"QKClip: {name!r} is given twice, and would be scaled twice")
-        if is_dtensor(rows.param):
-            raise ConfigError(f"QKClip: {name!r} is a DTensor; plain parameters, sharded or not, are allowed")
         tp, expected = self._roles.dense.tp.size, layer.num_query_groups * rows.rows_per_group
         if not shape or shape[0] not in (expected, expected / tp):
             raise ConfigError(
@@ -202,7 +229,10 @@ class QKClip:
 
 def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
     """The factors of a piece's rows, of a shape that multiplies its main values."""
-    shape = piece.param.shape
+    shape = local(piece.param).shape
+    if is_dtensor(piece.param):
+        first = sharded_like("", piece.param.detach()).global_offset[0]
+        factors = factors[first : first + shape[0]]
     if piece.is_whole:
         return factors.view(-1, *[1] * (len(shape) - 1))
     width = shape[1:].numel()
