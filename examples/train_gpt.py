@@ -112,7 +112,9 @@ def build(rule: str) -> tuple[DistributedDataParallel, Optimizer]:
     )
     options = RULES[rule]
     whole = {"is_whole": matrices_whole} if "use_layer_wise_distributed_optimizer" in options else {}
-    model = DistributedDataParallel(wrapping, CharGPT(**MODEL, compute=COMPUTE).bfloat16(), **whole)
+    gpt = CharGPT(**MODEL, compute=COMPUTE).bfloat16()
+    gpt.head.weight.is_embedding_or_output_parameter = True  # Muon and SOAP leave it to Adam
+    model = DistributedDataParallel(wrapping, gpt, **whole)
     config = OptimizerConfig(
         optimizer=rule,
         min_lr=options["lr"] / 10,

@@ -50,7 +50,7 @@ def test_the_mixture_of_experts_trains() -> None:
 
 def test_the_gpt_trains_and_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
     printed = torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 4, "--batch", 2)
-    assert "adam moves 29 parameters" in printed
+    assert "adam updates 29 parameters" in printed
     assert "step 4/4  loss" in printed
     assert "\r" not in printed  # a pipe is not a terminal
     torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 5, "--batch", 2, "--resume", "--name", "resumed", ranks=1)
