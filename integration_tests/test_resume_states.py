@@ -226,7 +226,7 @@ def test_groups_that_were_joined_say_what_they_disagree_on(tmp_path: Path) -> No
 
 def test_what_is_for_a_sharded_state_is_refused_with_another() -> None:
     _, optimizer = begin("replicated fp32")
-    with pytest.raises(ValueError, match=r"override=\{'lr': 1.0\}: these are for a loaded sharded state"):
+    with pytest.raises(ValueError, match=r"override=\{'lr': 1.0\}: both are for a sharded state only"):
         optimizer.load_state_dict(optimizer.state_dict(), override={"lr": 1.0})
 
 

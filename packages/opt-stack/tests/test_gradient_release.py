@@ -199,7 +199,7 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     model, optimizer = build()
     release_gradients(optimizer)
     loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"a second gradient of .* came before optimizer.step\(\)"):
+    with pytest.raises(RuntimeError, match=r"a second gradient of .* arrived before optimizer.step\(\)"):
         loss_of(model, 2).backward()
 
 
@@ -297,13 +297,13 @@ REFUSED: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     "threshold": ({"grad_norm_skip_threshold": 9.0}, torch.float32, "grad_norm_skip_threshold=9.0 needs the norm"),
     "dynamic loss scale": ({"fp16": True}, torch.float16, "a loss scale skips whole steps"),
     "constant loss scale": ({"loss_scale": 8.0}, torch.float32, "a loss scale skips whole steps"),
-    "zeros": ({"log_num_zeros_in_grad": True}, torch.float32, "log_num_zeros_in_grad=True counts"),
+    "zeros": ({"log_num_zeros_in_grad": True}, torch.float32, "log_num_zeros_in_grad=True needs"),
     "offload": (
         {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
         torch.float32,
         "optimizer_cpu_offload=True copies gradients",
     ),
-    "matrices": ({"optimizer": "muon"}, torch.float32, "rule 'muon' moves matrices in stacks"),
+    "matrices": ({"optimizer": "muon"}, torch.float32, "rule 'muon' batches matrices"),
 }
 
 
@@ -327,7 +327,9 @@ def test_ranks_and_wrapped_chunks_are_refused() -> None:
         if wraps:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
         optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model], pg_collection=roles)
-        with pytest.raises(ConfigError, match="plain module" if wraps else "gradients of 2 ranks meet after backward"):
+        with pytest.raises(
+            ConfigError, match="plain module" if wraps else "gradients of 2 ranks are reduced after backward"
+        ):
             release_gradients(optimizer)
 
     run_threads(2, lambda comm: rank_main(comm, wraps=False))

@@ -365,12 +365,12 @@ def of(model: Any, **numbers: int) -> list[Attention]:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Optimizer], object], str]] = {
-    "threshold": (lambda m, o: QKClip(o, [], threshold=0.0), "threshold=0.0; give a logit above 0"),
-    "alpha": (lambda m, o: QKClip(o, [], alpha=1.5), "alpha=1.5; give the query's share"),
+    "threshold": (lambda m, o: QKClip(o, [], threshold=0.0), "threshold=0.0; it must be above 0"),
+    "alpha": (lambda m, o: QKClip(o, [], alpha=1.5), "alpha=1.5; the query's share"),
     "groups": (lambda m, o: QKClip(o, of(m, num_query_groups=3)), "4 heads do not divide into 3 query groups"),
     "rows": (lambda m, o: QKClip(o, of(m, head_dim=4)), r"'query' has shape \(12, 5\), but 2 query groups of 8 rows"),
     "frozen": (lambda m, o: QKClip(o, of(Model())), r"does not train a parameter of shape \(12, 5\)"),
-    "twice": (lambda m, o: QKClip(o, [*of(m), *of(m)]), "'query' is given twice"),
+    "twice": (lambda m, o: QKClip(o, [*of(m), *of(m)]), "'query' is in layers twice"),
 }  # fmt: skip
 
 
@@ -400,16 +400,16 @@ def test_replicas_with_other_layers_are_refused_on_every_rank() -> None:
 def test_a_rule_that_evaluates_other_weights_is_refused() -> None:
     model = Model()
     _, optimizer = build(model, roles_of(Alone()), optimizer="schedule_free")
-    with pytest.raises(ConfigError, match="is moved by schedule_free, which keeps other weights in its state"):
+    with pytest.raises(ConfigError, match="is updated by schedule_free, which keeps other weights in its state"):
         QKClip(optimizer, layers_of(model))
 
 
 WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
-    "too many heads": (lambda: [torch.zeros(HEADS + 1)], "give one number for each of its 4 heads"),
-    "two dims": (lambda: [torch.zeros(HEADS, 1)], "give one number for each of its 4 heads"),
-    "no dim": (lambda: [torch.zeros(())], "give one number for each of its 4 heads"),
-    "no layer": (list, "has 0 entries; give one for each of 1 layers"),
-    "no tensor": (lambda: [[1.0] * HEADS], "max_logits of a layer is a list; give a tensor"),
+    "too many heads": (lambda: [torch.zeros(HEADS + 1)], "pass one number for each of its 4 heads"),
+    "two dims": (lambda: [torch.zeros(HEADS, 1)], "pass one number for each of its 4 heads"),
+    "no dim": (lambda: [torch.zeros(())], "pass one number for each of its 4 heads"),
+    "no layer": (list, "has 0 entries; pass one for each of 1 layers"),
+    "no tensor": (lambda: [[1.0] * HEADS], "max_logits of a layer is a list; pass a tensor"),
 }
 
 
@@ -436,4 +436,4 @@ def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing(
 
     found = run_threads(3, rank_main)
     assert message in found[1]
-    assert all("another rank gave QKClip max_logits that do not fit its layers" in found[rank] for rank in (0, 2))
+    assert all("max_logits do not fit the layers of QKClip on another rank" in found[rank] for rank in (0, 2))

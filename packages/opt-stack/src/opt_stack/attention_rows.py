@@ -1,4 +1,4 @@
-"""Which rows of an attention layer's weights make the queries and keys of which heads, for `QKClip`."""
+"""Describe for `QKClip` which rows of attention weights produce the queries and keys of which heads."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -8,15 +8,15 @@ from torch import nn
 
 
 class Role(Enum):
-    """What rows of a weight contribute to the logits of their heads."""
+    """What the output of a row is used for."""
 
     QUERY = auto()  # scaled by gamma^alpha
     KEY = auto()  # scaled by gamma^(1 - alpha)
-    ROTARY_QUERY = auto()  # meets a key that all heads share: scaled by gamma
+    ROTARY_QUERY = auto()  # multiplied by a key that all heads share: scaled by gamma
     OTHER = auto()  # values, gates
 
     def exponent(self, alpha: float) -> float:
-        """Of gamma."""
+        """Return the exponent of gamma for rows of this role."""
         return {Role.QUERY: alpha, Role.KEY: 1.0 - alpha, Role.ROTARY_QUERY: 1.0, Role.OTHER: 0.0}[self]
 
 
@@ -29,20 +29,20 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRows:
-    """How the rows of a weight (rows, in) or a bias (rows,) belong to heads: `segments`, once for each query group."""
+    """The rows of a weight (rows, in) or a bias (rows,): `segments`, repeated for each query group."""
 
     param: nn.Parameter
     segments: tuple[Segment, ...]
 
     @property
     def rows_per_group(self) -> int:
-        """Of all roles."""
+        """The number of rows of one query group, of all roles."""
         return sum(segment.num_rows for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """One attention layer. All numbers are those of the whole layer, also where tensor parallelism cuts it."""
+    """One attention layer. All numbers are those of the whole layer, also under tensor parallelism."""
 
     num_heads: int
     num_query_groups: int
@@ -54,12 +54,12 @@ def fused_qkv(
     bias: nn.Parameter | None = None,  # (rows,)
     *,
     num_heads: int,
-    num_query_groups: int | None = None,  # None: as many as heads
+    num_query_groups: int | None = None,  # None: `num_heads`
     head_dim: int,
     value_dim: int | None = None,  # None: `head_dim`
-    gate_dim: int = 0,  # rows for each head between query and key, of a gate on the attention's output
+    gate_dim: int = 0,  # rows per head, between query and key, of a gate on the attention output
 ) -> Attention:
-    """Attention with one fused projection, in Megatron-Core's order of rows."""
+    """Describe attention with one fused projection, in Megatron-Core's order of rows."""
     groups = num_query_groups or num_heads
     heads_per_group = num_heads // groups
     segments = (
@@ -78,10 +78,10 @@ def separate_qk(
     key_bias: nn.Parameter | None = None,
     *,
     num_heads: int,
-    num_query_groups: int | None = None,  # None: as many as heads
+    num_query_groups: int | None = None,  # None: `num_heads`
     head_dim: int,
 ) -> Attention:
-    """Attention with projections of their own for queries and keys."""
+    """Describe attention with separate projections for queries and keys."""
     groups = num_query_groups or num_heads
     queries = (Segment(num_heads // groups * head_dim, Role.QUERY),)
     rows = (*_alike(queries, query, query_bias), *_alike((Segment(head_dim, Role.KEY),), key, key_bias))
@@ -97,7 +97,7 @@ def latent_attention(
     rope_dim: int,
     value_dim: int,
 ) -> Attention:
-    """Multi-head latent attention: what makes each head's query, and its key and value without the rotary part."""
+    """Describe multi-head latent attention by the up-projections of queries, and of non-rotary keys and values."""
     queries = (Segment(nope_dim, Role.QUERY), Segment(rope_dim, Role.ROTARY_QUERY))
     keys = (Segment(nope_dim, Role.KEY), Segment(value_dim, Role.OTHER))
     rows = (*_alike(queries, query_up), *_alike(keys, key_value_up))

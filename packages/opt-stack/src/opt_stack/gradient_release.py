@@ -1,9 +1,9 @@
-"""Gradient release: each parameter is updated in backward as soon as its gradient is complete, which is then freed.
+"""Gradient release: update each parameter in backward as soon as its gradient is complete, then free the gradient.
 
-As torch's optimizer in backward and FlashOptim: gradients need no memory beyond the largest ones in flight, so that
-bf16 parameters with 16-bit remainders and 8-bit moments take six bytes an element in all. Weights have the bits of the
-ordinary step, except where rounding is stochastic. What an ordinary step decides from all gradients together (a clip
-coefficient, a skipped step) cannot be had, and configurations that ask for it are refused.
+As in torch's optimizer-in-backward tutorial and FlashOptim, only gradients in flight need memory, so bf16 parameters
+with 16-bit remainders and 8-bit moments take six bytes per element in all. Weights are bit-equal to the ordinary step,
+except with stochastic rounding. Decisions that need all gradients (a clip coefficient, a skipped step) are not
+available, and configurations that ask for them are refused.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from opt_stack.optimizer import Optimizer
 
 
 def release_gradients(optimizer: Optimizer) -> "GradientRelease":
-    """Lets `optimizer` update in backward from now on. The training loop stays: backward, `step()`, `zero_grad()`.
+    """Let `optimizer` update in backward from now on. The training loop stays: backward, `step()`, `zero_grad()`.
 
-    `step()` ends the iteration: it returns the gradient norm, and success if all gradients were finite. From the first
-    infinite or NaN gradient of an iteration on, nothing more is updated; what came before it has been. So it is where
-    backward raises in the middle. Learning rates are read in backward: set them before it. A gradient that
-    `zero_grad()` was to drop has been used.
+    `step()` ends the iteration. It returns the gradient norm, and success if all gradients were finite. After the first
+    infinite or NaN gradient of an iteration, no more parameters are updated; earlier updates stay. The same holds if
+    backward raises half-way. Learning rates are read in backward, so set them before it. `zero_grad()` cannot discard a
+    gradient: backward has applied it.
 
     Raises:
-        ConfigError (a ValueError): it contradicts the configuration, the rules or the layout; the message says which.
+        ConfigError: the configuration, a rule or the layout does not allow it; the message says which. A ValueError.
     """
     if optimizer.in_backward is not None:
         raise ConfigError("release_gradients: this optimizer releases its gradients already; call it once")
@@ -55,7 +55,7 @@ class GradientRelease:
         optimizer.in_backward = self
 
     def remove(self) -> None:
-        """Lets the optimizer update in `step()` again, from the next iteration on.
+        """Let the optimizer update in `step()` again, from the next iteration on.
 
         Raises:
             RuntimeError: parameters have been updated since the last `step()`; call that first.
@@ -67,14 +67,14 @@ class GradientRelease:
         self.optimizer.in_backward = None
 
     def finish(self) -> StepResult:
-        """Ends the iteration."""
+        """End the iteration: return its result and reset the statistics."""
         norms, skip = self._squares.sqrt(), self._skip
         self._last_norms = norms
         self._begin()
         return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
 
     def drop(self) -> None:
-        """Begins an iteration anew, after a backward pass that may have failed."""
+        """Restart the iteration, after a backward pass that may have failed."""
         self._begin()
 
     @property
@@ -102,17 +102,17 @@ class GradientRelease:
 
     @torch.no_grad()
     def update_(self, unit: Unit, piece: OwnedPiece) -> None:
-        """Moves one parameter by its gradient, and frees that.
+        """Update one parameter, and free its gradient.
 
         Raises:
-            RuntimeError: it has been updated in this iteration, the optimizer is in evaluation mode, or its state is on
-                the host.
+            RuntimeError: the parameter was updated in this iteration already, the optimizer is in evaluation mode, or
+                its state is on the host.
         """
         self.optimizer.check_ready("a backward pass that updates parameters")
         if piece.param in self._updated:
             raise RuntimeError(
-                f"a second gradient of {str(piece.id)!r} came before optimizer.step(); gradients that are released in "
-                "backward cannot accumulate: call step() after every backward pass, or do not release them"
+                f"a second gradient of {str(piece.id)!r} arrived before optimizer.step(), but gradients released in "
+                "backward cannot accumulate; call step() after every backward pass, or do not release gradients"
             )
         grad = piece.read_grad()
         assert grad is not None
@@ -127,14 +127,14 @@ class GradientRelease:
         piece.param.grad = None
 
     def _move_(self, unit: Unit, piece: OwnedPiece, grad: Tensor, *, skip: Tensor | None) -> None:
-        # Backward may still need the old value, of a detached view for one: with its version, that is an error.
+        # Backward may still need the old value, for example through a detached view. The version makes that an error.
         torch.autograd.graph.increment_version(piece.param)
         scales = [1.0] * (1 + piece.norm_slot)
         unit.update_(Ready([piece], [grad]), self.optimizer.param_groups, scale_of_slot=scales, skip=skip)
 
 
 class _Hook:
-    """Runs in backward, once a parameter's gradient is complete."""
+    """Runs in backward when the gradient of a parameter is complete."""
 
     def __init__(self, release: GradientRelease, unit: Unit, piece: OwnedPiece):
         self._release, self._unit, self._piece = release, unit, piece
@@ -150,7 +150,7 @@ class _Hook:
 
 
 def _problems(optimizer: Optimizer) -> Iterator[str]:
-    """Why the gradients of this optimizer cannot be released."""
+    """Yield the reasons why gradients of this optimizer cannot be released."""
     config = optimizer.config
     if config.clip_grad > 0 and any(group.clips for group in optimizer.plan.groups):
         yield f"clip_grad={config.clip_grad} needs the norm of all gradients before the first update; set clip_grad=0.0"
@@ -162,25 +162,25 @@ def _problems(optimizer: Optimizer) -> Iterator[str]:
     if not isinstance(config.loss_scaling, NoScale):
         yield "a loss scale skips whole steps that overflow; use bf16 or fp32, without loss_scale"
     if config.log_num_zeros_in_grad:
-        yield "log_num_zeros_in_grad=True counts in gradients that are freed by then; set it to False"
+        yield "log_num_zeros_in_grad=True needs gradients that are already freed; set it to False"
     if config.optimizer_cuda_graph:
         yield "optimizer_cuda_graph=True captures a whole step; set it to False"
     if config.optimizer_cpu_offload:
         yield "optimizer_cpu_offload=True copies gradients to the host in parts of a step; set it to False"
     if config.fp8_recipe is not None:
-        yield f"fp8_recipe={config.fp8_recipe!r}: parameters in fp8 are quantised in step(); use bf16 or fp32 ones"
+        yield f"fp8_recipe={config.fp8_recipe!r}: parameters in fp8 are quantised in step(); use bf16 or fp32"
     roles = optimizer.roles
     if roles.everyone.size > 1 or roles.dense.num_replicas > 1:
         yield (
-            f"gradients of {roles.everyone.size} ranks meet after backward; it is built for one process. Shard over "
-            "ranks without it"
+            f"gradients of {roles.everyone.size} ranks are reduced after backward; gradient release supports one "
+            "process only; shard over ranks without it"
         )
     for unit in optimizer.stepper.units:
         if any(not isinstance(piece.source, OwnGrads) for piece in unit.pieces):
             yield (
-                "gradients of DistributedDataParallel chunks and of DTensors are complete after backward; give a plain "
-                "module"
+                "gradients of DistributedDataParallel chunks and of DTensors are complete only after backward; pass a "
+                "plain module"
             )
         if not isinstance(unit.rule, ElementwiseRule):
-            kind = "moves matrices in stacks" if unit.rule.needs is Needs.MATRICES else "may move parameters together"
-            yield f"rule {unit.rule.name!r} {kind}; elementwise rules, without hooks that see norms, are allowed"
+            kind = "batches matrices" if unit.rule.needs is Needs.MATRICES else "may update parameters together"
+            yield f"rule {unit.rule.name!r} {kind}; allowed are elementwise rules without hooks that need norms"

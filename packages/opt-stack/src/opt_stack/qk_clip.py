@@ -5,11 +5,11 @@ Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1). Per head, with the larg
     gamma = min(1, threshold / S)
     query rows *= gamma^alpha        key rows *= gamma^(1 - alpha)
 
-so that the same input would give logits of at most the threshold. In multi-head latent attention the rotary key is
-shared by all heads and stays, so that rotary query rows take all of gamma. With grouped queries a key serves several
-heads, whose largest logit counts, as in Megatron-Core's `clip_qk`.
+so that the same input would give logits of at most the threshold. In multi-head latent attention all heads share the
+rotary key, which is not scaled; rotary query rows are scaled by gamma. With grouped queries, a key serves several
+heads, and the largest of their logits determines gamma, as in Megatron-Core's `clip_qk`.
 
-It is no part of the optimizer and knows no rule: it multiplies main values, wherever they are kept, and parameters.
+The clip does not depend on the optimizer's rule: it multiplies parameters and their main values, wherever these live.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,22 +30,23 @@ __all__ = ["Attention", "QKClip", "fused_qkv", "latent_attention", "separate_qk"
 
 
 class QKClip:
-    """A callback after the step: `qk_clip([layer.max_logits for layer in layers])`.
+    """Rescales query and key weights after a step: `qk_clip([layer.max_logits for layer in layers])`.
 
-    Norms of queries and keys (qk-layernorm) would undo the scaling; such layers need no clip. All ranks build it
-    together, and call it together after each step.
+    Layers that normalise queries and keys (qk-layernorm) need no clip; the norm would undo the scaling. Construction
+    and every call are collective. Call it after each step.
 
     Args:
-        optimizer: trains the parameters of `layers`; main values in any precision, state on any layout, DTensors too.
-        layers: of this rank, in the order in which their logits are given; the same on all data-parallel and
+        optimizer: the optimizer that trains the parameters of `layers`. Main values may have any precision, and
+            parameters any layout.
+        layers: the attention layers of this rank, in the order of their logits; the same on all data-parallel and
             tensor-parallel ranks of a pipeline stage. A stage may have none.
-        threshold: the largest logit that is left alone.
+        threshold: the largest logit that is not clipped.
         alpha: the query's share of the correction, from 0 to 1.
 
     Raises:
-        ConfigError, on every rank: a number out of its range; heads that do not divide into query groups; rows that do
-            not fit the heads; a parameter that the optimizer does not train, or twice in `layers`; a rule that trains
-            other weights than those that parameters hold (schedule_free).
+        ConfigError: on every rank, if a number is out of range, heads do not divide into query groups, rows do not fit
+            the heads, a parameter is not trained by the optimizer or appears twice in `layers`, or a rule keeps other
+            weights than the parameters hold (schedule_free).
     """
 
     def __init__(
@@ -63,18 +64,19 @@ class QKClip:
 
     @torch.no_grad()
     def __call__(self, max_logits: Sequence[Tensor]) -> float:
-        """Rescales what has grown too large, and returns the largest logit of the whole model.
+        """Rescale the heads whose logits exceed the threshold, and return the largest logit of the whole model.
 
-        Writes parameters and main values; optimizer state stays. Where a head is clipped, sharded parameters are
-        gathered once more. Logits that are not finite clip nothing: their step has overflowed.
+        Writes parameters and main values, but not the optimizer state. If any head is clipped, sharded parameters are
+        gathered again. Logits that are not finite clip nothing: their step has overflowed.
 
         Args:
-            max_logits: for each layer the largest logits of each head over this rank's part of the batch, (num_heads,);
-                under tensor parallelism (num_heads / ranks,) of this rank's heads, which are consecutive. Before
-                softmax, after scaling by 1 / sqrt(head_dim). Largest over microbatches: the caller keeps that.
+            max_logits: for each layer, the largest logit of each head over this rank's part of the batch, of shape
+                (num_heads,), or under tensor parallelism (num_heads / ranks,) for this rank's consecutive heads. Logits
+                are taken before softmax, after scaling by 1 / sqrt(head_dim). With several microbatches, pass the
+                largest over all of them.
 
         Raises:
-            ValueError, on every rank: another number of layers or heads than there are. No rank has clipped anything.
+            ValueError: on every rank, if the number of layers or heads is wrong on any. No rank has clipped anything.
             RuntimeError: the optimizer is in evaluation mode.
         """
         self.optimizer.check_ready("QKClip()")
@@ -91,10 +93,10 @@ class QKClip:
         return largest
 
     def _over_ranks(self, logits: Tensor, error: ValueError | None) -> tuple[bool, float]:
-        """Raises `logits` to the largest over the ranks of this pipeline stage.
+        """Replace `logits` by the largest over the ranks of this pipeline stage. Collective.
 
-        Returns whether one of them is to be clipped, and the largest logit of the whole model. Raises ValueError on
-        every rank where one has an error.
+        Returns whether any head must be clipped, and the largest logit of the whole model. Raises ValueError on every
+        rank if one has an error.
         """
         axes = self._roles.dense
         for comm in (axes.tp, axes.dp, axes.inter) if len(logits) else ():
@@ -106,17 +108,17 @@ class QKClip:
         if error is not None:
             raise error
         if is_refused:
-            raise ValueError("another rank gave QKClip max_logits that do not fit its layers; no rank clipped anything")
+            raise ValueError("max_logits do not fit the layers of QKClip on another rank; no rank clipped anything")
         return bool(clips), highest
 
     def _excess(self, logits: Tensor) -> Tensor:
-        """() 1 where a finite logit is above the threshold, else 0."""
+        """Return 1 if a finite logit is above the threshold, else 0, of shape ()."""
         return ((logits > self.threshold) & logits.isfinite()).any().to(logits.dtype)
 
     def _local(self, max_logits: Sequence[Tensor]) -> tuple[ValueError | None, Tensor]:
-        """What is wrong with them on this rank; else its logits, (heads of all layers,) float64.
+        """Return an error in `max_logits` of this rank, if any, and its logits, (heads of all layers,) float64.
 
-        Minus infinity for heads of other tensor-parallel ranks, and for all where something is wrong.
+        Logits are -inf for heads of other tensor-parallel ranks, and for all heads if there is an error.
         """
         device = self.optimizer.stepper.device
         error = self._problem(max_logits)
@@ -129,21 +131,21 @@ class QKClip:
     def _problem(self, max_logits: Sequence[object]) -> ValueError | None:
         if len(max_logits) != len(self.layers):
             return ValueError(
-                f"max_logits has {len(max_logits)} entries; give one for each of {len(self.layers)} layers"
+                f"max_logits has {len(max_logits)} entries; pass one for each of {len(self.layers)} layers"
             )
         tp = self._roles.dense.tp.size
         for layer, given in zip(self.layers, max_logits, strict=True):
             if not isinstance(given, Tensor):
-                return ValueError(f"max_logits of a layer is a {type(given).__name__}; give a tensor")
+                return ValueError(f"max_logits of a layer is a {type(given).__name__}; pass a tensor")
             if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp):
                 return ValueError(
-                    f"max_logits of a layer has shape {tuple(given.shape)}; give one number for each of its "
-                    f"{layer.num_heads} heads, or for those of one of {tp} tensor-parallel ranks"
+                    f"max_logits of a layer has shape {tuple(given.shape)}; pass one number for each of its "
+                    f"{layer.num_heads} heads, or for each head of one of {tp} tensor-parallel ranks"
                 )
         return None
 
     def _of_all_heads(self, layer: Attention, given: Tensor) -> Tensor:
-        """(num_heads,) float64: this rank's, and minus infinity for heads of other tensor-parallel ranks."""
+        """Return (num_heads,) float64: this rank's logits, and -inf for heads of other tensor-parallel ranks."""
         tp = self._roles.dense.tp
         given = given.detach().to(torch.float64)
         given = torch.where(given.isnan(), torch.inf, given)  # a maximum over ranks may drop a NaN
@@ -164,7 +166,7 @@ class QKClip:
                 piece.main.set_(value * _of_piece(factors, piece).to(value))
 
     def _factors(self, rows: HeadRows, gamma: Tensor) -> Tensor:
-        """(rows of the parameter on this rank,) float64: what each row is multiplied by."""
+        """Return the factor of each row of the parameter on this rank, (rows,) float64."""
         exponents = [segment.role.exponent(self.alpha) for segment in rows.segments for _ in range(segment.num_rows)]
         factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)
         local = rows.param.shape[0]
@@ -172,20 +174,22 @@ class QKClip:
         return factors[first : first + local]
 
     def _difference(self) -> ConfigError | None:
-        """Which ranks would clip otherwise than this one, although they share its layers."""
+        """Return an error if ranks that share layers have different settings; else None. Collective."""
         axes, names = self._roles.dense, {id(param): name for name, param in self._trained()}
         layers = [[names[id(rows.param)] for rows in layer.rows] for layer in self.layers]
         own = (self.threshold, self.alpha, layers, [(one.num_heads, one.num_query_groups) for one in self.layers])
         for per_rank in [comm.gather_objects(own) for comm in (axes.tp, axes.dp, axes.inter)]:
             if any(other != per_rank[0] for other in per_rank):
-                return ConfigError(f"QKClip: ranks differ in threshold, alpha or layers: {per_rank}; give all the same")
+                return ConfigError(
+                    f"QKClip: ranks differ in threshold, alpha or layers: {per_rank}; pass the same on all"
+                )
         return None
 
     def _check(self) -> None:
         if not self.threshold > 0:
-            raise ConfigError(f"QKClip: threshold={self.threshold}; give a logit above 0")
+            raise ConfigError(f"QKClip: threshold={self.threshold}; it must be above 0")
         if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"QKClip: alpha={self.alpha}; give the query's share of the correction, from 0 to 1")
+            raise ConfigError(f"QKClip: alpha={self.alpha}; the query's share of the correction must be from 0 to 1")
         names = {id(param): name for name, param in self._trained()}
         seen: set[int] = set()
         for layer in self.layers:
@@ -203,13 +207,13 @@ class QKClip:
         if not name:
             raise ConfigError(f"QKClip: the optimizer does not train a parameter of shape {shape}; leave its layer out")
         if not is_new:
-            raise ConfigError(f"QKClip: {name!r} is given twice, and would be scaled twice")
+            raise ConfigError(f"QKClip: {name!r} is in layers twice and would be scaled twice; pass it once")
         tp, expected = self._roles.dense.tp.size, layer.num_query_groups * rows.rows_per_group
         if not shape or shape[0] not in (expected, expected / tp):
             raise ConfigError(
                 f"QKClip: {name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
-                f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); give the numbers of "
-                "the whole layer"
+                f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the sizes "
+                "of the whole layer"
             )
 
     def _check_rules(self, seen: set[int]) -> None:
@@ -217,8 +221,8 @@ class QKClip:
             clipped = [piece.id for piece in unit.pieces if id(piece.param) in seen]
             if clipped and unit.rule.name in self.optimizer.evaluation.rules:
                 raise ConfigError(
-                    f"QKClip: {str(clipped[0])!r} is moved by {unit.rule.name}, which keeps other weights in its "
-                    "state; clip layers of other rules"
+                    f"QKClip: {str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its "
+                    "state; clip only layers that another rule updates"
                 )
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -228,7 +232,7 @@ class QKClip:
 
 
 def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
-    """The factors of a piece's rows, of a shape that multiplies its main values."""
+    """Return the factors of a piece's rows in a shape that broadcasts to its main values."""
     shape = local(piece.param).shape
     if is_dtensor(piece.param):
         first = sharded_like("", piece.param.detach()).global_offset[0]

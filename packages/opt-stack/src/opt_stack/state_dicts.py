@@ -1,4 +1,4 @@
-"""What an optimizer saves and loads: torch's form of one rank's state, and a sharded one for any layout."""
+"""State dicts of an optimizer: torch's form of one rank's state, and a sharded form that loads on any layout."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -56,7 +56,7 @@ class StateDicts(torch.optim.Optimizer):
     _described: list[list[Described]] | None = None  # since the last `sharded_state_dict`
 
     def check_ready(self, what: str) -> None:
-        """Raises RuntimeError where parameters hold averaged weights, or the state is on the host."""
+        """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
         self.evaluation.check_training(what)
         self.offload.check_restored(what)
 
@@ -66,15 +66,16 @@ class StateDicts(torch.optim.Optimizer):
         return self._rank_local
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form, `state` by parameter index and `param_groups`, with loss scale, version and layout.
+        """Return the state in torch's form, `state` by parameter index and `param_groups`, with loss scale, version and
+        layout. Tensors are live, as in torch.
 
         State of DTensor parameters is DTensors, so `torch.distributed.checkpoint.state_dict` saves it and loads it on
-        other world sizes. State of plain parameters is this rank's part and loads on the same layout only; where
-        ranks hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, since they
-        would keep one rank's. Live tensors, as torch's own.
+        other world sizes. State of plain parameters is this rank's part and loads on the same layout only. If ranks
+        hold different parts, the functions of `torch.distributed.checkpoint.state_dict` are refused, because they
+        would keep only one rank's part.
 
-        In evaluation mode the trained weights are in it as well, as copies, since a model that is saved then holds
-        averaged ones. Loading it begins evaluation mode, so that `train()` restores them.
+        In evaluation mode, it also has copies of the trained weights, because a model saved then holds the evaluation
+        weights. Loading such a state begins evaluation mode, and `train()` restores the trained weights.
         """
         self.offload.check_restored("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
@@ -100,25 +101,25 @@ class StateDicts(torch.optim.Optimizer):
         override: Mapping[str, Any] = NO_OVERRIDE,
         main_values: Literal["saved", "parameters"] = "saved",
     ) -> None:
-        """Sets everything `state_dict` holds; validated whole before anything changes. fp32 state stays fp32.
+        """Load `state_dict`. All of it is validated before anything changes; fp32 state stays fp32.
 
-        Takes what `state_dict` gave, what torch's own optimizers give, or what `opt_checkpoint.load` made of
-        `sharded_state_dict`; that all ranks load together. In torch's own, a parameter without state is one that was
-        never stepped. In a loaded one, so is a parameter whose state was not saved, or by another rule: it keeps its
-        group's hyper-parameters.
+        Accepts a `state_dict` of this class, one of torch's own optimizers, or what `opt_checkpoint.load` returned for
+        `sharded_state_dict`. Loading a sharded state, or any state with fp8 parameters, is collective. A parameter
+        without state in one of torch's state dicts counts as never stepped. The same holds in a sharded state for a
+        parameter whose state was not saved, or was saved by another rule: it keeps its group's hyper-parameters.
 
         Args:
-            state_dict: see above.
-            on_conflict: for a loaded sharded state, where parameters that share a group were saved with different
-                hyper-parameters: an error, the `"saved"` ones of the group's first parameter, or the `"current"` ones.
-            override: for a loaded sharded state: hyper-parameters that get this value in every group, whatever was
-                saved, as `{"lr": 1e-4}`.
-            main_values: `"parameters"` lets a 16-bit run start its main values from its rounded parameters, where an
-                fp32 run saved the state and so no main values.
+            state_dict: the state to load.
+            on_conflict: for a sharded state, if parameters of one group were saved with different hyper-parameters:
+                `"error"` raises, `"saved"` uses those of the group's first parameter, `"current"` keeps the group's.
+            override: for a sharded state, hyper-parameters that every group gets instead of the saved ones, such as
+                `{"lr": 1e-4}`.
+            main_values: `"parameters"` lets a 16-bit run start its main values from its rounded parameters if an fp32
+                run saved the state, which then has no main values.
 
         Raises:
-            ValueError: not a state dict, or of a newer version; other parameters or groups; another layout; state of
-                another rule or shape, or a part of one; hyper-parameters that are no numbers, or contradict each other.
+            ValueError: `state_dict` is not a state dict or has a newer version; its parameters, groups, layout, rule or
+                shapes differ; it has only a part of a parameter's state; or a hyper-parameter is not a valid number.
         """
         self.check_ready("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -127,8 +128,8 @@ class StateDicts(torch.optim.Optimizer):
             self._load_sharded(state_dict, on_conflict=on_conflict, override=override)
         elif on_conflict != "error" or override:
             raise ValueError(
-                f"on_conflict={on_conflict!r}, override={dict(override)}: these are for a loaded sharded state; after "
-                "another, set what is to differ in param_groups"
+                f"on_conflict={on_conflict!r}, override={dict(override)}: both are for a sharded state only; after "
+                "loading this state_dict, set hyper-parameters in optimizer.param_groups"
             )
         elif main_values not in MAIN_VALUES:
             raise ValueError(f"main_values={main_values!r}; {' and '.join(map(repr, MAIN_VALUES))} are allowed")
@@ -145,7 +146,8 @@ class StateDicts(torch.optim.Optimizer):
     ) -> None:
         if self._described is None:
             raise ValueError(
-                "a loaded sharded state needs the sharded_state_dict that it was loaded into: make it first"
+                "load_state_dict of a sharded state needs the sharded_state_dict that it was loaded into; call "
+                "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
             )
         load_sharded_(
             state_dict,
@@ -160,7 +162,7 @@ class StateDicts(torch.optim.Optimizer):
         )
 
     def _read_all(self) -> dict[int, dict[str, Tensor]]:
-        """This rank's state by the parameters' indices."""
+        """Return this rank's state by parameter index."""
         with self.evaluation.with_trained_weights():
             return {i: self._read(id) for i, id in enumerate(self._ids) if id in self._held}
 
@@ -191,7 +193,7 @@ class StateDicts(torch.optim.Optimizer):
         return _Matched(groups, by_id, saved_scaler(state_dict, self.stepper.scaler))
 
     def _rules(self) -> dict[str, Rule]:
-        """The rules of this rank's units by the names that groups have for them."""
+        """Return the rules of this rank's units, by the `optimizer` of their groups."""
         return {unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units}
 
     def sharded_state_dict(
@@ -200,15 +202,16 @@ class StateDicts(torch.optim.Optimizer):
         is_loading: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state as `opt_checkpoint.save` and `load` take it; loads on any layout, world size and precision.
+        """Return the state for `opt_checkpoint.save` and `load`; it loads on any layout, world size and precision.
 
-        All ranks call it together. Tensors share the optimizer's memory where they can, so a load writes in place;
-        `load_state_dict` of what the load returns completes it.
+        Collective. Tensors share the optimizer's memory where possible, so a load writes in place; pass the result of
+        the load to `load_state_dict` to complete it.
 
         Args:
-            model_sharded_state_dict: the model's, with its parameters themselves (`keep_vars=True`) as data.
-            is_loading: kept for the reference's callers; state exists from construction, so nothing has to be made.
-            metadata: likewise; there is one format, and it reshards along every axis.
+            model_sharded_state_dict: the model's sharded state, with the parameters themselves (`keep_vars=True`) as
+                data.
+            is_loading: accepted for Megatron-Core's callers and ignored: state exists from construction.
+            metadata: accepted for Megatron-Core's callers and ignored: the one format reshards along every axis.
 
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`.
@@ -219,5 +222,5 @@ class StateDicts(torch.optim.Optimizer):
 
 
 def _replaced(found: Any, state_dict: Any) -> Any:
-    """What a hook gave back in place of the state dict, if anything."""
+    """Return what a hook returned, or the state dict if it returned None."""
     return state_dict if found is None else found
