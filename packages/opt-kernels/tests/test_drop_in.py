@@ -161,7 +161,7 @@ def test_capturable_steps_are_refused_where_nothing_can_be_captured() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hooks": (RelativeUpdate(),)}, "hooks .* which go through new memory at every step"),
+        ({"hooks": (RelativeUpdate(),)}, "hooks .* which allocate memory in every step"),
         ({"backend": "torch"}, "a backend that reads numbers on the host; give backend=None or 'triton'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Drop-in Muon."""
+"""Drop-in Muon, and its preset MuonH."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,18 +34,19 @@ MUON_OPTIONS: Mapping[str, Any] = MappingProxyType(
 
 
 class Muon(MatrixOptimizer):
-    """Muon (Keller Jordan, 2024) with torch.optim.Muon's arguments and updates, to rounding.
+    """Muon (Keller Jordan, 2024) with the arguments of torch.optim.Muon, and its updates up to rounding.
 
-    With `scalar_optimizer`, "adam" or "lion" moves all parameters that are not matrices, with the groups' lr and weight
-    decay, `betas` and `scalar_eps`. Groups choose with `use_matrix_rule`, `split_rows`, `num_heads` and `split_sizes`,
-    see `MatrixOptimizer`.
+    `scalar_optimizer`, "adam" or "lion", updates all parameters that are not matrices, with the lr and weight decay of
+    their groups, `betas` and `scalar_eps`. For the group options `use_matrix_rule`, `split_rows`, `num_heads` and
+    `split_sizes` see `MatrixOptimizer`.
 
-    The scale of an update (rows, cols) is `adjust_lr_fn`'s: "original", sqrt(max(1, rows / cols)), also for None; or
-    "match_rms_adamw", 0.2 sqrt(max(rows, cols)), which takes AdamW's lr and weight decay. `scale_mode` replaces it by
-    a named one, "spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw" or "mup" (see `ScaleMode` in
-    `opt_kernels.matrices.orthogonalization`); `extra_scale_factor` multiplies either. `coefficient_type` replaces
-    `ns_coefficients` by a named set; with "custom", or alone, `custom_coefficients` has (a, b, c) for each step.
-    Megatron-Core's Muon is `scale_mode="spectral", coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
+    `adjust_lr_fn` sets the scale of an update (rows, cols): "original" and None mean sqrt(max(1, rows / cols));
+    "match_rms_adamw" means 0.2 sqrt(max(rows, cols)), for which AdamW's lr and weight decay are suitable. `scale_mode`
+    selects another scale instead: "spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw" or "mup" (see
+    `ScaleMode` in `opt_kernels.matrices.orthogonalization`). `extra_scale_factor` multiplies either. `coefficient_type`
+    selects a named set of coefficients instead of `ns_coefficients`. `custom_coefficients` are (a, b, c) of each step,
+    alone or with "custom". The Muon of Megatron-Core is
+    `scale_mode="spectral", coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
 
     The remaining options are those of `opt_kernels.rules.muon.Muon`. Raises ValueError for an option that is not
     allowed, MatrixError for a parameter that is not a matrix and has no `scalar_optimizer`.
@@ -59,7 +60,7 @@ class Muon(MatrixOptimizer):
             "momentum": 0.95,
             "nesterov": True,
             "ns_coefficients": KELLER_JORDAN,
-            "eps": 1e-7,  # smallest norm that a momentum is divided by
+            "eps": 1e-7,  # lower bound of the norm that a momentum is divided by
             "ns_steps": 5,
             "adjust_lr_fn": None,
             "betas": (0.9, 0.999),
@@ -87,9 +88,10 @@ class Muon(MatrixOptimizer):
 
 
 class MuonH(Muon):
-    """Muon with weights on a sphere (Hyperball, arXiv 2606.16899): each matrix keeps its norm, and turns by about lr.
+    """Muon with weights on a sphere (Hyperball, arXiv 2606.16899): a step rotates each matrix by about lr and keeps its
+    norm.
 
-    `hooks` are `{"muon": (Hyperball(),)}` unless given; weight decay must be 0 for matrices, and scales do not matter.
+    `hooks` default to `{"muon": (Hyperball(),)}`. The weight decay of matrices must be 0. Scales have no effect.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**Muon.numbers, "weight_decay": 0.0})
@@ -97,7 +99,7 @@ class MuonH(Muon):
 
 
 def muon_rule(options: Mapping[str, Any]) -> MuonRule:
-    """The rule at these fields, of which enumerations may be given by their values."""
+    """The rule with these fields. Enum members may be given by their values."""
     steps = tuple(Coefficients(*step) for step in options["custom_coefficients"])
     return made(MuonRule, {**options, "custom_coefficients": steps})
 
@@ -121,7 +123,7 @@ def _coefficients(
     coefficient_type: str | None,
     custom: Sequence[tuple[float, float, float]],
 ) -> tuple[CoefficientType, tuple[Coefficients, ...]]:
-    """The set of coefficients, and its steps where the set is the caller's."""
+    """The set of coefficients, and the steps of a custom set."""
     if coefficient_type is None and not custom:
         return CoefficientType.CUSTOM, (Coefficients(*ns_coefficients),)
     if tuple(ns_coefficients) != KELLER_JORDAN:

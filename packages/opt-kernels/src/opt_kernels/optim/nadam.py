@@ -1,4 +1,4 @@
-"""What drop-in NAdam adds to its formula: torch.optim.NAdam's state `mu_product` in a state_dict."""
+"""Drop-in NAdam: adds the state `mu_product` of torch.optim.NAdam to state_dicts."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ MU_PRODUCT = "mu_product"
 
 
 class NAdamOptimizer(FormulaOptimizer):
-    """NAdam, which computes the product of mu(1) to mu(t) from t; torch.optim.NAdam keeps it and needs it to go on."""
+    """NAdam. It computes the product of mu(1) to mu(t) from t; torch.optim.NAdam needs it in its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form, with `mu_product` (0-d, float32) of every parameter that has state."""
+        """The state in torch's form, with `mu_product` (0-d, float32) of every parameter that has state."""
         packed = super().state_dict()
         for group in packed["param_groups"]:
             q = 0.96 ** group["momentum_decay"]

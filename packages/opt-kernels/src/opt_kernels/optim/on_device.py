@@ -1,7 +1,7 @@
-"""What an optimizer with `capturable=True` keeps on the device, so that the host reads nothing in a step.
+"""Device-side values of an optimizer with `capturable=True`, so that the host reads no device tensor in a step.
 
-Numbers of groups are in a table there, see `opt_kernels.hyper_table` for what freezes in a captured step and what stays
-live; steps are counted there; a loss scale, a found infinity and the norm of the gradients are never read.
+A table on the device holds the numbers of the groups (`opt_kernels.hyper_table` lists what a captured step freezes).
+Steps are counted on the device. The loss scale, the overflow flag and the gradient norm are never read on the host.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,36 @@ from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_kernels.rules.base import Rule
 
-DEVICES = ("cuda", "meta")  # that have graphs; a meta tensor has no memory yet
+DEVICES = ("cuda", "meta")  # devices with graphs; a meta tensor may still move to one
 
 
 class CaptureError(ValueError):
-    """A captured step could not be repeated."""
+    """A replay of the captured step would not update the current parameters, gradients or groups."""
 
 
 class Scaling(NamedTuple):
-    """What gradients are multiplied by, and whether the step is skipped."""
+    """The factor of the gradients, and whether the step is skipped."""
 
     scale: float | Tensor  # 0-d float64
     skip: Tensor | None  # 0-d bool
-    norm: Tensor | None = None  # 0-d float64, where gradients are clipped
+    norm: Tensor | None = None  # 0-d float64, if gradients are clipped
 
 
 class GroupsOnDevice:
-    """The numbers of parameter groups, on every device with parameters."""
+    """The numbers of the parameter groups, on every device that has parameters."""
 
     def __init__(self, names: Sequence[str], choosing: Sequence[str]):
         self._names, self._choosing = tuple(names), tuple(choosing)
         self._tables: dict[torch.device, HyperTable] = {}
-        self._fresh: set[torch.device] = set()  # whose tables were written for the present step
-        self._captured: list[object] | None = None  # what was frozen when a step was captured
+        self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step
+        self._captured: list[object] | None = None  # what the captured step froze
 
     def begin_step(self) -> None:
-        """Groups may have changed since the last step."""
+        """Mark all tables as outdated: groups may have changed since the last step."""
         self._fresh.clear()
 
     def of(self, device: torch.device, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The groups as a step on `device` reads them."""
+        """The groups with their numbers on `device`."""
         if device not in self._tables:
             self._tables[device] = HyperTable(
                 self._names,
@@ -64,7 +64,7 @@ class GroupsOnDevice:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the step that runs is captured."""
+        """Whether the current step is being captured."""
         return any(map(multi_tensor.is_capturing, self._tables))
 
     @property
@@ -73,7 +73,7 @@ class GroupsOnDevice:
         return self._captured is not None
 
     def upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Writes the groups' numbers. Raises CaptureError where something that a captured step froze has changed."""
+        """Write the numbers of the groups. Raises CaptureError if something that a captured step froze has changed."""
         for table in self._tables.values():
             table.refresh_(groups)
         if self._captured is not None and self._captured != self._frozen():
@@ -87,12 +87,12 @@ class GroupsOnDevice:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """Where tensors are."""
+    """The addresses of tensors."""
     return [None if tensor is None else local(tensor).data_ptr() for tensor in tensors]
 
 
 def check_capturable(param: Tensor, rule: Rule) -> None:
-    """Raises ValueError where a step of `rule` on `param` cannot be captured."""
+    """Raise ValueError if a step of `rule` on `param` cannot be captured."""
     if param.device.type not in DEVICES:
         raise ValueError(
             f"capturable=True with a parameter on {str(param.device)!r}: only cuda devices have graphs; move the model "
@@ -100,8 +100,8 @@ def check_capturable(param: Tensor, rule: Rule) -> None:
         )
     if isinstance(rule, HookedUpdate):
         raise ValueError(
-            f"capturable=True with hooks {rule.hooks!r}, which go through new memory at every step; give hooks that "
-            "are part of a formula, or leave capturable=False"
+            f"capturable=True with hooks {rule.hooks!r}, which allocate memory in every step; give hooks that are "
+            "part of a formula, or leave capturable=False"
         )
     if not getattr(rule, "capturable", False):
         raise ValueError(
@@ -114,7 +114,7 @@ def check_capturable(param: Tensor, rule: Rule) -> None:
 def scaling_of(
     grads: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
 ) -> Scaling:
-    """What `GradScaler` and clipping make of gradients (any shapes, on any devices); the host waits for nothing."""
+    """The factor, skip flag and norm that follow from `GradScaler` and clipping, without synchronizing the host."""
     skip = None if found_inf is None else found_inf.reshape(()) != 0
     scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
     if max_norm is None or not grads:
@@ -126,6 +126,6 @@ def scaling_of(
     sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(first) for same in by_device.values()]
     norm = torch.stack(sums).sum().sqrt() * scale
     is_bad = ~(norm < torch.inf)
-    # A division: `max_norm / norm` is a product with the rounded reciprocal in torch.
+    # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.
     coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
     return Scaling(coefficient * scale, is_bad if skip is None else skip | is_bad, norm)

@@ -1,4 +1,4 @@
-"""Parameters: which of them no step could update, found when an optimizer is built, and the rule for each dtype."""
+"""Validation of parameters when an optimizer is built, and the rule for each dtype."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -20,9 +20,9 @@ from opt_kernels.rules.soap import SOAP
 
 
 def for_dtype(rule: Rule, param: Tensor) -> Rule:
-    """`rule` for a parameter of this dtype: a float64 parameter has float64 states where others have float32 ones.
+    """`rule` for the dtype of `param`: as in torch.optim, float64 parameters have float64 instead of float32 states.
 
-    As in torch.optim. No Triton or C++ sweep computes in float64, so without an explicit backend torch's operations do.
+    Triton and C++ sweeps do not support float64, so the torch backend is used unless another one is set.
     """
     if param.dtype is not torch.float64:
         return rule
@@ -36,18 +36,18 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
 
 
 def check_available(rule: Rule) -> None:
-    """Raises BackendError where the backend that `rule` names is not installed."""
+    """Raise BackendError if the backend that `rule` names is not installed."""
     backend: str | None = getattr(rule, "backend", None)
     check_installed(backend)
 
 
 def rounds_stochastically(rule: Rule, mains: Mains, param: Tensor) -> bool:
-    """Whether the elements of `param` are rounded by their numbers."""
+    """Whether `param` is rounded stochastically. The noise of an element depends on its number."""
     return bool(getattr(rule, "stochastic_rounding", False)) and mains is Mains.PARAM and param.dtype is torch.bfloat16
 
 
 def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
-    """Raises ValueError for a parameter that no step of `rule` could update."""
+    """Raise ValueError for a parameter that `rule` cannot update."""
     shard = local(param).detach()
     if not param.is_floating_point():
         remedy = "pass torch.view_as_real(param)" if param.is_complex() else "exclude it from the optimizer"
@@ -77,15 +77,17 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
 
 
 def _check_spans(param: Tensor, rule: Rule) -> None:
-    """Raises ValueError for a shard whose elements cannot be numbered as those of the whole parameter are."""
-    found = spans(param)
+    """Raise ValueError for a shard whose elements cannot be numbered as in the whole parameter."""
+    local_spans = spans(param)
     scaled = [name for name, codec in rule.codecs.items() if codec.block]
-    if found is not None and (len(found) <= 1 or not scaled):
+    if local_spans is not None and (len(local_spans) <= 1 or not scaled):
         return
     placements = param.placements if is_dtensor(param) else ()
-    reason = f"its states {', '.join(scaled)} share scales across rows" if found else "its elements cannot be numbered"
+    reason = (
+        f"its states {', '.join(scaled)} share scales across rows" if local_spans else "its elements cannot be numbered"
+    )
     raise ValueError(
-        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, and it "
-        "would be rounded otherwise than the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
+        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, so it "
+        "would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
         "or bfloat16, or give mains='remainder'"
     )

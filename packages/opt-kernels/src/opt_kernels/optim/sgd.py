@@ -1,4 +1,4 @@
-"""What drop-in SGD adds to its formula: momentum buffers where a group has a momentum, also one that is set later."""
+"""Drop-in SGD: creates momentum buffers only for groups with momentum, also if momentum is set later."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,11 +21,11 @@ MOMENTUM = "momentum_buffer"
 
 
 class MomentumOptimizer(FormulaOptimizer):
-    """SGD; parameters of groups with a momentum of 0 have no buffer. `dampening` is that of every group."""
+    """SGD. Parameters of groups with momentum 0 have no buffer. `dampening` is equal in all groups."""
 
     fixed: ClassVar[tuple[str, ...]] = (*FormulaOptimizer.fixed, "dampening")
     rule: ElementwiseRule
-    _have_momentum: tuple[bool, ...] = ()  # of each group, at the last step
+    _have_momentum: tuple[bool, ...] = ()  # whether each group had momentum in the last step
 
     def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
         rule = super().rule_with(values)
@@ -34,7 +34,7 @@ class MomentumOptimizer(FormulaOptimizer):
         return replace(rule, formula=checked.formula)
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """With a buffer where the group has a momentum, or had one when the parameter's state was made."""
+        """The rule with a momentum buffer if the group has momentum, or had it when the state was created."""
         has_buffer = bool(group["momentum"]) or MOMENTUM in self._states.get(param, {})
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
@@ -47,14 +47,14 @@ class MomentumOptimizer(FormulaOptimizer):
         return super()._batches(made)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
-        """With a buffer of zeros where the group's momentum was set after the parameter's first step."""
+        """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
         state, of_group = self._states[param], self.param_groups[group]
         if state and of_group["momentum"] and MOMENTUM not in state:
             if of_group["dampening"] and float(state[STEP]):
                 raise ValueError(
                     f"momentum={of_group['momentum']!r} with dampening={of_group['dampening']!r} was set after the "
-                    "first step, and torch does not dampen the first gradient of a buffer; set the momentum before the "
-                    "first step, or build the optimizer with dampening=0"
+                    "first step: a new buffer would start with a dampened gradient, unlike in torch; set the momentum "
+                    "before the first step, or build the optimizer with dampening=0"
                 )
             state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
         return super()._enrolled(place, group, param, first)

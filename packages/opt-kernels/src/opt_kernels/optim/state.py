@@ -1,4 +1,4 @@
-"""A parameter's state as it is saved: in plain numbers, whatever codec or main kept it."""
+"""The saved form of a parameter's state: decoded, independent of codecs and mains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ _OF_ANY_RULE = frozenset({STEP, MAIN, REMAINDER, "trained_weights", "mu_product"
 
 
 class StateDictError(ValueError):
-    """A state_dict does not fit the optimizer that loads it."""
+    """A state_dict that does not fit the optimizer that loads it."""
 
 
 def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
-    """Everything kept for `param`, as it is before the first step; for a DTensor, of its local shard."""
+    """The complete state of `param` before the first step; of a DTensor, that of its local shard."""
     shard = local(param).detach()
     return {STEP: torch.zeros(())} | state_of_rule(rule, shard, matrix) | init_main(mains, shard)
 
 
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state` in torch's form: block codecs decoded, a remainder joined to a `main`, DTensors like `param`."""
+    """`state` in torch's form: decoded, with a remainder joined to a `main`, and as DTensors if `param` is one."""
     shard = local(param).detach()
     # Aliases: where the states are is the optimizer's business.
     saved = {name: tensor.detach() for name, tensor in state.items() if name != REMAINDER}
-    saved[STEP] = state[STEP].clone()  # an element of what the roster counts in
+    saved[STEP] = state[STEP].clone()  # a view of the tensor in which the roster counts
     for name, codec in codecs.items():
         if codec.block:
             values = torch.empty_like(shard, dtype=torch.float32)
@@ -49,7 +49,7 @@ def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One parameter's state in torch's form, for an optimizer that keeps it by `rule` and `mains`."""
+    """The saved state of one parameter, to be loaded by an optimizer with `rule` and `mains`."""
 
     rule: Rule
     mains: Mains
@@ -58,7 +58,7 @@ class Saved:
     values: Mapping[str, Tensor | float]
 
     def check(self) -> None:
-        """Raises StateDictError where a state is missing, or has another shape; ValueError for an impossible main."""
+        """Raise StateDictError if a state is missing, unknown or misshapen; ValueError if the main is impossible."""
         like = local(self.param).detach().to("meta")
         init_main(self.mains, like)
         _step(self.values)
@@ -84,10 +84,10 @@ class Saved:
 
     @torch.no_grad()
     def load_(self) -> dict[str, Tensor]:
-        """The state as this optimizer keeps it, each in its own dtype, not the parameter's.
+        """The state as this optimizer keeps it. Every state keeps its dtype, unlike in torch.
 
-        Where a `main` was saved, `param` is set to it, rounded; where none was, the main starts from `param`. Raises
-        what `check` does.
+        A saved `main` is written, rounded, to `param`; without one the main starts from `param`. Raises the same errors
+        as `check`.
         """
         shard = local(self.param).detach()
         state = init_state(self.rule, self.mains, self.param, self.matrix)
@@ -104,22 +104,22 @@ class Saved:
         return state
 
     def _kept(self, like: Tensor) -> dict[str, Tensor]:
-        """What must have been saved: the rule's states, but block scales, which the values tell."""
+        """The states that must have been saved: all of the rule except block scales, which follow from the values."""
         scales = {scale_name(name) for name, codec in self.rule.codecs.items() if codec.block}
         kept = state_of_rule(self.rule, like, self.matrix)
         return {name: tensor for name, tensor in kept.items() if name not in scales}
 
     def _fitting(self, name: str, wanted: Tensor) -> Tensor:
-        """This rank's part of a saved state, in the shape `wanted`."""
-        found = self.values.get(name)
-        if not isinstance(found, Tensor):
+        """This rank's part of the saved state `name`, which must have the shape of `wanted`."""
+        value = self.values.get(name)
+        if not isinstance(value, Tensor):
             raise StateDictError(
                 f"state {name!r} is missing: the state_dict has {sorted(self.values)}; load one that was saved by the "
                 "same rule"
             )
         is_like_param = wanted.shape == local(self.param).shape
         try:
-            part = local_like(found, self.param if is_like_param else wanted)
+            part = local_like(value, self.param if is_like_param else wanted)
         except ValueError as error:
             raise StateDictError(
                 f"state {name!r} {error}; load a state_dict of the same parameters, in the same order"
@@ -129,8 +129,8 @@ class Saved:
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:
     if STEP not in saved and "momentum_buffer" in saved:
-        # torch.optim.SGD counts no steps; all that matters is that the first is over.
+        # torch.optim.SGD does not count steps. Only whether the first step is over matters here.
         return 1.0
     if STEP not in saved:
-        raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one that counts steps")
+        raise StateDictError(f"state 'step' is missing: the state_dict has {sorted(saved)}; load one with step counts")
     return float(saved[STEP])
