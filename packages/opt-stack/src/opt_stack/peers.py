@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -13,11 +14,12 @@ from opt_distributed.buffers.agreement import from_all_replicas
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import Roles
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.plan import Plan
+from opt_stack.plan import Plan, rule_text
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that are a rank's own business."""
 MAX_RANKS_TOLD = 8  # for each value, in an error
+SHOWN = 60  # characters of each rule, from where they differ
 _OF_THE_RANK = frozenset({"local_shape", "placements"})  # of `ParamMeta`: what is stored here, and where here is
 _NO_NUMBERS = frozenset({"params", "param_ids", "name"})  # of a group
 
@@ -65,7 +67,7 @@ def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], 
     """
     if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
         raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
-    error = None
+    error: ConfigError | None = _rules_that_differ(plan, roles.everyone)
     for axes, experts in ((roles.dense, False), (roles.expert, True)):  # ranks may hold other experts
         mine = dict(_said_of_params(plan, groups, metas, experts=experts))
         digest = sha256(f"{plan.fingerprint(experts=experts)}{mine}".encode()).hexdigest()
@@ -78,7 +80,47 @@ def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], 
                 "overrides and model must be equal on all ranks that share parameters"
                 f"{_first_difference(said[0], said[others[0]], rank=others[0])}"
             )
+        error = error or _numbers_that_differ(groups, mine, axes.tp)
     agree(roles.everyone, error)
+
+
+def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:
+    """Ranks that call different rules by one name; those that hold parts of a matrix would move them apart."""
+    by_unit: dict[str, dict[str, list[int]]] = {}
+    told: list[dict[str, str]] = everyone.gather_objects({unit.name: rule_text(unit.rule) for unit in plan.units})
+    for rank, of_rank in enumerate(told):
+        for name, text in of_rank.items():
+            by_unit.setdefault(name, {}).setdefault(text, []).append(rank)
+    for name, ranks in by_unit.items():
+        if len(ranks) > 1:
+            start = _first_difference_in(list(ranks))
+            rules = ", ".join(f"{text[start : start + SHOWN]}... on ranks {_some(at)}" for text, at in ranks.items())
+            return ConfigError(
+                f"ranks have different rules for optimizer {name!r}: {rules}; give all ranks the same rules and hooks"
+            )
+    return None
+
+
+def _first_difference_in(texts: Sequence[str]) -> int:
+    """Where the first argument begins that is not the same in all of them."""
+    shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
+    return max(shared.rfind(before) + len(before) for before in (", ", "("))
+
+
+def _numbers_that_differ(groups: Groups, mine: Mapping[str, Mapping[str, str]], tp: Comm) -> ConfigError | None:
+    """Tensor-parallel ranks that move the parts of a parameter by different numbers."""
+    keys = {key for group in groups for key in group}
+    numbers = {name: {key: text for key, text in said.items() if key in keys} for name, said in mine.items()}
+    told = tp.gather_objects(numbers)
+    for rank, of_rank in enumerate(told):
+        both = told[0].keys() & of_rank.keys()  # a rank may hold no part of some
+        first, other = ({name: said[name] for name in both} for said in (told[0], of_rank))
+        if first != other:
+            return ConfigError(
+                "tensor-parallel ranks would move the parts of a parameter by different numbers"
+                f"{_first_difference(first, other, rank=rank)}; give all ranks the same overrides and groups"
+            )
+    return None
 
 
 def _said_of_params(

@@ -85,7 +85,8 @@ class Formula:
         """Equal in all processes that have the same source: ranks compare it."""
         numbers = ", ".join(f"{name}={default!r}" for name, default in self.defaults.items())
         choices = "".join(f", {name}={value!r}" for name, value in self.constants)
-        return f"Formula({self.name!r}, {numbers}{choices}, source={_digest(self.scalars, self.update)})"
+        source = _digest(self.scalars, self.update, *(self.evaluation or ()))
+        return f"Formula({self.name!r}, {numbers}{choices}, source={source})"
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -234,8 +235,16 @@ def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
 
 @cache
 def _digest(*functions: Callable[..., Any]) -> str:
-    text = "".join(f"{parameters_of(one)}{[ast.dump(node) for node in body_of(one)]}" for one in functions)
+    text = "".join(f"{parameters_of(one)}{_dumped(one)}" for one in functions)
     return sha256(text.encode()).hexdigest()[:8]
+
+
+def _dumped(function: Callable[..., Any]) -> list[str]:
+    """Its statements; the name of one that cannot be read, which only weights to evaluate with may be."""
+    try:
+        return [ast.dump(node) for node in body_of(function)]
+    except FormulaError:
+        return [function.__qualname__]
 
 
 @cache  # a formula is translated once to be checked
