@@ -388,3 +388,23 @@ def faults(session: nox.Session) -> None:
     install_torch(session)
     install_packages(session, "opt-checkpoint")
     session.run("pytest", "packages/opt-checkpoint/tests/faults", *session.posargs, env={"OPT_FAULTS": "full"})
+
+
+@nox.session(default=False)
+def orders(session: nox.Session) -> None:
+    """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders."""
+    install_torch(session)
+    install_packages(session, *PACKAGES)
+    integration = [f"integration_tests/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")]
+    wrapper = "packages/opt-distributed/tests/test_deferred_overlap.py"
+    tests = [wrapper, *integration, "integration_tests/test_offload_modes.py"]
+    session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
+
+
+@nox.session(default=False)
+def modes(session: nox.Session) -> None:
+    """Every combination of modes, at one to four ranks: takes hours."""
+    install_torch(session)
+    install_packages(session, *PACKAGES)
+    tests = ["integration_tests/test_modes.py", "integration_tests/test_modes_over_worlds.py"]
+    session.run("pytest", "-n", "2", *tests, *session.posargs, env={"OPT_MODES": "full"})

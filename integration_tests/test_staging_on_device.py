@@ -4,9 +4,11 @@
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from opt_checkpoint import sharded_like
 from opt_checkpoint.run import staging
@@ -32,12 +34,51 @@ def snapshots_during_training() -> list[list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(NUM_ORDERS))
-def test_a_snapshot_holds_the_values_of_its_moment(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank_main(one: DeferredRank) -> list[list[list[float]]]:
-        monkeypatch.setattr(staging, "device_of", lambda device: one.device)
-        return snapshots_during_training()
+WEIGHTS, MOMENTS = [1.0, 3.0, 7.0], [0.0, 1.0, 3.0]
+EXPECTED = [[[w] * 5, [m] * 3, [m] * 3] for w, m in zip(WEIGHTS, MOMENTS, strict=True)]
 
-    weights, moments = [1.0, 3.0, 7.0], [0.0, 1.0, 3.0]
-    expected = [[[w] * 5, [m] * 3, [m] * 3] for w, m in zip(weights, moments, strict=True)]
-    assert run_deferred(1, rank_main, seed=seed) == [expected]
+
+def snapshots(seed: int) -> list[list[list[float]]]:
+    """In the order that the seed stands for."""
+
+    def rank_main(one: DeferredRank) -> list[list[list[float]]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(staging, "device_of", lambda device: one.device)
+            return snapshots_during_training()
+
+    (found,) = run_deferred(1, rank_main, seed=seed)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(NUM_ORDERS))
+def test_a_snapshot_holds_the_values_of_its_moment(seed: int) -> None:
+    assert snapshots(seed) == EXPECTED
+
+
+def nobody_waits_for_the_copies(memory: Staging, device: Any, source: Tensor, target: Tensor) -> None:
+    side = device.side_stream()
+    side.wait_event(device.current_stream().record_event())
+    with device.on(side):
+        target.copy_(source, non_blocking=True)
+
+
+def copies_do_not_wait_for_training(memory: Staging, device: Any, source: Tensor, target: Tensor) -> None:
+    side = memory._sides.setdefault(source.device, device.side_stream())
+    with device.on(side):
+        target.copy_(source, non_blocking=True)
+
+
+def a_source_is_given_back_while_it_is_copied(memory: Staging, device: Any, source: Tensor, target: Tensor) -> None:
+    copy_from(memory, device, source.clone(), target)
+
+
+copy_from = Staging._copy_from
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [nobody_waits_for_the_copies, copies_do_not_wait_for_training, a_source_is_given_back_while_it_is_copied],
+)
+def test_a_fault_in_the_order_of_staging_is_noticed(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "_copy_from", fault)
+    assert any(repr(snapshots(seed)) != repr(EXPECTED) for seed in range(40))
