@@ -1,4 +1,4 @@
-"""`torch.compile` and steps: one graph break, at `step()`, behind which every number of the groups is seen."""
+"""`torch.compile` and steps: a drop-in's is part of the graph, the stack's breaks it once; both see every number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -81,24 +81,32 @@ def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@ON_BOTH
-def test_a_compiled_function_breaks_once_at_the_step_and_is_not_compiled_again(
-    build: Callable[[nn.Module], Any],
-) -> None:
+def test_a_compiled_function_breaks_once_at_the_stacks_step_and_is_not_compiled_again() -> None:
     torch._dynamo.reset()
     compiler = Counted()
-    model, optimizer = made(build)
+    model, optimizer = made(whole_stack)
     found = trained(model, optimizer, torch.compile(within(model, optimizer), backend=compiler))
-    model, optimizer = made(build)
+    model, optimizer = made(whole_stack)
     expected = trained(model, optimizer, within(model, optimizer))
     assert all(map(torch.equal, found, expected))
     assert compiler.num_graphs == 2
 
 
-@ON_BOTH
-def test_a_graph_without_breaks_is_refused_by_torch(build: Callable[[nn.Module], Any]) -> None:
+def test_a_drop_in_steps_in_a_graph_without_breaks() -> None:
+    """Compiled once for the first learning rate and once for any other."""
     torch._dynamo.reset()
-    model, optimizer = made(build)
+    compiler = Counted()
+    model, optimizer = made(drop_in)
+    found = trained(model, optimizer, torch.compile(within(model, optimizer), backend=compiler, fullgraph=True))
+    model, optimizer = made(drop_in)
+    expected = trained(model, optimizer, within(model, optimizer))
+    assert all(map(torch.equal, found, expected))
+    assert compiler.num_graphs == 2
+
+
+def test_a_graph_without_breaks_around_the_stacks_step_is_refused_by_torch() -> None:
+    torch._dynamo.reset()
+    model, optimizer = made(whole_stack)
     before = [param.detach().clone() for param in model.parameters()]
     compiled = torch.compile(within(model, optimizer), backend=Counted(), fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):

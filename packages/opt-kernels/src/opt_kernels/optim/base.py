@@ -34,9 +34,11 @@ from opt_kernels.optim.hooks import (
     warn_of_other_hooks,
     with_hooks,
 )
+from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
+from opt_kernels.optim.places import are_plain
 from opt_kernels.optim.roster import Roster, params_of
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
@@ -95,6 +97,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self.grad_norm: float | Tensor | None = None
         self._roster: Roster | None = None  # rebuilt whenever parameters, gradients or states changed
         self._states_may_change = False  # True once `state` was read
+        self._fits_graphs = True  # whether torch.compile can take a step as one operation
+        self._handle = handle_of(self)
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
 
@@ -142,12 +146,21 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. Runs `closure` first, if given, and returns its loss.
 
-        torch.compile breaks the graph here, because the sweeps are compiled already.
+        Under torch.compile a step is one operation of the graph, see `opt_kernels.optim.in_graphs`; with a closure, or
+        parameters of tensor subclasses, the graph breaks here.
         """
+        if closure is None and self._fits_graphs and torch.compiler.is_compiling():
+            with torch.no_grad():
+                step_in_graph(self, self._handle)
+            return None
+        loss: float | None = self._step(closure)
+        return loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -241,11 +254,14 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         except ValueError:
             del self.param_groups[-1]
             raise
+        self._fits_graphs = self._fits_graphs and are_plain(self.param_groups[-1]["params"])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_roster" in self.__dict__:
             self._forget_roster()
         super().__setstate__({"_states_may_change": True} | state | {"_roster": None})
+        self._fits_graphs = are_plain(params_of(self.param_groups))
+        self._handle = handle_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
