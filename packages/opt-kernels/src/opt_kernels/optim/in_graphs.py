@@ -160,7 +160,7 @@ def _attributes(optimizer: Any, given: Mapping[str, Tensor | None]) -> Iterator[
             setattr(optimizer, name, value)
 
 
-_LIBRARY = torch.library.Library("opt_kernels", "DEF")  # type: ignore[no-untyped-call, unused-ignore]
+_LIBRARY = torch.library.Library("opt_kernels", "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
 _LIBRARY.define(  # type: ignore[no-untyped-call, unused-ignore]
     "step_(int handle, int[] places, Tensor(a!)[] params, Tensor[] grads, Tensor[] numbers, Tensor? grad_scale, "
     "Tensor? found_inf) -> ()"
