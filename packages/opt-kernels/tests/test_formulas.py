@@ -286,12 +286,12 @@ DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "a state's scale": ({"numbers": (Number("trace_scale", 1.0),)}, "'trace_scale' as a state's scale and as a number"),
     "a number of a state's name": ({"numbers": (Number("trace", 1.0),)}, "has 'trace' as a state and as a number"),
     "a choice of a number's name": ({"choices": (Choice("lr", False),)}, "has 'lr' as a number and as a choice"),
-    "a state called step": ({"states": (State("step"),), "update": steps}, "'step' as a state and as a name of the"),
-    "a module's constant": ({"update": reads_a_module}, "reads LIMIT, which is not there"),
-    "a module's constant in scalars": ({"scalars": scalars_of_a_module}, "reads LIMIT, which is not there"),
+    "a state called step": ({"states": (State("step"),), "update": steps}, "'step' as a state and as a reserved name"),
+    "a module's constant": ({"update": reads_a_module}, "reads LIMIT, which is not defined"),
+    "a module's constant in scalars": ({"scalars": scalars_of_a_module}, "reads LIMIT, which is not defined"),
     "a comprehension in scalars": ({"scalars": scalars_that_loop}, "a formula may call"),
     "a root as a power": ({"update": raises_to_a_power}, "calls power on elements"),
-    "a state without its choice": (ABSENT, "reads peak, which is not there"),
+    "a state without its choice": (ABSENT, "reads peak, which is not defined"),
     "an expression that branches on elements": ({"update": chooses_with_if}, r"`if g > 0` branches on elements \(g\)"),
     "a conjunction of elements": ({"update": asks_for_both}, r"branches on elements \(g, p\); .* where\(condition"),
     "a lambda": ({"update": lambda p, g, trace: (p, trace)}, "a lambda cannot be translated"),
@@ -317,7 +317,7 @@ def test_a_rule_is_one_file_of_at_most_sixty_lines(name: str) -> None:
 
 
 def test_several_numbers_are_for_betas_alone() -> None:
-    with pytest.raises(ValueError, match="only `betas` may be several numbers"):
+    with pytest.raises(ValueError, match="only `betas` may be a tuple"):
         Number("etas", (0.5, 1.2))
 
 

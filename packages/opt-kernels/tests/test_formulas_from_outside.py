@@ -98,5 +98,5 @@ def plain(p: Any, g: Any, *, lr: Any) -> Any:
 def test_an_operator_that_formulas_lack_is_refused_with_another() -> None:
     with pytest.raises(FormulaError, match=r"'step // 2'; allowed are \+ - \* / \*\*, .*in scalars a // b is floor"):
         Formula(name="halving", states=(), scalars=halving, update=plain)
-    with pytest.raises(FormulaError, match="calls floor on elements, which only scalars can"):
+    with pytest.raises(FormulaError, match="calls floor on elements, but only scalars may"):
         Formula(name="floors", states=(), scalars=only_lr, update=floors)

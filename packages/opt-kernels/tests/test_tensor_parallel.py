@@ -173,7 +173,7 @@ def test_lines_of_either_kind_are_those_of_the_whole(lines: Lines, cut: Cut) -> 
 
 def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
     rule = AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)
-    with pytest.raises(MatrixError, match=r"lines='longer': of a matrix \(16, 24\) this rank has a part \(16, 12\)"):
+    with pytest.raises(MatrixError, match=r"lines='longer': this rank has a part \(16, 12\) of a matrix \(16, 24\)"):
         cut_update(rule, [tensor(16, 24)], [[tensor(16, 24)]], Cut(size=2, dim=1))
 
 

@@ -1,6 +1,6 @@
-"""What a step works on: states and how checkpoints cut them, hyper-parameters, parameters and their memory.
+"""Inputs of a rule: declared states, hyper-parameters, and the tensors of parameters.
 
-The caller owns all memory: whoever updates a `Work` writes `main`, `out`, `remainder` and `state`, never `grad`.
+The caller owns all memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, never `grad`.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -13,35 +13,37 @@ from torch import Tensor
 
 
 class StateKind(Enum):
-    """How a state tensor relates to its parameter; a checkpoint cuts it accordingly."""
+    """How a state tensor relates to its parameter, and so how a checkpoint shards it."""
 
-    LIKE_PARAM = auto()  # one element for each of the parameter's
+    LIKE_PARAM = auto()  # one element per element of the parameter
     SCALAR = auto()  # one number per parameter
     REDUCED = auto()  # the parameter's shape without `dims`
     MATRIX = auto()  # (n, n) where n is the parameter's size along `dims[0]`
-    BLOCK_SCALES = auto()  # one number for each run of `block` elements of the parameter
+    BLOCK_SCALES = auto()  # one number per run of `block` elements of the parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """One state tensor of a rule: its name in the state, its kind, the dtype it is stored in."""
+    """One state tensor of a rule: its name, its kind and the dtype in which it is stored."""
 
     name: str
     kind: StateKind = StateKind.LIKE_PARAM
     dtype: torch.dtype = torch.float32
     dims: tuple[int, ...] = ()  # REDUCED: the dims removed; MATRIX: the one dim
     block: int = 0  # BLOCK_SCALES: elements per scale
-    optional: bool = False  # only some parameters have it: `Rule.init_state` says which
-    whole: bool = False  # of a whole matrix, though ranks store parts of it: it is where `MatrixRule.transform_` is
+    optional: bool = False  # only some parameters have it, see `Rule.init_state`
+    whole: bool = (
+        False  # belongs to the whole matrix, even if ranks store parts: kept where `MatrixRule.transform_` runs
+    )
     by_part: bool = False  # with `MatrixSpec.split_rows`, (*batch, numel): that of each part in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:
-    """One row of the hyper-parameter table: a group's numbers at this step. A rule reads the fields it knows.
+    """One row of the hyper-parameter table: the numbers of a group in this step. A rule reads the fields it needs.
 
-    A rule with an attribute `hyper_names` finds the numbers of these names in `own`. Tensors are 0-d, on the device of
-    the works: the host need not know what a step is taken with.
+    The further numbers that a rule declares in `hyper_names` are in `own`. Tensors are 0-d, on the device of the works,
+    so that the host need not read them.
     """
 
     lr: float | Tensor
@@ -55,7 +57,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """The tensor-parallel group of a matrix, as callables: a rule never sees a process group."""
+    """The tensor-parallel group of a matrix as callables, so that rules do not depend on process groups."""
 
     rank: int
     size: int
@@ -64,22 +66,24 @@ class TensorParallel:
 
 
 class MatrixPart(NamedTuple):
-    """Which part of a larger matrix a work is, where that is known and may be any run of its rows and columns."""
+    """The part of a larger matrix that a work is, if it may be any run of rows or columns."""
 
-    whole: Hashable  # the matrix, in any naming the caller keeps
+    whole: Hashable  # identifies the matrix; chosen by the caller
     whole_shape: tuple[int, ...]
     first_row: int  # of the part, in the matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixSpec:
-    """What a matrix rule must know of a matrix beside its shape."""
+    """How a matrix rule treats a matrix, in addition to its shape."""
 
     split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
-    by_group: bool = False  # every group's rows are matrices of their own, as heads; else those of all groups together
-    partition_dim: int | None = None  # the dim that tensor parallelism cuts; None: the whole matrix is here
+    by_group: bool = (
+        False  # True: the rows of each group are separate matrices, as heads; False: those of all groups form one
+    )
+    partition_dim: int | None = None  # the dim that tensor parallelism shards; None: this rank has the whole matrix
     tensor_parallel: TensorParallel | None = None
-    part: MatrixPart | None = None  # None: the whole is here, or as equal parts as `tensor_parallel` has ranks
+    part: MatrixPart | None = None  # None: the whole matrix, or one of `tensor_parallel.size` equal parts
 
     @property
     def split_name(self) -> str:
@@ -93,9 +97,9 @@ NOT_SPLIT = MatrixSpec()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One parameter, or one run of its elements, to be updated. All tensors but scalars have the same shape.
+    """One parameter, or one run of its elements, to be updated. All tensors except scalars have the same shape.
 
-    `main` is what the rule moves: fp32, or the parameter itself. `out`, when given, receives `main` rounded to its
+    The rule updates `main`: an fp32 copy, or the parameter itself. `out`, if given, receives `main` rounded to its
     dtype. With `remainder` (int16), `main` is None: the fp32 value is (`out` as bf16, `remainder`), joined losslessly.
     """
 
@@ -189,7 +193,7 @@ class Works(Sequence[Work]):
 
 
 class Batch(NamedTuple):
-    """Works that share one row of the hyper table."""
+    """Works that share one row of the hyper-parameter table."""
 
     hyper: Hyper
     works: Sequence[Work]

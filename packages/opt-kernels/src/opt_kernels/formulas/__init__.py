@@ -1,7 +1,7 @@
-"""Elementwise rules as formulas: the states, the scalars and the update of one element, from which every backend runs.
+"""Elementwise rules as formulas: the states, scalars and update of one element, which every backend executes.
 
-`formula` says what a formula is, `numbers` what it is configured by, `functions` what it may call, `registry` lists
-those that there are; every other module is one rule.
+`formula` defines formulas, `numbers` their numbers and choices, `functions` the functions they may call. `registry`
+lists all formulas. Every other module is one rule.
 """
 
 from opt_kernels.formulas.formula import Formula, State

@@ -2,15 +2,15 @@
 
 With g the scaled gradient, t the step (from 1), and m, v the moments:
 
-    g <- g + wd * p            only where weight decay is not decoupled
-    p <- p - lr * wd * p       only where it is
+    g <- g + wd * p            if weight decay is not decoupled
+    p <- p - lr * wd * p       if it is
     m <- m + (1 - b1) * (g - m)        v <- b2 * v + (1 - b2) * g^2
 
     order "torch":  p <- p - (lr / (1 - b1^t)) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     order "te":     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
 The orders agree except for rounding: "torch" is that of torch.optim.AdamW(fused=True), "te" Transformer Engine's, which
-decays within the update. With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far takes the place of v.
+decays within the update. With amsgrad (Reddi et al. 2018, algorithm 2), the largest v so far replaces v.
 """
 
 from typing import Any

@@ -7,8 +7,8 @@ With g the scaled gradient, d its change since the last step (0 at the first), a
     n <- b3 * n + (1 - b3) * (g + b2 * d)^2
     p <- (p - lr * (m / (1 - b1^t) + b2 * u / (1 - b2^t)) / (sqrt(n / (1 - b3^t)) + eps)) / (1 + lr * wd)
 
-`betas` are the factors by which averages decay: the paper's are 1 - b. With `no_prox` the weight decays as in AdamW,
-before the update and by 1 - lr * wd. exp_avg, exp_avg_diff and exp_avg_sq are m, u and n.
+`betas` are the factors by which averages decay: the paper's are 1 - b. With `no_prox` weights are decayed as in AdamW,
+before the update and by the factor 1 - lr * wd. exp_avg, exp_avg_diff and exp_avg_sq are m, u and n.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ With g the scaled gradient, t the step (from 1), m1 the fast and m2 the slow mom
     alpha(t) = min(t / alpha_steps, 1) * alpha
     b3(t) = exp(ln(b1) ln(b3) / ((1 - s) ln(b3) + s ln(b1))),  s = min(t / beta3_steps, 1)
 
-The paper warms both up over all steps of the training, so as not to diverge early on; 0 steps leave them constant.
+The paper warms both up over all training steps to avoid early divergence. With 0 steps they are constant.
 `betas` are (b1, b2, b3), exp_avg, exp_avg_slow and exp_avg_sq are m1, m2 and v.
 """
 

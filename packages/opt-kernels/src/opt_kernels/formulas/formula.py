@@ -1,4 +1,4 @@
-"""What an elementwise rule is: named states, numbers and scalars, and one function on one element.
+"""Formulas: an elementwise rule as named states, numbers, scalars and a function of one element.
 
     def scalars(*, lr, weight_decay, beta1, beta2):
         return {"lr": lr, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "weight2": 1 - beta2}
@@ -11,10 +11,10 @@
         name="lion", states=(State("exp_avg"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
     )
 
-`scalars` reads the numbers of a parameter group and the step (from 1), and gives each scalar as a float64 expression.
-`update` takes the main, the gradient and the states, and gives the new main and the new states. Both are translated
+`scalars` takes the numbers of a parameter group and the step (from 1), and returns each scalar as a float64 expression.
+`update` takes the main, the gradient and the states, and returns the new main and the new states. Both are translated
 from their source: assignments, arithmetic, the functions of `formulas.functions`, and branches on scalars and choices,
-never on elements (`where` chooses between elements). Every operation is rounded as it is written; `fma` is rounded
+never on elements (`where` chooses between elements). Every operation is rounded as written; `fma` is rounded
 once.
 """
 
@@ -34,35 +34,41 @@ from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Hyper
 
 LR, WEIGHT_DECAY = Number("lr", 1e-3), Number("weight_decay", 0.0)
-OF_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")  # numbers that are fields of `Hyper`; others are its own
+OF_HYPER = (
+    "lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+)  # numbers that are fields of `Hyper`; others are in `Hyper.own`
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One state of a formula, with an element for each of the parameter's, zero before the first step."""
+    """One state of a formula: a tensor of the shape of the parameter, zero before the first step."""
 
     name: str
-    signed: bool = True  # False: never negative, as second moments
-    when: str | None = None  # a choice under which alone it is kept
+    signed: bool = True  # False: never negative, like second moments
+    when: str | None = None  # kept only if this choice is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Formula:
-    """An elementwise rule: a value, from which drop-ins, configurations and the sweeps of every backend are made.
+    """An elementwise rule as a value. Drop-ins, configurations and the sweeps of every backend are generated from it.
 
-    Raises FormulaError, when built, for source that cannot be translated, and for names that do not fit together.
+    When built, raises FormulaError for source that cannot be translated, and for names that do not match.
     """
 
-    name: str  # as configurations and checkpoints have it
-    title: str = ""  # of its drop-in class; empty: the name
-    states: tuple[State, ...]  # once built, those that the choices keep
+    name: str  # in configurations and checkpoints
+    title: str = ""  # name of its drop-in class; empty: `name`
+    states: tuple[State, ...]  # once built, only those that the choices keep
     scalars: Callable[..., Mapping[str, float]]
     update: Callable[..., Any]
-    numbers: tuple[Number, ...] = ()  # lr and weight_decay are added where they are not declared
+    numbers: tuple[Number, ...] = ()  # lr and weight_decay are added if they are not declared
     choices: tuple[Choice, ...] = ()
-    constants: tuple[tuple[str, Constant], ...] = ()  # the values of the choices; once built, of all
-    # The weights to evaluate with, and back, where they differ from those that are trained: functions of p and the
-    # states and numbers that their keywords name.
+    constants: tuple[tuple[str, Constant], ...] = ()  # values of choices; once built, of all of them
+    # For rules with separate weights for evaluation: functions from the trained weights to these, and back. They take
+    # p and the states and numbers that their keywords name.
     evaluation: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     declared: tuple[State, ...] = ()  # all states, once built
 
@@ -82,7 +88,7 @@ class Formula:
         check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
 
     def __repr__(self) -> str:
-        """Equal in all processes that have the same source: ranks compare it."""
+        """Equal in all processes with the same source, because ranks compare it."""
         numbers = ", ".join(f"{name}={default!r}" for name, default in self.defaults.items())
         choices = "".join(f", {name}={value!r}" for name, value in self.constants)
         source = _digest(self.scalars, self.update, *(self.evaluation or ()))
@@ -108,7 +114,7 @@ class Formula:
         kinds = {
             "state": [state.name for state in self.declared],
             "state's scale": [f"{state.name}_scale" for state in self.declared],
-            "name of the optimizers' own": ["p", "g", "step", "main", "remainder", "params"],
+            "reserved name": ["p", "g", "step", "main", "remainder", "params"],
             "number": [number.name for number in self.numbers],
             "choice": list(choices),
         }
@@ -127,7 +133,7 @@ class Formula:
         if unread:
             raise FormulaError(
                 f"the update of formula {self.name!r} reads {', '.join(sorted(unread))}, which is neither a scalar nor "
-                "a choice; return it from `scalars`, or give it in `choices`"
+                "a choice; return it from `scalars`, or declare it in `choices`"
             )
         missing = [name for name in self.number_names if name not in self._readable]
         if missing:
@@ -139,7 +145,7 @@ class Formula:
 
     @property
     def _readable(self) -> set[str]:
-        """What `scalars` may take: the step, numbers (beta1, beta2, ... for a tuple `betas`) and choices."""
+        """The possible arguments of `scalars`: step, numbers (beta1, beta2, ... for a tuple `betas`) and choices."""
         names = {"step", *dict(self.constants)}
         for number in self.numbers:
             if isinstance(number.default, tuple):
@@ -150,7 +156,7 @@ class Formula:
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """What the update returns that is kept: the main, then the states."""
+        """The results of the update that are kept: the main, then the states."""
         return ("p", *(state.name for state in self.states))
 
     @property
@@ -160,7 +166,7 @@ class Formula:
 
     @property
     def number_names(self) -> tuple[str, ...]:
-        """Names of the numbers of a group that the scalars read."""
+        """Names of the numbers that the scalars read."""
         return parameters_of(self.scalars)[1]
 
     @property
@@ -170,7 +176,7 @@ class Formula:
 
     @property
     def defaults(self) -> dict[str, NumberValue]:
-        """The numbers that groups start from."""
+        """The defaults of the numbers."""
         return {number.name: number.default for number in self.numbers}
 
     @property
@@ -179,13 +185,13 @@ class Formula:
         return inspect.cleandoc(self.update.__globals__.get("__doc__") or self.name)
 
     def check_numbers(self, values: Mapping[str, object]) -> None:
-        """Raises NumberError for a number in `values` that is not allowed; other entries are not looked at."""
+        """Raise NumberError for a number in `values` that is not allowed. Other entries are ignored."""
         for number in self.numbers:
             if number.name in values:
                 number.check(values[number.name])
 
     def with_constants(self, **constants: Constant) -> "Formula":
-        """The formula with these choices."""
+        """The formula with these values of choices."""
         return _with_constants(self, tuple(constants.items())) if constants else self
 
     def with_defaults(self, **defaults: NumberValue) -> "Formula":
@@ -198,7 +204,7 @@ class Formula:
         return replace(self, numbers=numbers)
 
     def scalars_of(self, hyper: Hyper) -> dict[str, float]:
-        """The scalars at these numbers, computed on the host in float64. Waits for numbers that are device tensors."""
+        """The scalars for these numbers, computed on the host in float64. Waits for numbers that are device tensors."""
         numbers: dict[str, Any] = {}
         for name in self.number_names:
             value = number_of(hyper, name, self)
@@ -206,19 +212,19 @@ class Formula:
         return {name: float(value) for name, value in self.scalars(**numbers).items()}
 
     def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
-        """The weights to evaluate with, from the trained ones `p` and the states; with `back`, the reverse."""
+        """The weights for evaluation, from the trained weights `p` and the states. With `back`, the reverse."""
         assert self.evaluation is not None
         function = self.evaluation[back]
         names, numbers = parameters_of(function)
         given = {name: float(number_of(hyper, name, self)) for name in numbers}
-        found: Tensor = function(p, *(states[name] for name in names[1:]), **given)
-        return found
+        result: Tensor = function(p, *(states[name] for name in names[1:]), **given)
+        return result
 
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
-        """The new main and the new states, by torch's operations in the dtype of `p`; writes nothing."""
+        """The new main and the new states, computed by torch operations in the dtype of `p`. Modifies nothing."""
         positional, named = parameters_of(self.update)
         constants = dict(self.constants)
-        # Tensors of one element: a Python number would enter in float64, and be rounded operation by operation.
+        # Tensors of one element: torch would round a Python number differently in each operation.
         numbers = {name: constants[name] if name in constants else p.new_full((1,), scalars[name]) for name in named}
         new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
@@ -226,7 +232,7 @@ class Formula:
 
 
 def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
-    """lr, what is declared, and weight_decay where it is not: the order of a drop-in's arguments."""
+    """lr, the declared numbers, and weight_decay if it is not declared: the order of a drop-in's arguments."""
     by_name = {"lr": LR} | {number.name: number for number in numbers}
     if len({number.name for number in numbers}) < len(numbers):
         raise FormulaError(f"numbers {', '.join(number.name for number in numbers)}: one of them is declared twice")
@@ -240,22 +246,22 @@ def _digest(*functions: Callable[..., Any]) -> str:
 
 
 def _dumped(function: Callable[..., Any]) -> list[str]:
-    """Its statements; the name of one that cannot be read, which only weights to evaluate with may be."""
+    """Its statements, or its name if it has no source, which is allowed for `evaluation` only."""
     try:
         return [ast.dump(node) for node in body_of(function)]
     except FormulaError:
         return [function.__qualname__]
 
 
-@cache  # a formula is translated once to be checked
+@cache  # building a formula translates it, to check it
 def _with_constants(formula: Formula, constants: tuple[tuple[str, Constant], ...]) -> Formula:
     return replace(formula, constants=tuple({**dict(formula.constants), **dict(constants)}.items()))
 
 
 def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str:
-    """The number of this name: of `hyper`, one of its betas, of its own, or a choice of the formula.
+    """The value of `name`: a choice of the formula, an entry of `hyper.own`, a field of `hyper` or one of its betas.
 
-    A number of the formula's own that `hyper` does not have is at its default.
+    A number that is missing in `hyper.own` has its default.
     """
     constants = dict(formula.constants)
     if name in constants:

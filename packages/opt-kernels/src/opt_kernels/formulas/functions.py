@@ -1,4 +1,4 @@
-"""The functions that a formula may call, on tensors and on host numbers; compiled backends know them by name.
+"""The functions that a formula may call, on tensors and on host numbers. Compiled backends map them by name.
 
 On float32 tensors each is rounded once, so that torch's operations give the bits of the compiled sweeps.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Number = TypeVar("Number", float, Tensor)
-TERMS = 64  # of the series of `q_pochhammer`
+TERMS = 64  # number of terms of the series in `q_pochhammer`
 
 
 def fma(a: Any, b: Any, c: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ def sqrt(x: Number) -> Number:
 
 
 def exp(x: Number) -> Number:
-    """Return e^x. On elements backends agree except for the last bits."""
+    """Return e^x. On elements, backends agree except for the last bits."""
     return x.exp() if isinstance(x, Tensor) else math.exp(x)
 
 
 def log(x: Number) -> Number:
-    """Return the natural logarithm. On elements backends agree except for the last bits."""
+    """Return the natural logarithm. On elements, backends agree except for the last bits."""
     return x.log() if isinstance(x, Tensor) else math.log(x)
 
 
@@ -55,7 +55,7 @@ def floor(x: float) -> float:
 def q_pochhammer(a: float, q: float, count: float) -> float:
     """Return (a; q)_count, the product of 1 - a q^k for k from 0 to count - 1; scalars only, |a| <= 1/2, 0 < q <= 1.
 
-    Its logarithm is -sum_j a^j / j * (1 - q^(j count)) / (1 - q^j), a series of which 64 terms are exact in float64.
+    Its logarithm is -sum_j a^j / j * (1 - q^(j count)) / (1 - q^j), a series whose first 64 terms are exact in float64.
     """
     total = 0.0
     for j in range(1, TERMS + 1):
@@ -66,7 +66,7 @@ def q_pochhammer(a: float, q: float, count: float) -> float:
 
 
 def sign(x: Number) -> Number:
-    """Return -1, 0 or 1, and NaN for NaN: a diverged weight must not look like one at rest."""
+    """Return -1, 0 or 1, and NaN for NaN, so that a diverged weight does not look converged."""
     if not isinstance(x, Tensor):
         return x if x == 0 or x != x else math.copysign(1.0, x)
     return torch.where(x == 0, x, torch.where(x.isnan(), x, x.sign()))
@@ -78,17 +78,17 @@ def absolute(x: Number) -> Number:
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """Return the larger; NaN where either is NaN."""
+    """Return the larger value; NaN if either is NaN."""
     return torch.maximum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """Return the smaller; NaN where either is NaN."""
+    """Return the smaller value; NaN if either is NaN."""
     return torch.minimum(*_tensors(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
 
 
 def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    """Both as tensors of the dtype of the one that is a tensor."""
+    """Both as tensors, with the dtype and device of the one that is a tensor."""
     like = a if isinstance(a, Tensor) else b
     return torch.as_tensor(a, dtype=like.dtype, device=like.device), torch.as_tensor(
         b, dtype=like.dtype, device=like.device
@@ -96,7 +96,7 @@ def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """Return a where the condition holds, else b."""
+    """Return a if the condition holds, else b; elementwise for a tensor."""
     if isinstance(condition, Tensor):
         return torch.where(condition, a, b)
     return a if condition else b

@@ -6,8 +6,8 @@ With g the scaled gradient, g' that of the last step (g at the first), and t the
     m <- b1 * m + (1 - b1) * c        v <- b2 * v + (1 - b2) * c^2
     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
-The paper also scales c to a norm of at most 1 for each parameter. That is not elementwise, and is not done here: clip
-the gradients' total norm. exp_avg and exp_avg_sq are m and v.
+The paper also scales c of each parameter to a norm of at most 1. That is not elementwise and not done here: clip the
+total norm of the gradients. exp_avg and exp_avg_sq are m and v.
 """
 
 from typing import Any

@@ -2,13 +2,13 @@
 
 With g the scaled gradient, t the step (from 1), and M(t) the product of mu(1) to mu(t):
 
-    g <- g + wd * p            only where weight decay is not decoupled
-    p <- p - lr * wd * p       only where it is
+    g <- g + wd * p            if weight decay is not decoupled
+    p <- p - lr * wd * p       if it is
     mu(t) = b1 * (1 - 0.96^(t * momentum_decay) / 2)
     m <- b1 * m + (1 - b1) * g        v <- b2 * v + (1 - b2) * g^2
     p <- p - lr * ((1 - mu(t)) / (1 - M(t)) * g + mu(t+1) / (1 - M(t+1)) * m) / (sqrt(v / (1 - b2^t)) + eps)
 
-exp_avg and exp_avg_sq are m and v. M(t), which torch keeps as a state, is computed from t.
+exp_avg and exp_avg_sq are m and v. M(t) is computed from t; torch keeps it as a state.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a formula is configured by: the numbers of parameter groups that it reads, and choices of structure."""
+"""The configuration of a formula: numbers, read from parameter groups, and choices of structure."""
 
 import math
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Number:
     def __post_init__(self) -> None:
         if isinstance(self.default, tuple) and self.name != "betas":
             raise NumberError(
-                f"{self.name}={self.default!r}: only `betas` may be several numbers; declare each by itself"
+                f"{self.name}={self.default!r}: only `betas` may be a tuple; declare each number separately"
             )
         if self.low is None and self.high is None and self.below is None:
             if self.name in ("lr", "weight_decay", "eps", "momentum", "betas"):
@@ -41,7 +41,7 @@ class Number:
         self.check(self.default)
 
     def check(self, value: object) -> None:
-        """Raises NumberError for a value that is not allowed."""
+        """Raise NumberError for a value that is not allowed."""
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
         count = len(self.default) if isinstance(self.default, tuple) else 1
         is_sequence = isinstance(value, tuple | list)
@@ -74,9 +74,9 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Structure of a formula, the same for all groups and steps: a constant of its source.
+    """Structure of a formula, equal in all groups and steps: a constant of its source.
 
-    A choice with `off_at_zero` is made by a number: False where it is zero, and True elsewhere.
+    A choice with `off_at_zero` is False while the number of that name is zero.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Choice:
     off_at_zero: str | None = None
 
     def check(self, value: object) -> None:
-        """Raises NumberError for a value that is not allowed."""
+        """Raise NumberError for a value that is not allowed."""
         if not any(value is one or (not isinstance(one, bool) and value == one) for one in self.allowed):
             raise NumberError(
                 f"{self.name}={value!r} is not allowed; give {' or '.join(repr(one) for one in self.allowed)}"
@@ -93,7 +93,7 @@ class Choice:
 
 
 def unknown(name: str, value: object, allowed: list[str], *, of: str) -> NumberError:
-    """The error for an option that does not exist."""
+    """The error for an unknown option."""
     near = get_close_matches(name, allowed, n=1)
-    meant = f". Did you mean {near[0]!r}?" if near else ""
-    return NumberError(f"{name}={value!r}: {of} has no such option; allowed are {', '.join(allowed)}{meant}")
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return NumberError(f"{name}={value!r}: {of} has no such option; allowed are {', '.join(allowed)}{hint}")

@@ -2,10 +2,10 @@
 
 With g the scaled gradient, t the step (from 1), r = 2 / (1 - b2) - 1 and r(t) = r - 2 t b2^t / (1 - b2^t):
 
-    g <- g + wd * p            only where weight decay is not decoupled
-    p <- p - lr * wd * p       only where it is
+    g <- g + wd * p            if weight decay is not decoupled
+    p <- p - lr * wd * p       if it is
     m <- b1 * m + (1 - b1) * g        v <- b2 * v + (1 - b2) * g^2
-    p <- p - lr * m / (1 - b1^t) * l            with, where r(t) > 5,
+    p <- p - lr * m / (1 - b1^t) * l            where, if r(t) > 5,
     l = sqrt((r(t) - 4) (r(t) - 2) r / ((r - 4) (r - 2) r(t))) * sqrt(1 - b2^t) / (sqrt(v) + eps),  else l = 1
 
 exp_avg and exp_avg_sq are m and v.
@@ -20,7 +20,7 @@ def scalars(*, lr: float, weight_decay: float, beta1: float, beta2: float, eps: 
     correction2 = 1 - power(beta2, step)
     r = 2 / (1 - beta2) - 1
     r_now = r - 2 * step * power(beta2, step) / correction2
-    # Where r(t) <= 5 the ratio is not used, and may have any sign.
+    # If r(t) <= 5 the ratio is unused and may have any sign.
     ratio = (r_now - 4) * (r_now - 2) * r / maximum((r - 4) * (r - 2) * r_now, 1e-30)
     return {
         "weight_decay": weight_decay, "decay": 1 - lr * weight_decay, "weight1": 1 - beta1, "beta2": beta2,

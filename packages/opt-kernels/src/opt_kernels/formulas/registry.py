@@ -1,4 +1,4 @@
-"""The elementwise rules by name: a new one is its module, and a line here."""
+"""All elementwise rules by name. To add one, write its module and list it here."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

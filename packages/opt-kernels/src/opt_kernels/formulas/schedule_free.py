@@ -1,13 +1,13 @@
 """Schedule-Free AdamW (Defazio et al. 2024, arXiv 2405.15682, algorithm 1), without a schedule of the learning rate.
 
-With y the parameter while it is trained, g its scaled gradient, t the step (from 1), and k = warmup_steps:
+With y the parameter during training, g its scaled gradient, t the step (from 1), and k = warmup_steps:
 
     s = lr * min(1, t / k)        c = w(t) / (w(1) + ... + w(t)),  w(i) = min(1, i / k)^2
     v <- b2 * v + (1 - b2) * g^2        u = g / (sqrt(v / (1 - b2^t)) + eps) + wd * y
     y <- y + c * (z - y) - s * (1 - b1 * (1 - c)) * u
     z <- z - s * u                      z is y before the first step
 
-The weights to evaluate with are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). exp_avg_sq is v.
+The weights for evaluation are the average x = y + (1 - 1/b1) * (z - y); y = x + (1 - b1) * (z - x). exp_avg_sq is v.
 The weights w(i) are the paper's for a constant lr: warm up with warmup_steps, and do not schedule lr.
 """
 

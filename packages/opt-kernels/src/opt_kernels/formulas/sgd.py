@@ -4,10 +4,10 @@ With g the scaled gradient and b the momentum buffer:
 
     g <- g + wd * p
     b <- g at the first step, then  momentum * b + (1 - dampening) * g
-    g <- g + momentum * b  where nesterov, else  b
+    g <- g + momentum * b  with nesterov, else  b
     p <- p - lr * g
 
-Where the momentum is zero there is no buffer, and the second and third lines are left out.
+With zero momentum there is no buffer, and the second and third lines are skipped.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. Without one it is signSGD.
+"""Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. With momentum 0 it is signSGD.
 
 With g the scaled gradient and m the momentum:
 

@@ -1,4 +1,4 @@
-"""The syntax of formulas: their statements, with what constants decide taken out; which calls they may make."""
+"""The syntax of formulas: parses their source, evaluates branches on constants and checks their calls."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ FUNCTIONS = (
     "fma", "sqrt", "exp", "log", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
     "floor",
 )  # fmt: skip
-OF_SCALARS = ("power", "q_pochhammer", "floor")  # not of elements
+OF_SCALARS = ("power", "q_pochhammer", "floor")  # scalars only
 
 
 _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
@@ -43,17 +43,17 @@ def _parsed(function: Callable[..., Any], source: str) -> ast.stmt:
 
 @cache
 def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
-    """The statements of a function, without its docstring. Raises FormulaError where there is no source."""
+    """The statements of a function, without its docstring. Raises FormulaError if it has no source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except OSError as error:
         raise FormulaError(
             f"{function.__qualname__} has no source to translate: {error}; define it with `def` in a file"
         ) from None
-    found = _parsed(function, source)
-    if not isinstance(found, ast.FunctionDef):
+    definition = _parsed(function, source)
+    if not isinstance(definition, ast.FunctionDef):
         raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
-    body = found.body
+    body = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
     _check_names(function, body)
@@ -61,12 +61,12 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
 
 
 def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
-    """Raises FormulaError for a call of anything else than the functions of this package."""
+    """Raise FormulaError for a call of anything but the functions of `opt_kernels.formulas`."""
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
-            found = inspect.unwrap(function).__globals__.get(name)
-            if name not in FUNCTIONS or found is not getattr(functions, name) or node.keywords:
+            called = inspect.unwrap(function).__globals__.get(name)
+            if name not in FUNCTIONS or called is not getattr(functions, name) or node.keywords:
                 raise FormulaError(
                     f"{function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
                     "opt_kernels.formulas, by these names and with positional arguments"
@@ -77,7 +77,7 @@ def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
 def scalar_expressions(
     function: Callable[..., Any],
 ) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
-    """The assignments of `scalars`, and its scalars with their expressions. Raises FormulaError for another form."""
+    """The assignments of `scalars`, and the expressions of its scalars. Raises FormulaError for any other form."""
     *statements, last = body_of(function)
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
         raise FormulaError(f'{function.__qualname__} must end with `return {{"name": expression, ...}}`')
@@ -88,7 +88,7 @@ def scalar_expressions(
 
 
 def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, Constant]) -> list[ast.stmt]:
-    """The statements that run with these constants: branches on constants alone are decided; ends at a return."""
+    """The statements that run with these constants, up to the return. Branches on constants alone are resolved."""
     result: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.If):
@@ -105,21 +105,21 @@ def folded(body: tuple[ast.stmt, ...] | list[ast.stmt], constants: Mapping[str, 
 
 
 def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | bool:
-    """A condition as far as constants decide it: its truth, or what is left of it."""
+    """A condition simplified by constants: True or False, or the part that remains."""
     if is_constant(test, constants):
         return bool(evaluated(test, constants))
     if not isinstance(test, ast.BoolOp):
         return test
-    deciding = isinstance(test.op, ast.Or)  # the truth of one part that decides the whole
+    deciding = isinstance(test.op, ast.Or)  # if one part has this value, so has the whole
     parts = [decided(part, constants) for part in test.values]
     if deciding in parts:
         return deciding
-    left = [part for part in parts if isinstance(part, ast.expr)]
-    return left[0] if len(left) == 1 else ast.BoolOp(test.op, left)
+    remaining = [part for part in parts if isinstance(part, ast.expr)]
+    return remaining[0] if len(remaining) == 1 else ast.BoolOp(test.op, remaining)
 
 
 def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:
-    """Whether an expression has no names but those of constants and of functions that are called."""
+    """Whether all names in an expression are constants or called functions."""
     called = {id(inner.func) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
     names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name) and id(inner) not in called]
     return all(name.id in constants for name in names)

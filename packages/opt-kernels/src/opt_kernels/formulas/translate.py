@@ -1,4 +1,4 @@
-"""Formulas as source text of a compiled language: expressions and statements in a `Dialect`."""
+"""Translation of formulas to the source of a compiled language, which a `Dialect` describes."""
 
 import ast
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.M
 
 
 class Dialect(ABC):
-    """How a language writes what formulas are made of."""
+    """The syntax of a target language."""
 
     def __init__(self, constants: Mapping[str, Constant]) -> None:
         self.constants = constants
@@ -61,7 +61,7 @@ class Dialect(ABC):
         return f"({left} {operator} {right})"
 
     def raised(self, base: ast.expr, exponent: ast.expr) -> str:
-        """base ** exponent; on elements a square or a cube."""
+        """base ** exponent. On elements only squares and cubes are allowed."""
         if isinstance(exponent, ast.Constant) and exponent.value in (2, 3):
             x = self.expression(base)
             square = self.operation("*", x, x)
@@ -69,12 +69,12 @@ class Dialect(ABC):
         return self.call("power", [self.expression(base), self.expression(exponent)])
 
     def expression(self, node: ast.expr) -> str:
-        """The expression in this language. Raises FormulaError for one that formulas do not have."""
+        """The expression in this language. Raises FormulaError for an expression that formulas do not support."""
         if is_constant(node, self.constants):
             value = evaluated(node, self.constants)
             if isinstance(value, str):
                 raise FormulaError(
-                    f"{ast.unparse(node)!r} is a string; formulas compare them, and compute with numbers"
+                    f"{ast.unparse(node)!r} is a string; formulas may compare strings, but compute with numbers only"
                 )
             return self.literal(float(value))
         match node:
@@ -101,7 +101,7 @@ class Dialect(ABC):
         )
 
     def condition(self, node: ast.expr) -> str:
-        """A comparison, or several."""
+        """A comparison, or a logical combination of comparisons."""
         match node:
             case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
                 return f"({self.expression(left)} {COMPARISONS[type(op)]} {self.expression(right)})"
@@ -114,7 +114,7 @@ class Dialect(ABC):
         raise FormulaError(f"a formula may not branch on {ast.unparse(node)!r}; compare two numbers")
 
     def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
-        """Assignments and branches, line by line."""
+        """Assignments and branches as lines of source."""
         lines: list[str] = []
         for statement in folded(list(body), self.constants):
             match statement:
@@ -139,7 +139,7 @@ class Dialect(ABC):
 
 
 def _check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
-    """Raises FormulaError for a branch on elements: those of one parameter would go different ways."""
+    """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
     wrong = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} - allowed
     if wrong:
         raise FormulaError(
@@ -151,7 +151,7 @@ def _check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
 def body_and_results(
     update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Constant]
 ) -> tuple[list[ast.stmt], list[ast.expr]]:
-    """The statements of an update, and those of its results that are kept: the new main and states, by `names`."""
+    """The statements of an update, and the expressions of its results in `names`: the new main and states."""
     *body, last = folded(body_of(update), constants)
     value = last.value if isinstance(last, ast.Return) else None
     results = list(value.elts) if isinstance(value, ast.Tuple) else [] if value is None else [value]
@@ -164,7 +164,7 @@ def body_and_results(
 def check(
     update: Callable[..., Any], names: Sequence[str], scalars: frozenset[str], constants: Mapping[str, Constant]
 ) -> None:
-    """Raises FormulaError for an update that cannot be translated, or reads what it does not have."""
+    """Raise FormulaError for an update that cannot be translated, or reads an undefined name."""
     body, results = body_and_results(update, names, constants)
     dialect = Check(constants, {*names, "g", *scalars, *constants, *assigned(body)}, update.__qualname__, scalars)
     dialect.statements(body, scalars)
@@ -173,7 +173,7 @@ def check(
 
 
 def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
-    """Raises FormulaError for scalars that cannot be translated, or read what they do not have."""
+    """Raise FormulaError for scalars that cannot be translated, or read an undefined name."""
     body, values = scalar_expressions(scalars)
     known = frozenset(parameters_of(scalars)[1]) | {*assigned(body)}
     dialect = _CheckScalars(constants, known, scalars.__qualname__, known)
@@ -183,7 +183,7 @@ def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]
 
 
 class Check(Dialect):
-    """A language of no words: what it can be written in, every other can."""
+    """A dialect without output: a formula that it accepts can be translated to every other dialect."""
 
     def __init__(
         self, constants: Mapping[str, Constant], known: Collection[str], function: str, scalars: frozenset[str]
@@ -199,15 +199,15 @@ class Check(Dialect):
         return super().expression(node)
 
     def condition(self, node: ast.expr) -> str:
-        if isinstance(node, ast.BoolOp | ast.UnaryOp):  # Python asks elements for one truth, which they do not have
+        if isinstance(node, ast.BoolOp | ast.UnaryOp):  # a tensor of elements has no single truth value in Python
             _check_branch(node, self.scalars)
         return super().condition(node)
 
     def name(self, name: str) -> str:
         if name not in self.known:
             raise FormulaError(
-                f"{self.function} reads {name}, which is not there; allowed are {', '.join(sorted(self.known))}. "
-                "Read a state that is kept under a choice in an `if` on it; write constants of a module out"
+                f"{self.function} reads {name}, which is not defined; allowed are {', '.join(sorted(self.known))}. "
+                "Read a state that depends on a choice inside an `if` on it; write module constants as literals"
             )
         return ""
 
@@ -216,9 +216,7 @@ class Check(Dialect):
 
     def call(self, function: str, arguments: list[str]) -> str:
         if function in OF_SCALARS:
-            raise FormulaError(
-                f"{self.function} calls {function} on elements, which only scalars can; multiply instead"
-            )
+            raise FormulaError(f"{self.function} calls {function} on elements, but only scalars may; multiply instead")
         return ""
 
     def choice(self, condition: str, yes: str, no: str) -> str:
@@ -241,7 +239,7 @@ class Check(Dialect):
 
 
 class _CheckScalars(Check):
-    """Of scalars, which may call everything."""
+    """The check of scalars, which may call all functions."""
 
     def call(self, function: str, arguments: list[str]) -> str:
         return ""

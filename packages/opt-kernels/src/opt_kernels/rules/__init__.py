@@ -1,1 +1,1 @@
-"""The rules, one algorithm a file."""
+"""The rules, one algorithm per file."""

@@ -31,14 +31,14 @@ SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
 
 
 class SecondMoment(Choice):
-    """Of what the second moment is kept."""
+    """What the second moment is taken of."""
 
     ADAMUON = "adamuon"  # of every element
-    NORMUON = "normuon"  # of every row or column: one number a neuron
+    NORMUON = "normuon"  # of every row or column: one number per neuron
 
 
 class Lines(Choice):
-    """The lines of a matrix (rows, cols) of which NorMuon keeps a mean square each."""
+    """The lines of a matrix (rows, cols) whose mean squares NorMuon keeps."""
 
     ROWS = "rows"  # the paper's: the neurons of y = Wx
     COLS = "cols"
@@ -54,12 +54,12 @@ class AdaptiveMuon:
                                                                                                  (arXiv 2510.05491)
         p <- p - lr wd p - lr s e U
 
-    without bias correction, as in Megatron-Core. The scale s e is applied once, here: an O that was scaled before
-    would have its scale divided out again, or squared. NorMuon's `lines` are rows, as in the paper, unless chosen
-    otherwise. Lines and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
+    without bias correction, as in Megatron-Core. The scale s e is applied once, after the division: the division would
+    remove the scale of a scaled O, or square it. The `lines` of NorMuon are rows by default, as in the paper. Lines
+    and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
 
-    Raises ValueError for lines other than rows without NorMuon; `update_` raises MatrixError for a part of a matrix
-    whose state was made for the other lines, which happens with `lines="longer"`.
+    Raises ValueError for lines other than rows without NorMuon. `update_` raises MatrixError for a part of a matrix
+    whose state was created for the other lines, which happens with `lines="longer"`.
     """
 
     muon: Muon = field(default_factory=Muon)
@@ -70,7 +70,7 @@ class AdaptiveMuon:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
             raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
 
-    capturable: ClassVar[bool] = True  # the host reads nothing
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class AdaptiveMuon:
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """How each state is stored."""
+        """The codecs of the states, by name."""
         return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
 
     @property
@@ -108,13 +108,13 @@ class AdaptiveMuon:
         return self.muon.init_state(main) | {name: torch.zeros(shape, dtype=torch.float32, device=main.device)}
 
     def _line_state(self, rows: int, cols: int) -> str:
-        """The name of the second moment of a matrix of this size: columns have one of their own."""
+        """The name of the second moment of a matrix of this size, which differs for rows and columns."""
         of_cols = self.lines is Lines.COLS or (self.lines is Lines.LONGER and rows < cols)
         return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
     @property
     def tp_mode(self) -> TpMode:
-        """Muon's."""
+        """That of Muon."""
         return self.muon.tp_mode
 
     def update_(
@@ -125,15 +125,15 @@ class AdaptiveMuon:
         self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Muon's."""
+        """Update the momentum, as Muon does."""
         self.muon.prepare_(task, grad, skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """O; by row, divided by its history, and with its norm."""
+        """O, for NorMuon divided by its second moment and rescaled to its norm."""
         return self._directions(tasks, inputs, False, skip=skip)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """By element, divides O by its history; then Muon's."""
+        """Divide O by its second moment (AdaMuon), then update the weights as Muon does."""
         if self.second_moment is SecondMoment.ADAMUON:
             self._divide_(task, update, skip=skip)
         self.muon.apply_(task, update, skip)
@@ -145,18 +145,18 @@ class AdaptiveMuon:
             for update, task in zip(updates, tasks):
                 _check_lines(task.work, name)
                 dim = -1 if name == SECOND_MOMENT else -2
-                second = seen(task, name, _mean_square(task.work, update, dim), skip)
+                second = accumulated(task, name, _mean_square(task.work, update, dim), skip)
                 _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
         return updates
 
     def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
-        """By element."""
-        second = seen(task, SECOND_MOMENT, update.square(), skip)
+        """Divide each element by its second moment."""
+        second = accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
 
 
-def seen(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
-    """The second moment `name`, with `squares` in it: v + (1 - b2)(squares - v)."""
+def accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
+    """Update the second moment `name` and return it: v + (1 - b2)(squares - v)."""
     hyper, work = task
     second = read_state(work, name, Plain())
     second.lerp_(squares, weight_for(second, 1.0 - hyper.betas[1]))
@@ -170,11 +170,11 @@ def _lines(name: str, rows: int, cols: int) -> tuple[int, ...]:
 
 def _check_lines(work: Work, name: str) -> None:
     rows, cols = work.grad.shape[-2:]
-    found = work.state.get(name)
-    if found is None or tuple(found.shape[-1:]) != _lines(name, rows, cols):
+    second = work.state.get(name)
+    if second is None or tuple(second.shape[-1:]) != _lines(name, rows, cols):
         raise MatrixError(
-            f"lines='longer': of a matrix {whole_size(work)} this rank has a part {(rows, cols)}, whose longer side is "
-            "the other one; give lines='rows' or 'cols', or let whole matrices be gathered"
+            f"lines='longer': this rank has a part {(rows, cols)} of a matrix {whole_size(work)}, whose longer dim is "
+            "the other one; give lines='rows' or 'cols', or gather whole matrices"
         )
 
 
@@ -188,7 +188,7 @@ def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
 
 
 def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
-    """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, the norms being those of the whole matrix."""
+    """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, with norms of the whole matrix."""
     before = sum_of_squares(work, update)
     update.mul_(second.clamp_min(hyper.eps).rsqrt_())
     after = sum_of_squares(work, update)

@@ -1,6 +1,6 @@
-"""What a rule is: a pure update of tensors, the state it declares, and what it needs of a parameter.
+"""The protocol of rules: a pure update of tensors, the states it declares, and what it needs of a parameter.
 
-A rule is structure. What varies from step to step and group to group comes in a `Hyper`, what it works on in `Work`s.
+A rule holds structure only. `Hyper` passes what varies between steps and groups, `Work` the tensors to update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from opt_kernels.works import Batch, MatrixSpec, StateSpec, Task
 
 
 class Needs(Enum):
-    """What a rule can work on."""
+    """What a rule needs to see at once."""
 
     ELEMENTS = auto()  # any run of a parameter's elements, flat or not
     MATRICES = auto()  # whole matrices only
 
 
 class Rule(Protocol):
-    """An optimizer's update. Implementations are frozen dataclasses, whose fields are structure, not hyper numbers."""
+    """An optimizer's update. Implementations are frozen dataclasses without hyper-parameters."""
 
     @property
     def name(self) -> str:
-        """The name under which configurations ask for it, and checkpoints record it."""
+        """The name of the rule in configurations and checkpoints."""
         ...
 
     @property
@@ -38,50 +38,50 @@ class Rule(Protocol):
 
     @property
     def codecs(self) -> Mapping[str, StateCodec]:
-        """How states are stored, by name; one that is not here is stored as it is."""
+        """The codecs of the states, by name. A state without one is stored as it is."""
         ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """State for one parameter (or run of elements) of `main`'s shape and device, as it is before the first step."""
+        """The state before the first step, for one parameter (or run of elements) of the shape and device of `main`."""
         ...
 
     def update_(
         self,
         batches: Sequence[Batch],
         *,
-        grad_scale: float | Tensor = 1.0,  # multiplies every gradient: 1 / loss scale, times the clip coefficient
-        skip: Tensor | None = None,  # 0-d; where it is not zero, nothing at all is written
+        grad_scale: float | Tensor = 1.0,  # factor of every gradient: 1 / loss scale, times the clip coefficient
+        skip: Tensor | None = None,  # 0-d; if it is not zero, nothing is written
     ) -> None:
-        """Writes `main`, `out`, `remainder` and `state` of every work; reads `grad`."""
+        """Write `main`, `out`, `remainder` and `state` of every work. `grad` is only read."""
         ...
 
 
 @runtime_checkable
 class MatrixRule(Rule, Protocol):
-    """A matrix rule in three phases, of which one looks at whole matrices: parts may be brought together for it alone.
+    """A matrix rule in three phases, of which only the second needs whole matrices.
 
-    `update_` is the three in a row. Elsewhere the first and the last run on the parts that a rank stores, and the
-    second where the whole is: on works without a main, whose state is what `state_specs` declare as `whole`.
+    `update_` runs all three. Sharded, the first and the last run on the parts that a rank stores, and the second on the
+    rank that gathers the whole matrix: on works without a main, with the states that `state_specs` declare as `whole`.
     """
 
     @property
     def tp_mode(self) -> TpMode | None:
-        """How it wants matrices that tensor parallelism cuts; None: whole, whoever brings them together."""
+        """How it handles matrices that tensor parallelism shards. None: it needs them whole, gathered by the caller."""
         ...
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Makes of `grad` (*shape), scaled and in the compute dtype, what is to be transformed; element by element."""
+        """Turn `grad` (*shape), scaled and in the compute dtype, into the input of `transform_`, in place."""
         ...
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """The directions (len(tasks), *shape) of matrices of one layout and batch, from what `prepare_` made of them.
+        """The directions (len(tasks), *shape) of matrices of one layout and batch, from the results of `prepare_`.
 
-        Writes the state of the tasks, where it is declared as `whole`.
+        Writes the states of the tasks that are declared as `whole`.
         """
         ...
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Moves `main` along `update` (*shape), which it may write over; element by element."""
+        """Update `main` along `update` (*shape), elementwise. May overwrite `update`."""
         ...
 
 
@@ -108,7 +108,7 @@ def keeps_parts(rule: Rule) -> bool:
 def update_in_phases_(
     rule: MatrixRule, batches: Sequence[Batch], *, grad_scale: float | Tensor, skip: Tensor | None
 ) -> None:
-    """`Rule.update_` of a rule of three phases, where every work is all that the second one has to see."""
+    """`Rule.update_` of a rule with three phases, for works that are whole matrices."""
     for tasks in stacks(batches):
         inputs = scaled_grads(tasks, grad_scale)
         for grad, task in zip(inputs, tasks):

@@ -1,4 +1,4 @@
-"""The rule that runs a formula: in which dtypes its states are kept, and which of its choices hold."""
+"""`ElementwiseRule`: a formula with its choices, the dtypes of its states and a backend."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ StateDtypes = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseRule:
-    """A formula, and how it is kept and run. Of `Hyper` it reads the numbers that the formula declares.
+    """A formula with the options of its execution. Reads from `Hyper` the numbers that the formula declares.
 
-    Raises CodecError, when built, for a dtype in which no state can be kept, NumberError for a state that the formula
-    does not have, and BackendError for an unknown backend.
+    When built, raises CodecError for a dtype without a codec, NumberError for a state that the formula does not have,
+    and BackendError for an unknown backend.
     """
 
     formula: Formula
-    state_dtypes: StateDtypes = ()  # float32 where nothing is said; float32, bfloat16, float16, float8_e4m3fn,
-    # and 8-bit codes: int8 for signed states, uint8 for those that are never negative
-    maximize: bool = False  # the negative gradient is followed
-    stochastic_rounding: bool = False  # a bfloat16 main is rounded up or down stochastically, right on average
+    state_dtypes: StateDtypes = ()  # default float32; also bfloat16, float16, float8_e4m3fn, float8_e5m2,
+    # and 8-bit codes: int8 for signed states, uint8 for states that are never negative
+    maximize: bool = False  # maximize the objective
+    stochastic_rounding: bool = False  # round bfloat16 mains stochastically, unbiased on average
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
-    hooks: tuple[Hashable, ...] = ()  # that the formula has been transformed by: see `opt_kernels.hooks`
+    hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -42,7 +42,7 @@ class ElementwiseRule:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
         _ = self.codecs
 
-    capturable: ClassVar[bool] = True  # the host reads nothing
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
     @property
     def name(self) -> str:
@@ -54,12 +54,12 @@ class ElementwiseRule:
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
-        """The numbers that are found in `Hyper.own`."""
+        """The numbers that it reads from `Hyper.own`."""
         return self.formula.own_numbers
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """How each state is stored."""
+        """The codecs of the states, by name."""
         dtypes = dict(self.state_dtypes)
         return {
             state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)
@@ -72,24 +72,24 @@ class ElementwiseRule:
 
     @property
     def choosing_numbers(self) -> tuple[str, ...]:
-        """The numbers that switch a part of the formula off where the host gives a zero."""
+        """The numbers that switch off a part of the formula if they are zero on the host."""
         return tuple(choice.off_at_zero for choice in self.formula.choices if choice.off_at_zero)
 
     def check_numbers(self, values: Mapping[str, object]) -> None:
-        """Raises NumberError for a number of a group that is not allowed."""
+        """Raise NumberError for a number of a group that is not allowed."""
         self.formula.check_numbers(values)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         return init_state(self.codecs, main)
 
     def in_float64(self) -> "ElementwiseRule":
-        """The rule of float64 parameters: with float64 states for float32 ones, on operations that compute so."""
+        """The rule of float64 parameters: float32 states become float64, on a backend that supports float64."""
         dtypes = {name: codec.dtype for name, codec in self.codecs.items()}
         wide = {name: torch.float64 if dtype is torch.float32 else dtype for name, dtype in dtypes.items()}
         return replace(self, state_dtypes=wide, backend=self.backend or "torch")
 
     def formula_at(self, hyper: Hyper) -> Formula:
-        """The formula that runs at these numbers; states that it does not have keep their bits."""
+        """The formula for these numbers. States that it does not use keep their bits."""
         constants = dict(self.formula.constants)
         off = [
             choice.name
@@ -114,15 +114,15 @@ class ElementwiseRule:
 
 
 def _is_zero(number: object) -> bool:
-    """Of a tensor the host does not know: whoever gives one means a number that chooses nothing."""
+    """Whether a host number is zero. A tensor never counts as zero, because the host does not read it."""
     return not isinstance(number, Tensor) and not number
 
 
 def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
-    """The rule of `formula` with its choices, `<state>_dtype` for any of its states, and the options of every rule:
-    `maximize`, `stochastic_rounding`, `backend`.
+    """The rule of `formula`. Options: its choices, `<state>_dtype` for each of its states, and `maximize`,
+    `stochastic_rounding` and `backend`.
 
-    Raises NumberError, a ValueError, for an option that does not exist or is not allowed; else as `ElementwiseRule`.
+    Raises NumberError, a ValueError, for an option that is unknown or not allowed, and the errors of `ElementwiseRule`.
     """
     choices = [choice.name for choice in formula.choices if choice.off_at_zero is None or choice.name in options]
     dtypes = {f"{state.name}_dtype": state.name for state in formula.declared}

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised."""
+"""Muon: orthogonalised momentum."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Muon:
 
         m <- m + (1 - mu)(g - m)
         u <- g + mu (m - g)   with nesterov, else m
-        O <- Newton-Schulz(u), of each of q, k and v by itself where the work says how its rows are split
+        O <- Newton-Schulz(u), separately for q, k and v if the work declares how its rows are split
         p <- p - lr wd p - lr s e O    (independent decay: p - wd p - lr s e O; L2: g <- g + wd p first, and no wd here)
 
-    where s is the scale for the size of the whole matrix, whatever part of it is here, and e the extra factor. Heads
-    (`MatrixSpec.by_group`) are matrices of their own, with scales of their own. Raises ValueError for options that do
-    not go together; `update_` raises MatrixError for a work that is not a matrix.
+    where s is the scale for the size of the whole matrix, also if the work is a part of it, and e the extra factor.
+    Heads (`MatrixSpec.by_group`) are separate matrices with their own scales. Raises ValueError for options that
+    conflict. `update_` raises MatrixError for a work that is not a matrix.
     """
 
     nesterov: bool = False
@@ -41,9 +41,9 @@ class Muon:
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
     custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
     num_ns_steps: int = 5
-    eps: float = EPS  # smallest norm that a momentum is divided by
+    eps: float = EPS  # lower bound of the norm that a momentum is divided by
     fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM
-    use_syrk: bool = True  # compute half of a symmetric product where that is faster
+    use_syrk: bool = True  # compute half of each symmetric product where that is faster
     tp_mode: TpMode = TpMode.BLOCKWISE
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
@@ -53,7 +53,7 @@ class Muon:
         codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
-    capturable: ClassVar[bool] = True  # the host reads nothing
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Muon:
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """How each state is stored."""
+        """The codecs of the states, by name."""
         return {MOMENTUM: codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)}
 
     @property
@@ -103,7 +103,7 @@ class Muon:
         skip: Tensor | None,
         inputs: Callable[[Work], Inputs] | None = None,
     ) -> None:
-        """`update_`, with `transform` for the orthogonalisation and `adapt_` after it; `inputs` for the latter's."""
+        """`update_` with another orthogonalisation `transform`, its `inputs`, and `adapt_` applied to its results."""
         version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))(
             batches,
             transform=transform,
@@ -118,23 +118,23 @@ class Muon:
         )
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """The momentum, and from it u."""
+        """Update the momentum, and turn `grad` into u."""
         codec = self.codecs[MOMENTUM]
         accumulate_(task, grad, nesterov=self.nesterov, decay=self.weight_decay_method, codec=codec, skip=skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """O, not scaled."""
+        """O without its scale."""
         return self.directions(tasks, inputs, False)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Scales the direction, and goes along it."""
+        """Scale the direction, and update the weights along it."""
         descend_(task, update, factors=self._factors(task.work), decay=self.weight_decay_method, skip=skip)
 
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
-        """O (len(tasks), *shape), not scaled, of works of one layout; `normalised` as `_inputs` would have them."""
+        """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
         work = tasks[0].work
         parts = split(inputs, work.matrix)
-        found: dict[int, Tensor] = {}
+        orthogonal: dict[int, Tensor] = {}
         for same in _of_equal_shape(parts):
             stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
             done = self.orthogonalization(
@@ -143,8 +143,8 @@ class Muon:
                 tensor_parallel=work.matrix.tensor_parallel,
                 normalised=normalised,
             )
-            found.update(zip(same, done.chunk(len(same))))
-        return join([found[i] for i in range(len(parts))], work.matrix, inputs.shape)
+            orthogonal.update(zip(same, done.chunk(len(same))))
+        return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(
@@ -155,7 +155,7 @@ class Muon:
         )
 
     def _factors(self, work: Work) -> tuple[float, ...]:
-        """s e of each of the work's split parts: s is that of the whole part."""
+        """s e of each split part of the work, with s for the size of the whole part."""
         rows, cols = whole_size(work)
         sizes = work.matrix.split_rows or (rows,)
         groups = 1 if work.matrix.by_group else rows // sum(sizes)
@@ -166,7 +166,7 @@ class Muon:
 
 def _of_equal_shape(parts: Sequence[Tensor]) -> list[list[int]]:
     """The indices of parts that are orthogonalised together."""
-    found: dict[torch.Size, list[int]] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
     for index, part in enumerate(parts):
-        found.setdefault(part.shape, []).append(index)
-    return list(found.values())
+        by_shape.setdefault(part.shape, []).append(index)
+    return list(by_shape.values())

@@ -1,4 +1,4 @@
-"""NAMO: Muon with one adaptive scale for each matrix."""
+"""NAMO: Muon with one adaptive scale per matrix."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from torch import Tensor
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.stacks import MatrixError, check_shape, compute_dtype, sum_of_squares
-from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuon, Lines, SecondMoment, seen
+from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuon, Lines, SecondMoment, accumulated
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import Muon
 from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
@@ -21,24 +21,26 @@ from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
 class NAMO:
     """Norm-based adaptive moment orthogonalisation (arXiv 2602.17080), as in Emerging-Optimizers.
 
-        v <- v + (1 - b2)(‖g‖² - v)                            one number for each matrix
+        v <- v + (1 - b2)(‖g‖² - v)                            one number per matrix
         p <- p - lr wd p - lr s e (‖u‖ / (sqrt(v) + eps)) O
 
-    g, u, O, s and e are Muon's; of `Hyper`: Muon's, betas[1] = b2, and eps. There is no bias correction. Norms are
-    Frobenius norms of whole matrices, summed over tensor-parallel ranks in every mode.
+    g, u, O, s and e are those of Muon. Reads from `Hyper` the numbers of Muon, betas[1] = b2, and eps. There is no bias
+    correction. Norms are Frobenius norms of whole matrices, summed over tensor-parallel ranks in every mode.
 
-    What is orthogonalised does not tell ‖g‖, so that this is no `MatrixRule`: parts of matrices are not brought
-    together for it, as FSDP2 would need. Raises ValueError for L2 decay, which would be part of g; `update_` raises
-    MatrixError for unequal parts of a matrix.
+    ‖g‖ cannot be computed from the input of the orthogonalisation, so this is not a `MatrixRule`: parts of matrices
+    cannot be gathered for it, as FSDP2 requires. Raises ValueError for L2 decay, which would be part of g. `update_`
+    raises MatrixError for unequal parts of a matrix.
     """
 
     muon: Muon = field(default_factory=Muon)
 
     def __post_init__(self) -> None:
         if self.muon.weight_decay_method is Decay.L2:
-            raise ValueError("NAMO with L2 weight decay: its scale is of the gradient alone; give decoupled decay")
+            raise ValueError(
+                "NAMO with L2 weight decay: its scale must depend on the gradient alone; give decoupled decay"
+            )
 
-    capturable: ClassVar[bool] = True  # the host reads nothing
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
     @property
     def name(self) -> str:
@@ -50,12 +52,12 @@ class NAMO:
 
     @property
     def backend(self) -> str | None:
-        """Muon's."""
+        """The backend of Muon."""
         return self.muon.backend
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """How each state is stored."""
+        """The codecs of the states, by name."""
         return self.muon.codecs | {SECOND_MOMENT: Plain()}
 
     @property
@@ -73,7 +75,7 @@ class NAMO:
     ) -> None:
         transform = partial(self._directions, grad_scale=grad_scale, skip=skip)
         self.muon.step_(
-            batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=_with_its_norm
+            batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=_unnormalised
         )
 
     def _directions(
@@ -92,7 +94,7 @@ class NAMO:
         return updates.mul_(torch.stack(factors)[..., None, None])
 
     def _factor(self, task: Task, u: Tensor, grad_scale: float | Tensor, skip: Tensor | None) -> Tensor:
-        """‖u‖ / (sqrt(v) + eps), 0-d, or one number for each matrix of a stack; updates v."""
+        """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
         hyper, work = task
         if work.matrix.part is not None:
             raise MatrixError(
@@ -100,19 +102,19 @@ class NAMO:
                 "give moment2_method='normuon', or parts of equal size"
             )
         grad = work.grad.to(compute_dtype(work)) * grad_scale
-        second = seen(task, SECOND_MOMENT, sum_of_squares(work, grad), skip)
+        second = accumulated(task, SECOND_MOMENT, sum_of_squares(work, grad), skip)
         return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)
 
 
-def _with_its_norm(work: Work) -> Inputs:
-    """Not divided by the norm, which is part of the update."""
+def _unnormalised(work: Work) -> Inputs:
+    """Inputs that keep their norm, because it is part of the update."""
     return Inputs(compute_dtype(work), False)
 
 
 def adaptive_rule(muon: Muon, method: str, *, lines: Lines = Lines.ROWS) -> AdaptiveMuon | NAMO:
     """The rule that Megatron-Core's `adaptive_muon_moment2_method` names: adamuon, normuon or namo.
 
-    Raises ValueError for any other, and for `lines` without normuon.
+    Raises ValueError for any other name, and for `lines` without normuon.
     """
     if method == "namo" and lines is not Lines.ROWS:
         raise ValueError(f"lines={lines.value!r} with 'namo': only 'normuon' has lines")

@@ -11,9 +11,9 @@ def SGD(
 ) -> ElementwiseRule:
     """Gradient descent, with momentum by default (Sutskever et al. 2013, in the form of torch.optim.SGD).
 
-    `momentum_buffer=False` is plain descent, without a state. `dampening` is that of groups which do not say it.
-    `momentum_buffer_dtype` and the options of every rule: see `opt_kernels.rules.elementwise.elementwise`. The formula
-    is in `formulas/sgd.py`. Raises ValueError where nesterov goes with dampening or without a buffer.
+    `momentum_buffer=False` is plain descent without a state. `dampening` is the default of groups. Further options:
+    `momentum_buffer_dtype` and those of `opt_kernels.rules.elementwise.elementwise`. The formula is in
+    `formulas/sgd.py`. Raises ValueError for nesterov with dampening or without a buffer.
     """
     if nesterov and (dampening or not momentum_buffer):
         raise ValueError(
