@@ -81,7 +81,7 @@ def asked(folder: Path) -> list[Asked]:
 
 
 UNKNOWN = (
-    "optimizer='adma' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+    "optimizer='adma' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
     "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?"
 )
 ROLE = (

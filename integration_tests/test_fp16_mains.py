@@ -167,7 +167,7 @@ def test_a_wrapper_that_cuts_through_blocks_is_refused() -> None:
     wrapping = DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = DistributedDataParallel(wrapping, nn.Linear(3, 2, dtype=torch.bfloat16))
     config = OptimizerConfig(bf16=True, use_distributed_optimizer=True, **FP16_MAINS)
-    with pytest.raises(ConfigError, match=r"main_params_scale is kept for blocks of 128 elements.*shard_multiple=128"):
+    with pytest.raises(ConfigError, match=r"main_params_scale is kept in blocks of 128 elements.*shard_multiple=128"):
         get_optimizer(config, [model])
 
 

@@ -196,7 +196,7 @@ def test_rows_cut_in_an_unknown_dim_are_refused() -> None:
         return str(caught.value)
 
     for text in run_threads(2, message):
-        assert "tensor parallelism cuts it in an unknown dim; set partition_dim" in text
+        assert "tensor parallelism cuts it along an unknown dim; set its partition_dim" in text
 
 
 def test_floors_of_rows_that_span_ranks_are_refused() -> None:
@@ -207,7 +207,7 @@ def test_floors_of_rows_that_span_ranks_are_refused() -> None:
         return str(caught.value)
 
     for text in run_threads(2, message):
-        assert "it sees whole rows, which span ranks on this layout" in text
+        assert "the hook needs whole rows, which this layout cuts over ranks" in text
 
 
 def test_hooks_of_some_parameters_are_a_rule_of_ones_own() -> None:
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"weight_decay": 0.0},
         "'bias.weight': its shape is (7,), and it is for matrices",
     ),
-    "decay on a sphere": ({"muon": (Hyperball(),)}, {"optimizer": "muon"}, "weight_decay=0.1, but Hyperball() keeps"),
+    "decay on a sphere": ({"muon": (Hyperball(),)}, {"optimizer": "muon"}, "weight_decay=0.1, but Hyperball() fixes"),
     "not a hook": (("cautious",), {}, "which is not a hook"),
 }
 
@@ -274,7 +274,7 @@ def test_zeros_on_a_sphere_are_refused() -> None:
     with torch.no_grad():
         model.qkv.weight.zero_()
     settings = OptimizerConfig(optimizer="muon", lr=0.02, weight_decay=0.0)
-    with pytest.raises(ConfigError, match=r"'qkv\.weight' is all zeros; give Hyperball"):
+    with pytest.raises(ConfigError, match=r"'qkv\.weight' is all zeros; use Hyperball"):
         get_optimizer(settings, [model], {}, hooks={"muon": (Hyperball(),)})
     get_optimizer(settings, [model], {}, hooks={"muon": (Hyperball(radius=1.0),)})
 

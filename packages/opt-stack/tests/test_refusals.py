@@ -36,7 +36,7 @@ def with_holes() -> list[nn.Module]:
 CASES = {
     "unknown optimizer": (
         {"optimizer": "adma"},
-        "optimizer='adma' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "optimizer='adma' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
         "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'adam' or 'adan'?",
     ),
     "no name of an optimizer": (
@@ -76,7 +76,7 @@ CASES = {
             "overlap_param_gather_with_optimizer_step": True,
         },
         "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, but "
-        "there is one chunk; set it to False, or give two or more (interleaved pipeline stages)",
+        "the model has one chunk; set it to False, or pass two or more (interleaved pipeline stages)",
     ),
     "matrices cut": (
         {"optimizer": "muon", "use_distributed_optimizer": True},
@@ -119,7 +119,7 @@ CASES = {
     ),
     "override with an unknown optimizer": (
         {"overrides": {BIAS: {"optimizer": "lino"}}},
-        "optimizer='lino' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "optimizer='lino' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
         "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'lion'?",
     ),
     "override of the lr itself": (
@@ -146,8 +146,8 @@ CASES = {
     ),
     "a wrapper that shards otherwise": (
         {"model": wrapped(use_distributed_optimizer=True)},
-        "the optimizer's configuration means use_distributed_optimizer=False, but model chunk 0 was wrapped with "
-        "use_distributed_optimizer=True; give both the same",
+        "OptimizerConfig has use_distributed_optimizer=False, but model chunk 0 was wrapped with "
+        "use_distributed_optimizer=True; set both to the same value",
     ),
     "blocks that a wrapper cuts": (
         {
@@ -156,8 +156,8 @@ CASES = {
             "use_precision_aware_optimizer": True,
             "exp_avg_dtype": torch.uint8,
         },
-        "exp_avg_scale is kept for blocks of 128 elements, but model chunk 0 was wrapped with shard_multiple=64, which "
-        "cuts through them; give DistributedDataParallel shard_multiple=128",
+        "exp_avg_scale is kept in blocks of 128 elements, but model chunk 0 was wrapped with shard_multiple=64, which "
+        "cuts blocks; pass shard_multiple=128 to DistributedDataParallel",
     ),
     "a parameter with holes": (
         {"model": with_holes},
@@ -223,7 +223,7 @@ GROUPS = {
     ),
     "an unknown optimizer": (
         [{"params": [MODEL[0].weight], "optimizer": "sdg"}],
-        "optimizer='sdg' is unknown; known are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
+        "optimizer='sdg' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "
         "schedule_free, signum, muon, adaptive_muon, soap, soap_muon; did you mean 'sgd'?",
     ),
     "nothing": (

@@ -123,7 +123,7 @@ def test_an_installed_package_brings_its_rule(install: Any) -> None:
             "raise OSError('no licence')",
             "their_rules:RULE",
             "entry point theirs = 'their_rules:RULE' of opt_stack.rules cannot be loaded: OSError('no licence'); "
-            "mend or uninstall the package",
+            "fix or uninstall the package",
             id="broken",
         ),
         pytest.param(
@@ -173,7 +173,7 @@ REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_
     [
         pytest.param(NoNeeds(), {}, "its rule NoNeeds lacks needs", id="no-needs"),
         pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
-        pytest.param(RoundsAway(), REMAINDERS, "moves a parameter by other values", id="rounds"),
+        pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
     ],
 )
 def test_a_rule_that_cannot_do_what_it_is_asked_for_is_refused_when_built(

@@ -36,14 +36,14 @@ def build(
 
 def test_large_gradients_are_not_compared_under_a_dynamic_loss_scale() -> None:
     wrapper = {"check_for_large_grads": True}
-    with pytest.raises(ConfigError, match=r"check_for_large_grads=True, .* but their loss scale is dynamic"):
+    with pytest.raises(ConfigError, match=r"check_for_large_grads=True, .* but the loss scale is dynamic"):
         build(Alone(), wrapper, dtype=torch.float16, fp16=True)
     build(Alone(), wrapper, dtype=torch.float16, fp16=True, loss_scale=8.0)
 
 
 def test_gathers_start_in_the_step_or_when_the_schedule_asks() -> None:
     fields = {**SHARDED, "overlap_param_gather_with_optimizer_step": True}
-    with pytest.raises(ConfigError, match=r"align_param_gather=True, which leaves their start to .* choose one"):
+    with pytest.raises(ConfigError, match=r"align_param_gather=True, which starts them from .* to False"):
         build(Alone(), {**SHARDED, "align_param_gather": True}, num_chunks=2, **fields)
 
 

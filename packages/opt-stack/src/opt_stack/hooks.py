@@ -1,4 +1,4 @@
-"""Hooks around updates: which rule has which, on what layouts they can be had, and what checkpoints record of them."""
+"""Hooks around updates: attach them to rules, check the layouts they support, record them in parameter groups."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,11 +37,11 @@ HOOKS = "hooks"  # the entry of a group that records them
 
 
 def with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
-    """The rules with their hooks. Raises ConfigError for hooks of a rule that is not used, or that it cannot have."""
+    """Return the rules with their hooks. Raise ConfigError if a rule is not used or does not support a hook."""
     by_rule = given if isinstance(given, Mapping) else dict.fromkeys(made, given)
     unused = [name for name, hooks in by_rule.items() if name not in made and hooks]
     if unused:
-        raise ConfigError(f"hooks has {unused[0]!r}, but the rules that move parameters are {', '.join(made)}")
+        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
     try:
         return {name: hooked(rule, by_rule.get(name, ())) for name, rule in made.items()}
     except HookError as error:
@@ -49,7 +49,7 @@ def with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
 
 
 def record_hooks_(groups: Iterable[dict[str, Any]], made: Mapping[str, Rule]) -> None:
-    """Writes to each group the hooks of its rule, as text, where there are any."""
+    """Write the hooks of its rule to each group, as text, if the rule has any."""
     for group in groups:
         hooks = hooks_of(made[group["optimizer"]])
         if hooks:
@@ -57,7 +57,7 @@ def record_hooks_(groups: Iterable[dict[str, Any]], made: Mapping[str, Rule]) ->
 
 
 def warn_of_other_hooks(name: str, now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Logs a warning where a group was saved under other hooks: the run goes on differently from then on."""
+    """Log a warning if a group was saved with other hooks: updates differ from those of the saved run."""
     before, after = (tuple(group.get(HOOKS, ())) for group in (saved, now))
     if before != after:
         logger.warning(
@@ -67,7 +67,7 @@ def warn_of_other_hooks(name: str, now: Mapping[str, Any], saved: Mapping[str, A
 
 
 def check_hooks(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta], buffers: Sequence[BufferPlan]) -> None:
-    """Raises ConfigError for a hook that cannot see what it needs of a parameter on its layout."""
+    """Raise ConfigError for a hook that does not support the shape or layout of a parameter."""
     spread = {param.id: buffer for buffer in buffers for param in buffer.params if param.id in unit.ids}
     for hook in hooks_of(unit.rule):
         for id in sorted(unit.ids):
@@ -77,24 +77,24 @@ def check_hooks(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta], buffers: Seq
 
 
 def check_weight_decay(groups: Iterable[Mapping[str, Any]], made: Mapping[str, Rule]) -> None:
-    """Raises ConfigError for a weight decay that Hyperball would leave out."""
+    """Raise ConfigError for weight decay under Hyperball, which would ignore it."""
     for group in groups:
         ball = any(isinstance(hook, Hyperball) for hook in hooks_of(made[group["optimizer"]]))
         for key in ("weight_decay", "start_wd", "end_wd"):
             if ball and group.get(key):
                 raise ConfigError(
-                    f"group {group['name']!r} has {key}={group[key]}, but Hyperball() keeps the norm of the weights in "
-                    "its place; give weight_decay=0.0"
+                    f"group {group['name']!r} has {key}={group[key]}, but Hyperball() fixes the norm of the weights "
+                    "instead of decaying them; set weight_decay=0.0"
                 )
 
 
 def check_start(hook_owner: Rule, id: ParamId, value: Tensor) -> None:
-    """Raises ConfigError for weights of norm 0 that Hyperball would keep at 0."""
+    """Raise ConfigError for weights of norm 0, which Hyperball would keep at 0."""
     stuck = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(hook_owner))
     if stuck and value.numel() and not value.any():
         raise ConfigError(
-            f"hooks: Hyperball() keeps the norm that weights have, and {str(id)!r} is all zeros; give "
-            "Hyperball(radius=...), or initialise it first"
+            f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
+            "Hyperball(radius=...), or initialise the parameter first"
         )
 
 
@@ -105,7 +105,7 @@ def cut_params(
     metas: Mapping[ParamId, ParamMeta],
     roles: Roles,
 ) -> tuple[CutParams, ...]:
-    """The parameters of a unit whose norms are sums over ranks, by the ranks. The same on all of these."""
+    """Return the parameters of a unit whose norms are summed over ranks, by group of ranks; equal on all of them."""
     if not (isinstance(unit.rule, HookedUpdate) and unit.rule.sums_norms):
         return ()
     found: dict[tuple[int, ...], CutParams] = {}
@@ -120,7 +120,7 @@ def cut_params(
 
 
 def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, *, from_dim: int = 0) -> Iterator[Comm]:
-    """The groups over which elements that differ in dims `from_dim` and later alone are spread."""
+    """Yield the groups over which a parameter is cut along dim `from_dim` or later."""
     axes = roles.expert if buffer.is_expert else roles.dense
     if buffer.spread is Spread.LAID_OUT:
         dims = [placed.shard_dim if placed.size > 1 else None for placed in meta.placements]
@@ -131,7 +131,7 @@ def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, *, 
 
 
 def _tensor_peers(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, from_dim: int) -> tuple[Comm, ...]:
-    """Tensor-parallel ranks that no mesh of the parameter has, where they cut it in dim `from_dim` or later."""
+    """Return the tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
     peers = (roles.expert if buffer.is_expert else roles.dense).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
     outside = buffer.spread is not Spread.LAID_OUT or is_outside(peers, mesh_of(param))
@@ -145,7 +145,7 @@ def cut_rows(
     metas: Mapping[ParamId, ParamMeta],
     roles: Roles,
 ) -> tuple[CutRows, ...]:
-    """The parameters of a unit whose gradient rows span ranks, by the ranks. The same on all of these."""
+    """Return the parameters of a unit whose gradient rows span ranks, by group of ranks; equal on all of them."""
     if not (isinstance(unit.rule, HookedUpdate) and unit.rule.centralizes):
         return ()
     found: dict[tuple[int, ...], CutRows] = {}
@@ -165,7 +165,7 @@ def cut_rows(
 
 
 def _spanned(meta: ParamMeta, dims: int, num_parts: int) -> SpannedRows:
-    """`num_parts`: of the parameter of which the meta's shape is one part."""
+    """Describe the rows. The shape of `meta` is one of `num_parts` parts of the parameter."""
     return SpannedRows(
         num=prod(meta.local_shape[:dims]),
         dims=dims,
@@ -175,17 +175,17 @@ def _spanned(meta: ParamMeta, dims: int, num_parts: int) -> SpannedRows:
 
 
 def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) -> str:
-    """Why a hook cannot be had on a parameter; empty where it can."""
+    """Return why a hook does not support a parameter; empty if it does."""
     problem = shape_problem(hook, unit.rule.needs, meta.shape)
     if problem:
         return f"its shape is {meta.shape}, and {problem}"
     if isinstance(hook, CentralizeGradient):
         unknown = meta.tensor_parallel and meta.partition_dim is None and len(meta.shape) > 1
-        return "tensor parallelism cuts it in an unknown dim; set partition_dim" if unknown else ""
+        return "tensor parallelism cuts it along an unknown dim; set its partition_dim" if unknown else ""
     if hook.needs_rows and len(meta.shape) > 1 and _cuts_rows(meta, buffer):
         return (
-            "it sees whole rows, which span ranks on this layout; replicate the state, deal whole parameters, or "
-            "shard by rows"
+            "the hook needs whole rows, which this layout cuts over ranks; replicate the state, use layer-wise "
+            "sharding, or shard by rows"
         )
     return ""
 

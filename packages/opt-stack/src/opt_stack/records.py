@@ -1,4 +1,4 @@
-"""What is written down for people when an optimizer is built: the plan, and which parameter is in which group."""
+"""Files that are written when an optimizer is built: the configuration, the plan, the group of every parameter."""
 
 import json
 import warnings
@@ -22,10 +22,9 @@ PLAN_FILE = "optimizer_plan.json"
 
 
 def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, everyone: Comm) -> None:
-    """Rank 0 writes the resolved configuration and the plan to its `folder`, as JSON, if it has one. Every rank calls
-    it.
+    """Write the resolved configuration and the plan to rank 0's `folder` as JSON, unless it is empty. Collective.
 
-    Raises OSError, or ValueError on the other ranks, where nothing can be written.
+    Raises OSError on rank 0, and ValueError on the other ranks, if writing fails.
     """
 
     def write() -> None:
@@ -39,7 +38,7 @@ def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, every
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, ready for JSON."""
+    """Return the plan as plain values for JSON."""
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
     return {
         "units": [_unit_record(plan, unit) for unit in plan.units],
@@ -85,15 +84,15 @@ def _buffer_record(buffer: BufferPlan) -> dict[str, Any]:
 
 
 def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, everyone: Comm) -> None:
-    """Rank 0 writes the index of every parameter's group, of all ranks' parameters. Every rank calls it.
+    """Write on rank 0 the group index of every parameter of all ranks. Collective.
 
-    `path` becomes a torch.distributed.checkpoint directory of {parameter name: index}, and `path`.json the same for
-    people, with the groups. A name that means other groups on other ranks is written as `rank R: name`.
+    `path` becomes a torch.distributed.checkpoint directory of {parameter name: index}, and `path`.json has the same
+    with the groups. A name that is in different groups on different ranks is written as `rank R: name`.
 
-    Raises OSError, or ValueError on the other ranks, where nothing can be written.
+    Raises OSError on rank 0, and ValueError on the other ranks, if writing fails.
     """
-    mine = {param_name(id): index for index, group in enumerate(groups) for id in group["param_ids"]}
-    index_of = merged(everyone.gather_objects(mine))
+    own = {param_name(id): index for index, group in enumerate(groups) for id in group["param_ids"]}
+    index_of = merged(everyone.gather_objects(own))
 
     def write() -> None:
         _save_alone(dict(index_of), str(path))
@@ -104,9 +103,9 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
 
 
 def _save_alone(state: dict[str, Any], path: str) -> None:
-    """A torch.distributed.checkpoint directory, written by this process only, whatever world it lives in."""
+    """Write a torch.distributed.checkpoint directory from this process only, in any world."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch.distributed is not used, which is what is meant
+        warnings.simplefilter("ignore")  # torch warns that torch.distributed is not used, which is intended
         if "no_dist" in signature(save_dcp).parameters:
             save_dcp(state, checkpoint_id=path, no_dist=True)
         else:  # torch 2.6
@@ -114,7 +113,7 @@ def _save_alone(state: dict[str, Any], path: str) -> None:
 
 
 def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """One map of all ranks' maps: pipeline stages may have other parameters under one name."""
+    """Merge the maps of all ranks. Pipeline stages may have different parameters under one name."""
     groups_of: dict[str, set[int]] = {}
     for of_rank in maps:
         for name, index in of_rank.items():
@@ -132,7 +131,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _on_rank_0(everyone: Comm, write: Callable[[], None]) -> None:
-    """Runs `write` on rank 0; where it fails, all ranks fail."""
+    """Run `write` on rank 0; if it fails, raise on all ranks."""
     error: Exception | None = None
     if everyone.rank == 0:
         try:

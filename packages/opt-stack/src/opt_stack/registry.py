@@ -1,4 +1,4 @@
-"""Rules by name: ours, the caller's own, and those that installed packages bring."""
+"""`Registry`: rules by name, built in, from the caller, or from installed packages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,25 +17,26 @@ ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEn
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """A set of rules by name. `with_rule` gives a larger one; nothing is registered behind anyone's back."""
+    """An immutable set of rules by name. `with_rule` returns a larger one; there is no global registry."""
 
     entries: Mapping[str, RuleEntry] = field(default_factory=lambda: {entry.name: entry for entry in BUILT_IN})
 
     def with_rule(self, entry: RuleEntry) -> "Registry":
-        """This registry and one more rule; a name that is taken is refused."""
+        """Return this registry with one more rule. Raise ConfigError if its name is taken."""
         if entry.name in self.entries:
             raise ConfigError(f"optimizer {entry.name!r} is already registered; give the new rule another name")
         return Registry({**self.entries, entry.name: entry})
 
     def with_formula(self, formula: Formula) -> "Registry":
-        """This registry and the rule of a formula, under its name."""
+        """Return this registry with the rule of a formula, under the formula's name."""
         return self.with_rule(formula_entry(formula))
 
     def with_installed(self) -> "Registry":
-        """This registry and the rules that installed packages bring through entry points.
+        """Return this registry with the rules of installed packages, from entry points of group `opt_stack.rules`.
 
         Raises:
-            ConfigError: an entry point cannot be loaded, is neither of these, or brings a name that is taken.
+            ConfigError: an entry point cannot be loaded, is neither a RuleEntry nor a Formula, or has a name that is
+                taken.
         """
         found = self
         for point in entry_points(group=ENTRY_POINTS):
@@ -43,7 +44,7 @@ class Registry:
             try:
                 entry = point.load()
             except Exception as error:  # whatever a package raises at its import
-                raise ConfigError(f"{where} cannot be loaded: {error!r}; mend or uninstall the package") from error
+                raise ConfigError(f"{where} cannot be loaded: {error!r}; fix or uninstall the package") from error
             if isinstance(entry, Formula):
                 entry = formula_entry(entry)
             if not isinstance(entry, RuleEntry):
@@ -55,17 +56,17 @@ class Registry:
         return found
 
     def rule(self, name: str, config: OptimizerConfig) -> Rule:
-        """The rule that `optimizer=name` asks for.
+        """Return the rule of `optimizer=name` for `config`.
 
         Raises:
-            ConfigError: no entry has that name, its rule is not one that `config` can use, or does not read
+            ConfigError: no entry has this name, the rule does not support `config`, or it does not read
                 `optimizer_options`.
         """
         rule = checked_rule(name, self[name].make(config), config)
         if config.optimizer_options and name == config.optimizer and not isinstance(rule, ElementwiseRule):
             raise ConfigError(
-                f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; they "
-                "are for rules that are formulas. Leave them out"
+                f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; "
+                "only elementwise rules do. Leave them out"
             )
         return rule
 
@@ -73,5 +74,5 @@ class Registry:
         if name not in self.entries:
             near = sorted(get_close_matches(name, self.entries, n=2))
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ConfigError(f"optimizer={name!r} is unknown; known are {', '.join(self.entries)}{hint}")
+            raise ConfigError(f"optimizer={name!r} is unknown; allowed are {', '.join(self.entries)}{hint}")
         return self.entries[name]

@@ -1,4 +1,4 @@
-"""Whether a rule of the caller's own is what a configuration needs: found when the optimizer is built, by trying it."""
+"""Check a custom rule when the optimizer is built, by trying it: its members, and updates with remainders."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ _SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 4)}
 
 
 def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
-    """`rule`, which `optimizer=name` asked for.
+    """Return `rule`, the rule of `optimizer=name`, if `config` can use it.
 
     Raises:
-        ConfigError: it lacks a member of `Rule`; or it cannot update bf16 parameters with remainders, and
-            `store_param_remainders` needs that.
+        ConfigError: the rule lacks a member of `Rule`, or `store_param_remainders` is set and the rule cannot update
+            bf16 parameters with remainders.
     """
     missing = [member for member in _MEMBERS if not hasattr(rule, member)]
     if missing or not isinstance(rule.needs, Needs):
@@ -35,7 +35,7 @@ def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
 
 
 def _check_remainder(name: str, rule: Rule) -> None:
-    """One step with a remainder must be the step of fp32 main values."""
+    """Raise ConfigError unless one step with a remainder equals the step with fp32 main values."""
     generator = torch.Generator().manual_seed(0)
     start, grad = (torch.rand(_SHAPES[rule.needs], generator=generator) + 0.5 for _ in range(2))
     try:
@@ -47,12 +47,12 @@ def _check_remainder(name: str, rule: Rule) -> None:
         problem = _difference(main, join(out, remainder))
     except ConfigError:
         raise
-    except Exception as error:  # of any kind: it is the caller's code
+    except Exception as error:  # the caller's code may raise anything
         problem = f"raised {type(error).__name__}: {error}"
     if problem:
         raise ConfigError(
-            f"store_param_remainders=True: optimizer={name!r} with a remainder {problem}; where a work has no main, a "
-            "rule joins `out` and `remainder`, and writes both (opt_kernels.codecs.remainder); else set "
+            f"store_param_remainders=True: optimizer={name!r} with a remainder {problem}; if a work has no main, a "
+            "rule must join `out` and `remainder`, and write both (opt_kernels.codecs.remainder); or set "
             "store_param_remainders=False"
         )
 
@@ -65,4 +65,4 @@ def _step(rule: Rule, work: Work) -> None:
 def _difference(main: Tensor, joined: Tensor) -> str:
     if torch.allclose(main, joined, rtol=1e-6, atol=1e-7):
         return ""
-    return f"moves a parameter by other values, up to {float((main - joined).abs().max()):.1e} apart,"
+    return f"updates a parameter differently, by up to {float((main - joined).abs().max()):.1e}"

@@ -1,4 +1,4 @@
-"""Chunks in torch's own `DistributedDataParallel`: their gradients arrive averaged, and must not be averaged twice."""
+"""Chunks in torch's `DistributedDataParallel`, which has averaged the gradients already when `step` is called."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ logger = logging.getLogger("opt_stack")
 def averaged_by_torch(
     chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter], replicas: Comm
 ) -> frozenset[ParamId]:
-    """The parameters whose gradients torch's wrapper averages over exactly the ranks of `replicas`.
+    """Return the parameters whose gradients torch's wrapper averages over exactly the ranks of `replicas`.
 
-    A wrapper over other ranks, and parameters that it was told to ignore, are left to the step.
+    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores.
     """
     wrappers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, DistributedDataParallel)]
     averaged = {id(param) for wrapper in wrappers if _is_over(wrapper, replicas) for param in _averaged(wrapper)}

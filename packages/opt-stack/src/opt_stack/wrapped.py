@@ -1,4 +1,4 @@
-"""Chunks that come in `DistributedDataParallel`: their buffers as the plan and the step know them."""
+"""Chunks in `DistributedDataParallel`: their buffers for the plan and the step, and checks of their options."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import lcm
@@ -23,14 +23,14 @@ from opt_stack.wrapper_fields import check_against
 
 
 class WrappedBuffer(NamedTuple):
-    """A buffer that exists already: how it is laid out, and where its gradients come from."""
+    """A buffer of a wrapped chunk: its plan, and the source of its gradients."""
 
     plan: BufferPlan
     source: SyncedBuffer
 
 
 def wrapped_buffers(chunks: Sequence[nn.Module], *, trained: Collection[ParamId]) -> Iterator[WrappedBuffer]:
-    """The buffers of the wrapped chunks that hold any parameter of `trained`, chunk by chunk."""
+    """Yield the buffers of wrapped chunks that hold any parameter of `trained`, chunk by chunk."""
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, DistributedDataParallel):
             for buffer in chunk.buffers_of(trained):
@@ -38,16 +38,17 @@ def wrapped_buffers(chunks: Sequence[nn.Module], *, trained: Collection[ParamId]
 
 
 def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
-    """What configuration and wrappers must say alike.
+    """Check that the optimizer's configuration agrees with the wrappers.
 
     Raises:
-        ConfigError: a wrapper of another chunk number or another sharding, or an overlap that nothing can provide.
+        ConfigError: a wrapper has another chunk number or another value of a shared option, or the model does not
+            support an overlap.
     """
     sharded = not isinstance(config.sharding, Replicated)
     if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
         raise ConfigError(
             "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, "
-            "but there is one chunk; set it to False, or give two or more (interleaved pipeline stages)"
+            "but the model has one chunk; set it to False, or pass two or more (interleaved pipeline stages)"
         )
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
@@ -67,7 +68,7 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
             continue
         if any(id.chunk != index for id in chunk.metas):
             raise ConfigError(
-                f"model chunk {index} was wrapped as another chunk; give DistributedDataParallel chunk={index}"
+                f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
             )
         _check_grads(config, index, chunk)
         check_against(config, index, chunk)
@@ -82,13 +83,13 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         ):
             if ours != theirs:
                 raise ConfigError(
-                    f"the optimizer's configuration means {name}={ours}, but model chunk {index} was wrapped with "
-                    f"{name}={theirs}; give both the same"
+                    f"OptimizerConfig has {name}={ours}, but model chunk {index} was wrapped with {name}={theirs}; set "
+                    "both to the same value"
                 )
 
 
 def check_same_groups(chunks: Sequence[nn.Module], roles: Roles) -> None:
-    """What a wrapper reduced over other ranks than the step believes would be updated as if it were the mean.
+    """Check that wrappers reduce gradients over the optimizer's groups; another sum would pass for the mean.
 
     Raises:
         ConfigError: a wrapper has other data-parallel groups than the optimizer.
@@ -103,26 +104,26 @@ def check_same_groups(chunks: Sequence[nn.Module], roles: Roles) -> None:
             if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
                 raise ConfigError(
                     f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
-                    f"are of {_in_words(ours)}; give both the same groups"
+                    f"are of {_in_words(ours)}; pass the same groups to both"
                 )
 
 
 def _is_same(one: Comm, other: Comm) -> bool:
-    """Whether they join the same ranks; as far as can be told, where one of them is over no process group."""
+    """Return whether both span the same ranks; by size and rank only, if one has no process group."""
     ours, theirs = _members(one), _members(other)
     return (one.size, one.rank) == (other.size, other.rank) and (ours == theirs or not ours or not theirs)
 
 
 def _members(comm: Comm) -> list[int]:
-    """Ranks of the world; none where they have no numbers there."""
+    """Return the global ranks of a group; empty without a process group."""
     group = group_of(comm)
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _in_words(axes: Axes) -> str:
     members = _members(axes.dp)
-    told = f" of {members}" if members else ""
-    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{told})"
+    listed = f" of {members}" if members else ""
+    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{listed})"
 
 
 def check_blocks(
@@ -132,7 +133,7 @@ def check_blocks(
     *,
     mains: torch.dtype = torch.float32,
 ) -> None:
-    """State and main values that are kept in blocks, each with one scale, may not be cut inside of a block.
+    """Check that shards do not cut blocks of state or main values that share one scale.
 
     Args:
         chunks: the model.
@@ -141,7 +142,7 @@ def check_blocks(
         mains: the dtype of main values; torch.float16 is kept in blocks.
 
     Raises:
-        ConfigError: a wrapper may cut so. Also where one rank holds everything: the same wrapper on more would.
+        ConfigError: shards of a wrapper may cut a block. Also on one rank, since the same wrapper on more ranks would.
     """
     rule_of = {id: rules[group["optimizer"]] for group in groups for id in group["param_ids"]}
     for index, chunk in enumerate(chunks):
@@ -155,27 +156,27 @@ def check_blocks(
         for spec in specs:
             if chunk.shard_multiple % spec.block:
                 raise ConfigError(
-                    f"{spec.name} is kept for blocks of {spec.block} elements, but model chunk {index} was wrapped "
-                    f"with shard_multiple={chunk.shard_multiple}, which cuts through them; give "
-                    f"DistributedDataParallel shard_multiple={lcm(chunk.shard_multiple, spec.block)}"
+                    f"{spec.name} is kept in blocks of {spec.block} elements, but model chunk {index} was wrapped with "
+                    f"shard_multiple={chunk.shard_multiple}, which cuts blocks; pass "
+                    f"shard_multiple={lcm(chunk.shard_multiple, spec.block)} to DistributedDataParallel"
                 )
 
 
 def _check_plain(index: int, chunk: nn.Module) -> None:
-    """A plain module's step reads `param.grad`, which stays empty where a wrapper takes gradients."""
+    """Raise ConfigError for a module inside a wrapper: the step would read `param.grad`, which is then empty."""
     bound = next((name for name, param in chunk.named_parameters() if param.requires_grad and is_bound(param)), None)
     if bound is not None:
         raise ConfigError(
             f"model chunk {index} is a plain {type(chunk).__name__}, but gradients of {bound!r} accumulate in "
-            "main_grad, where a wrapper put them; give get_optimizer the DistributedDataParallel around it"
+            "main_grad, as a wrapper set up; pass the DistributedDataParallel around it to get_optimizer"
         )
 
 
 def _check_grads(config: OptimizerConfig, index: int, chunk: DistributedDataParallel) -> None:
     if config.main_grads_dtype is torch.bfloat16 and chunk.config.grad_reduce_in_fp32:
         raise ConfigError(
-            f"main_grads_dtype=torch.bfloat16, but model chunk {index} was wrapped with grad_reduce_in_fp32=True; give "
-            "it grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
+            f"main_grads_dtype=torch.bfloat16, but model chunk {index} was wrapped with grad_reduce_in_fp32=True; "
+            "wrap it with grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
         )
 
 
