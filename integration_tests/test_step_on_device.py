@@ -116,7 +116,7 @@ def the_loss_scale_is_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def flags_of_gradients_are_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BufferedGrads, "settle_", lambda source, flags: flags.tolist())
+    patch.setattr(BufferedGrads, "resolve_", lambda source, flags: flags.tolist())
 
 
 @pytest.mark.parametrize("plant", [a_step_count_is_read, the_loss_scale_is_read, flags_of_gradients_are_read])

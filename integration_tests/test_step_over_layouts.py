@@ -167,7 +167,7 @@ def with_zeros(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def test_what_only_ready_gradients_can_tell_is_refused_without_them() -> None:
     optimizer = get_optimizer(config(), [Net(torch.float32)], {})
     for ask in (lambda: optimizer.clip_grad_norm(1.0), optimizer.count_zeros):
-        with pytest.raises(RuntimeError, match="ask between prepare_grads and the update"):
+        with pytest.raises(RuntimeError, match="call it between prepare_grads and the update"):
             ask()
     with pytest.raises(ValueError, match=r"clip_grad=-1\.0; give a norm above 0, or 0 for no clipping"):
         optimizer.clip_grad_norm(-1.0)

@@ -94,7 +94,7 @@ def test_host_and_device_judge_alike(scale: float, limit: float) -> None:
         terms = Terms(2, torch.tensor(scale, dtype=torch.float64), limit)
         host = Verdict(numbers, Objections(None, None, None, ()), terms, Host())
         device = Decided.of(numbers, None, terms)
-        found = host.found
+        found = host.findings
         assert bool(device.overflow) == found.overflow
         assert bool(device.skip) == (found.overflow or found.is_refused)
         assert not device.has_error

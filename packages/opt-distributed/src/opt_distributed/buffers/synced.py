@@ -28,7 +28,7 @@ class SyncedBuffer:
     """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
 
     grad_scale = 1.0
-    doubtful: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
+    unresolved: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class SyncedBuffer:
         """(0,) float64."""
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def resolve_(self, flags: Tensor) -> None:
         """Nothing is in doubt."""
 
     def unused(self) -> Collection[ParamId]:

@@ -1,14 +1,14 @@
-"""The clip coefficient: what every gradient of a norm group is multiplied by."""
+"""The clip coefficient, by which all gradients of a norm slot are multiplied."""
 
 import torch
 from torch import Tensor
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """`max_norm / (norm + 1e-6)` where that is below one, else one; `max_norm` 0 turns clipping off.
+    """Return `min(max_norm / (norm + 1e-6), 1)`; 1 if `max_norm` is 0, which turns clipping off.
 
-    The term 1e-6 is Megatron-Core's (and `torch.nn.utils.clip_grad_norm_`'s). Norms that are not finite have no
-    coefficient: a step with such a norm updates nothing.
+    Megatron-Core and `torch.nn.utils.clip_grad_norm_` add the same 1e-6. For an infinite or NaN norm the result is
+    meaningless: a step with such a norm updates nothing.
     """
     return min(max_norm / (norm + 1e-6), 1.0) if max_norm > 0 else 1.0
 
@@ -17,5 +17,5 @@ def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
     """`clip_coefficient` of each of `norms` (n,), on their device."""
     if max_norm <= 0:
         return torch.ones_like(norms)
-    # A division: `max_norm / norms` is a product with the rounded reciprocal in torch.
+    # Tensor / tensor: torch computes `max_norm / norms` as a product with the rounded reciprocal.
     return torch.full_like(norms, max_norm).div_(norms + 1e-6).clamp_(max=1.0)

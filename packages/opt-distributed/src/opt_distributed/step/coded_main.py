@@ -1,8 +1,9 @@
-"""Main values in scaled fp16: half the memory of an fp32 copy, decoded for the time of an update.
+"""Main values in scaled fp16: half the memory of an fp32 copy, decoded to fp32 during an update.
 
-The codes are fp16 with an fp32 scale, a power of two, for each 128 elements. (Megatron-Core keeps one scale for each
-tensor, max |x| / 32752, so that its values depend on how the tensor is cut over ranks.) The parameter is the rounded
-value of the codes, not of what the rule computed: so a run that loads a checkpoint goes on with the same parameter.
+The codes are fp16, with an fp32 scale (a power of two) for each 128 elements. (Megatron-Core keeps one scale for each
+tensor, max |x| / 32752, so that its values depend on how the tensor is cut over ranks.) The parameter is rounded from
+the values of the codes, not from those that the rule computed, so that a run that loads a checkpoint continues with
+the same parameter.
 """
 
 from dataclasses import dataclass
@@ -20,9 +21,9 @@ FP16 = codec_for("main_params", torch.float16, signed=True)
 
 @dataclass(slots=True)
 class CodedMain:
-    """Main values of one piece of a parameter, in the interface of `Main`.
+    """Main values of one piece of a parameter, with the interface of `Main`.
 
-    A rule moves fp32 values, in `main`, which exist between `open_` and `close_`.
+    A rule updates fp32 values, `main`, which exist between `open_` and `close_`.
     """
 
     numbers: ClassVar[Numbers] = Numbers.FP16_SCALED
@@ -37,7 +38,7 @@ class CodedMain:
 
     @classmethod
     def of(cls, target: Tensor) -> "CodedMain":
-        """The main values of `target`, starting from what it holds."""
+        """Create the main values of `target` from its present values."""
         numel, device = target.numel(), target.device
         codes = torch.zeros(numel, dtype=FP16.dtype, device=device)
         made = cls(target, codes, torch.zeros(-(-numel // FP16.block), dtype=torch.float32, device=device))
@@ -50,21 +51,21 @@ class CodedMain:
         return self.target.shape
 
     def kept(self) -> tuple[Tensor, ...]:
-        """The memory that it takes beside the parameter."""
+        """The tensors kept in addition to the parameter."""
         return self.codes, self.scales
 
     def value(self) -> Tensor:
-        """The main values: a new fp32 tensor, in the target's shape."""
+        """Decode the main values to a new fp32 tensor, in the target's shape."""
         return values_of(FP16, self.codes, self.scales).view(self.target.shape)
 
     def open_(self) -> Tensor:
-        """Returns the values that a rule is to move, until `close_`."""
+        """Return the decoded values, which a rule updates until `close_`."""
         self.main = self.value()
         return self.main
 
     @torch.no_grad()
     def close_(self, *, skip: Tensor | None = None) -> None:
-        """Stores what a rule has moved, and writes the parameter; neither where `skip`, 0-d on the device, is set."""
+        """Encode the updated values and write the parameter. Neither changes if `skip`, 0-d on the device, is set."""
         assert self.main is not None
         moved, self.main = self.main.reshape(-1), None
         if skip is None:
@@ -79,11 +80,11 @@ class CodedMain:
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Writes the main values, and the parameter with them."""
+        """Write the main values and the parameter."""
         encode_again_(FP16, self.codes, self.scales, value.reshape(-1).float())
         self.target.copy_(self.value())
 
     @torch.no_grad()
     def reload_(self) -> None:
-        """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
+        """Set the main values from the parameter, after other code wrote the parameter."""
         encode_again_(FP16, self.codes, self.scales, self.target.detach().reshape(-1).float())

@@ -1,4 +1,4 @@
-"""Values kept as codes: decoded from them, and encoded again without loss after they were saved as fp32."""
+"""Values stored as codes: decoding, and encoding again without loss after they were saved as fp32."""
 
 import torch
 from torch import Tensor
@@ -7,33 +7,33 @@ from opt_kernels.codecs import StateCodec
 
 
 def values_of(codec: StateCodec, codes: Tensor, scales: Tensor) -> Tensor:
-    """The values of `codes`, in their shape: a new fp32 tensor."""
+    """Decode `codes` to a new fp32 tensor of their shape."""
     values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     codec.decode_(values, codes.view(-1), scales)
     return values.view(codes.shape)
 
 
 def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tensor) -> None:
-    """Writes `codes` and `scales`, so that what was decoded from these very blocks keeps its values.
+    """Encode `values` to `codes` and `scales`. Values that were decoded from the same blocks are kept exactly.
 
-    A scale follows from a block's largest value. Where that was rounded up to a power of two when it was first encoded,
-    it asks for twice its scale now, and the smallest codes would lose a bit. A hair smaller, it is rounded up again.
+    The scale of a block follows from its largest value. If the first encoding rounded that value up to a power of two,
+    it now requires twice the scale, and the smallest codes would lose a bit. So values are also encoded with the
+    largest one reduced by a factor of 1 - 2**-20, which is rounded up again; each block keeps the more exact result.
     """
     codec.encode_(codes, scales, values)
-    came_back = values_of(codec, codes, scales) == values
-    if came_back.all():
+    is_exact = values_of(codec, codes, scales) == values
+    if is_exact.all():
         return
-    sizes = _rows(values.abs(), codec.block)
-    is_top = (sizes == sizes.amax(1, keepdim=True)).view(-1)[: len(values)]
-    smaller = torch.where(is_top, values * (1 - 2.0**-20), values)
-    codec.encode_(codes, scales, smaller)
-    comes_back = values_of(codec, codes, scales) == values
-    is_kept = (_rows(came_back, codec.block).sum(1) >= _rows(comes_back, codec.block).sum(1)).repeat_interleave(
-        codec.block
-    )
-    codec.encode_(codes, scales, torch.where(is_kept[: len(values)], values, smaller))
+    magnitudes = _rows(values.abs(), codec.block)
+    is_largest = (magnitudes == magnitudes.amax(1, keepdim=True)).view(-1)[: len(values)]
+    reduced = torch.where(is_largest, values * (1 - 2.0**-20), values)
+    codec.encode_(codes, scales, reduced)
+    is_exact_reduced = values_of(codec, codes, scales) == values
+    keeps = _rows(is_exact, codec.block).sum(1) >= _rows(is_exact_reduced, codec.block).sum(1)
+    keeps = keeps.repeat_interleave(codec.block)[: len(values)]
+    codec.encode_(codes, scales, torch.where(keeps, values, reduced))
 
 
 def _rows(flat: Tensor, block: int) -> Tensor:
-    """One row for each block of a run; the last is filled up with zeros."""
+    """View a flat tensor as one row for each block; the last row is padded with zeros."""
     return torch.cat([flat, flat.new_zeros(-len(flat) % block)]).view(-1, block)

@@ -1,9 +1,9 @@
-"""The compute stage: matrices that ranks store parts of come together before a rule, and are dealt out after it.
+"""`ComputeStage`: gathers matrices that ranks store parts of before a rule, and scatters the updates after it.
 
-    parts ─ prepare_ ─▶ gather ─▶ whole matrices, on who computes them ─ transform_ ─▶ scatter ─▶ parts ─ apply_
+    parts ─ prepare_ ─▶ gather ─▶ whole matrices, on ranks that compute ─ transform_ ─▶ scatter ─▶ parts ─ apply_
 
-Main values and state of elements stay with the parts; state that a rule declares as `whole` is where the matrix is
-computed. Whole matrices exist only in between. A `ComputeLayout` says who computes.
+Main values and elementwise state stay with the parts. State that a rule declares as `whole` is on the ranks that
+compute the matrix. Whole matrices exist only between gather and scatter. A `ComputeLayout` says which ranks compute.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -22,24 +22,24 @@ from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 WHOLE_NUMEL = 1 << 26
-"""Elements of whole matrices that a rank computes from one gather, at least one matrix: what bounds their memory."""
+"""Elements of whole matrices that a rank computes after one gather, which bounds their memory. At least one matrix."""
 
 Parts = Mapping[ParamId, Tensor]
 
 
 class ComputeStage:
-    """The matrices of one `ComputeLayout`, on the rank whose coordinate `comms` tell: one for each axis.
+    """The matrices of one `ComputeLayout`, on one rank. `comms` has a group for each axis, which gives its coordinate.
 
-    Every rank of the grid makes the same calls with the same matrices, one at least, in the same order. All tensors of
-    a call share dtype and device. A gather and a scatter are one collective for each axis that is not kept,
-    however many matrices there are.
+    Every rank of the grid makes the same calls with the same matrices, at least one, in the same order. All tensors of
+    a call have one dtype and device. A gather is one collective for each axis that is not kept, whatever the number of
+    matrices, and so is a scatter.
     """
 
     def __init__(self, layout: ComputeLayout, comms: Sequence[Comm], *, of_whole: Mapping[ParamId, MatrixSpec]):
         self.layout = layout
         self.comms = tuple(comms)
         self.at = tuple(comm.rank for comm in comms)
-        self.of_whole = of_whole  # what the rule must know of each matrix where it is whole
+        self.of_whole = of_whole  # the description of each whole matrix for the rule
         self._slots = {slot.matrix.id: slot for slot in layout.slots}
         self._order = {id: number for number, id in enumerate(self._slots)}
         self._gathered = range(layout.kept, len(layout.sizes))
@@ -48,7 +48,7 @@ class ComputeStage:
         return id in self._slots
 
     def shape(self, id: ParamId) -> tuple[int, ...]:
-        """Of the whole parameter, over all axes."""
+        """The shape of the whole parameter, over all axes."""
         return self._slots[id].matrix.shape
 
     def whole(self, id: ParamId) -> Block:
@@ -56,15 +56,15 @@ class ComputeStage:
         return self.layout.whole(self._slots[id], self.at)
 
     def computes(self, id: ParamId) -> bool:
-        """Whether this rank is one that runs the rule on it."""
+        """Whether this rank runs the rule on the matrix."""
         return self.layout.computes_at(self._slots[id], self.at)
 
     def counts(self, id: ParamId) -> bool:
-        """Whether this rank is the one that saves the state of the whole, among those that compute it."""
+        """Whether this rank, among those that compute the matrix, is the one that saves its whole state."""
         return self.computes(id) and (self._slots[id].owner is not None or not any(self.at[self.layout.kept :]))
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
-        """`tasks` in runs that are gathered together: in the layout's order, so the same on every rank."""
+        """Divide `tasks` into runs that are gathered together, in the order of the layout: the same on every rank."""
         limit = WHOLE_NUMEL * (self.layout.num_ranks if self.layout.computes is Computes.OWNER else 1)
         run: list[Task] = []
         numel = 0
@@ -79,14 +79,14 @@ class ComputeStage:
             yield run
 
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
-        """The whole of each matrix that this rank computes, from every rank's part of all of them."""
+        """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
         held, like = dict(parts), next(iter(parts.values()))
         for axis in reversed(self._gathered):
             held = self._joined_everywhere(axis, held) if self._every else self._joined_at_owners(axis, held, like)
         return held
 
     def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
-        """This rank's part of each matrix of `like`, from those that this rank computed."""
+        """Return this rank's part of each matrix in `like`. `wholes` are the matrices that this rank computed."""
         if self._every:
             return {id: _narrow(whole, self._block(id, self.at), self.whole(id)) for id, whole in wholes.items()}
         held = dict(wholes)
@@ -107,7 +107,7 @@ class ComputeStage:
         return owner[axis - self.layout.kept]
 
     def _along(self, axis: int, ids: Iterable[ParamId], peer: int) -> list[Block]:
-        """What the peer along `axis` holds of matrices that the axes behind it have brought together."""
+        """The blocks that the peer along `axis` holds, after the parts along later axes were joined."""
         return [self._block(id, (*self.at[:axis], peer)) for id in ids]
 
     def _cat(self, axis: int, ids: Sequence[ParamId], by_peer: Sequence[Sequence[Tensor]]) -> dict[ParamId, Tensor]:
@@ -115,35 +115,35 @@ class ComputeStage:
         return {id: torch.cat(list(parts), dim) for id, dim, parts in zip(ids, dims, zip(*by_peer, strict=True))}
 
     def _joined_at_owners(self, axis: int, held: Parts, like: Tensor) -> dict[ParamId, Tensor]:
-        """Every matrix goes to the rank along `axis` that its owner shares; what it was cut into is put together."""
+        """Send every part to the rank along `axis` with the coordinate of the matrix's owner, and concatenate there."""
         comm = self.comms[axis]
         of_peer = [[id for id in held if self._owner(id, axis) == peer] for peer in range(comm.size)]
-        mine = of_peer[comm.rank]
+        owned = of_peer[comm.rank]
         received = _exchange(
             comm,
             [[held[id] for id in ids] for ids in of_peer],
-            [self._along(axis, mine, peer) for peer in range(comm.size)],
+            [self._along(axis, owned, peer) for peer in range(comm.size)],
             like=like,
         )
-        return self._cat(axis, mine, received)
+        return self._cat(axis, owned, received)
 
     def _parted(self, axis: int, held: Parts, like: Parts) -> dict[ParamId, Tensor]:
-        """The inverse: owners along `axis` send every peer its part."""
+        """The inverse of `_joined_at_owners`: owners along `axis` send every peer its part."""
         comm = self.comms[axis]
-        # Those that the axes behind this one have an owner of beside this rank.
+        # Matrices whose owner has the coordinates of this rank along all later axes.
         here = [id for id in like if all(self._owner(id, k) == self.at[k] for k in self._gathered if k > axis)]
         of_peer = [[id for id in here if self._owner(id, axis) == peer] for peer in range(comm.size)]
-        mine = of_peer[comm.rank]
+        owned = of_peer[comm.rank]
         sent = [
-            [_narrow(held[id], block, self._block(id, self.at[:axis])) for id, block in zip(mine, blocks)]
-            for blocks in (self._along(axis, mine, peer) for peer in range(comm.size))
+            [_narrow(held[id], block, self._block(id, self.at[:axis])) for id, block in zip(owned, blocks)]
+            for blocks in (self._along(axis, owned, peer) for peer in range(comm.size))
         ]
         expected = [self._along(axis, ids, comm.rank) for ids in of_peer]
         received = _exchange(comm, sent, expected, like=next(iter(like.values())))
         return {id: part for ids, parts in zip(of_peer, received) for id, part in zip(ids, parts)}
 
     def _joined_everywhere(self, axis: int, held: Parts) -> dict[ParamId, Tensor]:
-        """Every rank along `axis` puts every matrix together. Shorter parts are padded: an all-gather's are equal."""
+        """Concatenate every matrix on every rank along `axis`. Pads shorter parts: an all-gather needs equal sizes."""
         comm, ids = self.comms[axis], list(held)
         expected = [self._along(axis, ids, peer) for peer in range(comm.size)]
         length = max(sum(block.numel for block in blocks) for blocks in expected)
@@ -156,7 +156,7 @@ class ComputeStage:
 
 
 def matrix_of(work: Work) -> ParamId:
-    """The parameter that a staged work is a part of."""
+    """The parameter of which a staged work is a part."""
     assert work.matrix.part is not None
     id = work.matrix.part.whole
     assert isinstance(id, ParamId)
@@ -166,7 +166,7 @@ def matrix_of(work: Work) -> ParamId:
 def init_state(
     rule: Rule, main: Tensor, *, id: ParamId, matrix: MatrixSpec, stage: ComputeStage | None
 ) -> dict[str, Tensor]:
-    """The state this rank keeps of a parameter of which it stores `main`, as it is before the first step."""
+    """Create the state that this rank keeps of a parameter of which it stores `main`, before the first step."""
     whole = {spec.name for spec in rule.state_specs if spec.whole} if stage is not None else set()
     if stage is None or not whole:
         return state_of_rule(rule, main, matrix)
@@ -187,7 +187,7 @@ def update_(
     stages: Sequence[ComputeStage],
     skip: Tensor | None = None,
 ) -> None:
-    """`rule.update_`, with the matrices of `stages` brought together in between; they come after the others."""
+    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between."""
     if not stages:
         rule.update_(batches, grad_scale=grad_scale, skip=skip)
         return
@@ -231,8 +231,8 @@ def _update_run_(
 def _transformed(
     rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, Task], wholes: Parts, skip: Tensor | None
 ) -> Parts:
-    """The directions of whole matrices; those of one layout and row of the hyper table are stacked."""
-    updates = dict(wholes)  # one without elements has no direction
+    """The directions of whole matrices. Matrices with equal layouts and hyper-parameters are stacked."""
+    updates = dict(wholes)  # matrices without elements have no direction
     batches: dict[int, list[Task]] = {}
     names = {}
     for name, whole in wholes.items():
@@ -248,7 +248,7 @@ def _transformed(
 
 
 def _narrow(tensor: Tensor, part: Block, of: Block) -> Tensor:
-    """The block `part` of `tensor`, which is the block `of`: a view."""
+    """A view of the block `part` in `tensor`, which holds the block `of`."""
     for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
         tensor = tensor.narrow(dim, start - base, length)
     return tensor
@@ -262,7 +262,7 @@ def _cut(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
 def _exchange(
     comm: Comm, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Block]], *, like: Tensor
 ) -> list[list[Tensor]]:
-    """Sends `sent[r]` to rank r, and gives what rank r sent here: `expected[r]`. One collective."""
+    """Send `sent[r]` to rank r, and return what rank r sent to this rank, in blocks `expected[r]`. One collective."""
     flat = [part.reshape(-1) for parts in sent for part in parts]
     x = torch.cat(flat) if flat else like.new_empty(0)
     sizes = Sizes(

@@ -1,6 +1,6 @@
-"""DTensor parameters, which come laid out already: their local part, and the groups of their mesh. The one file for it.
+"""DTensor parameters, which are laid out already: their local parts, and the groups of their meshes.
 
-`fully_shard` makes such parameters (Shard(0) over the data-parallel mesh); so do torch's tensor-parallel plans.
+`fully_shard` creates such parameters (Shard(0) over the data-parallel mesh), and so do torch's tensor-parallel plans.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
 
 
 class PlacementError(ValueError):
-    """A tensor that cannot be laid out as a parameter is. The message continues a sentence about the tensor."""
+    """A tensor that cannot be laid out like a parameter. The message continues a sentence about the tensor."""
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -24,7 +24,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, in the tensor's own memory; the tensor itself where it is not a DTensor."""
+    """This rank's part, sharing memory; the tensor itself if it is not a DTensor."""
     found: Tensor = tensor.detach()
     return found.to_local() if isinstance(found, DTensor) else found
 
@@ -35,9 +35,9 @@ def local_numel(tensor: Tensor) -> int:
 
 
 def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
-    """`part` as the local part of a DTensor with `param`'s mesh and placements, sharing memory.
+    """Wrap `part` as the local part of a DTensor with `param`'s mesh and placements, sharing memory.
 
-    `part` itself where `param` is not a DTensor, or has a local part of another shape.
+    Returns `part` itself if `param` is not a DTensor, or has a local part of another shape.
     """
     if not isinstance(param, DTensor) or part.shape != local(param).shape or part.dim() == 0:
         return part
@@ -47,12 +47,13 @@ def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of `tensor`, placed as `param` is.
+    """Return this rank's part of `tensor`, with the placements of `param`.
 
-    `tensor` is laid out as `param`, on the same mesh in any other way, or whole. Redistributing is collective.
+    `tensor` is a whole tensor or a DTensor on the mesh of `param`. If its placements differ, the call is collective.
 
     Raises:
-        PlacementError: a DTensor for a plain parameter or on another mesh, or a part of unknown position.
+        PlacementError: `tensor` is a DTensor and `param` is not, or on another mesh; or its shape is not that of
+            `param`.
     """
     if not isinstance(param, DTensor):
         if isinstance(tensor, DTensor):
@@ -87,7 +88,7 @@ def _block_of(whole: Tensor, param: DTensor) -> Tensor:
 
 
 def part_of_mesh(param: Tensor) -> str:
-    """A name for this rank's part of a DTensor, equal on its replicas; empty where the part is the whole."""
+    """A name of this rank's part of a DTensor, equal on replicas of the part; empty if the part is the whole."""
     if not isinstance(param, DTensor) or local(param).shape == param.shape:
         return ""
     coordinate = param.device_mesh.get_coordinate() or ()
@@ -100,15 +101,15 @@ def part_of_mesh(param: Tensor) -> str:
 
 
 def local_address(param: Tensor) -> int:
-    """Where this rank's part lies; found without making a tensor, since every step asks."""
+    """The address of this rank's part. Creates no tensor, because it is called in every step."""
     assert isinstance(param, DTensor)
     return param._local_tensor.data_ptr()
 
 
 def local_grad(param: Tensor) -> Tensor:
-    """This rank's part of a DTensor parameter's gradient, placed as the parameter is.
+    """This rank's part of a DTensor parameter's gradient, with the placements of the parameter.
 
-    A gradient that is still a sum over ranks, or placed otherwise, is brought to the parameter's placements first.
+    A gradient with other placements, such as Partial, is redistributed first.
     """
     grad = param.grad
     assert isinstance(param, DTensor)
@@ -119,10 +120,10 @@ def local_grad(param: Tensor) -> Tensor:
 
 
 def is_first_replica(tensor: Tensor) -> bool:
-    """Whether this rank is the one that counts its part: the first along every mesh axis that only replicates.
+    """Whether this rank counts its part in norms: it is the first along every mesh axis that replicates the tensor.
 
-    Axes that mean tensor parallelism replicate, too, what is laid out without them: what `fully_shard` cuts over the
-    `"dp"` of a mesh `("dp", "tp")` is the same on all ranks of `"tp"`.
+    Tensor-parallel axes of the root mesh that the tensor's own mesh lacks replicate it, too: a parameter that
+    `fully_shard` cuts over the `"dp"` of a mesh `("dp", "tp")` is the same on all ranks of `"tp"`.
     """
     if not isinstance(tensor, DTensor):
         return True
@@ -130,11 +131,11 @@ def is_first_replica(tensor: Tensor) -> bool:
     coordinate = mesh.get_coordinate() or ()
     first = all(at == 0 for at, placed in zip(coordinate, tensor.placements) if placed.is_replicate())
     root = root_of(mesh)
-    beside = set(root.mesh_dim_names or ()).difference(mesh.mesh_dim_names or ())
-    return first and all(root.get_local_rank(axis) == 0 for axis in beside.intersection(TENSOR_PARALLEL_AXES))
+    other_axes = set(root.mesh_dim_names or ()).difference(mesh.mesh_dim_names or ())
+    return first and all(root.get_local_rank(axis) == 0 for axis in other_axes.intersection(TENSOR_PARALLEL_AXES))
 
 
 def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
-    """The ranks along each of these axes of a DTensor's mesh."""
+    """The groups of ranks along these axes of a DTensor's mesh."""
     assert isinstance(tensor, DTensor)
     return tuple(TorchComm(tensor.device_mesh.get_group(axis)) for axis in axes)

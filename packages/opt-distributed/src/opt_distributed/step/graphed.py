@@ -1,12 +1,12 @@
-"""A step as a graph: what runs on the device between the reduction of gradients and the publication of parameters.
+"""A step as a graph: the device's work between the reduction of gradients and the publication of parameters.
 
     reduce ─▶ [ statistics and their all-reduce ─▶ verdict, scaler ─▶ clip coefficient ─▶ updates, counts ] ─▶ publish
-               captured once, then one call a step
+               captured once, then one call for each step
 
-Before each replay the host writes the numbers of the parameter groups and its objections to the memory that the graph
-reads, and copies gradients there that autograd allocates anew. What freezes and what stays live:
-`opt_kernels.hyper_table`. Where something frozen has changed, the step runs without the graph once, and the next one
-captures it again. Reductions and gathers stay outside: they overlap with backward and forward passes.
+Before each replay, the host writes the numbers of the parameter groups and its own objections to memory that the graph
+reads, and copies gradients that autograd allocates anew to fixed memory. `opt_kernels.hyper_table` describes what a
+capture freezes and what stays live. If something frozen has changed, one step runs without the graph, and the next one
+captures again. Reductions and gathers stay outside, because they overlap with backward and forward passes.
 """
 
 import itertools
@@ -33,27 +33,30 @@ from opt_kernels.hyper_table import HyperTable
 from opt_paramgroups import ParamId
 
 T = TypeVar("T")
-MANY_MISSES = 10
+MANY_MISSES = 10  # successive steps without a graph, after which a warning says so
 _LOG = logging.getLogger(__name__)
 
 
 class Recorded(Generic[T]):
-    """Work that is run as it is until nothing about it has changed between two calls, then captured and replayed."""
+    """Work that is captured when two successive calls have the same key, and then replayed while the key stays."""
 
     def __init__(self, device: Device):
-        """Raises GraphError where the device has no graphs."""
+        """Raises GraphError if the device does not support graphs."""
         self._graph = device.graph()
-        self._captured: tuple[Hashable, T] | None = None  # by what the graph was captured, what it writes
+        self._captured: tuple[Hashable, T] | None = None  # the key of the capture, and the tensors that replays write
         self._last: Hashable = None
-        self._num_misses = 0  # calls in a row that found something else than the call before
+        self._num_misses = 0  # successive calls with a new key
 
     def __call__(self, work: Callable[[], T], key: Hashable) -> T:
-        """What `work` returns; the same tensors, written anew, at every replay. `key` is all that a capture freezes."""
+        """Return the result of `work`: at every replay, the same tensors with new values.
+
+        `key` contains everything that a capture freezes.
+        """
         if self._captured is not None and self._captured[0] == key:
             self._graph.replay()
             return self._captured[1]
         is_known, self._last = self._last == key, key
-        if not is_known:  # kernels are compiled and tables built, which a capture must not
+        if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
             self._captured = None
             self._miss()
             return work()
@@ -67,14 +70,14 @@ class Recorded(Generic[T]):
         self._num_misses += 1
         if self._num_misses == MANY_MISSES:
             _LOG.warning(
-                "the last %d steps ran without their graph: memory of gradients, weights or states has moved, or an "
-                "entry of param_groups that is not a number has changed, before every one of them",
+                "the last %d steps ran without their graph: before each of them, memory of gradients, parameters or "
+                "states has moved, or an entry of param_groups that is not a number has changed",
                 MANY_MISSES,
             )
 
 
 class GraphedStep:
-    """The captured part of a `Stepper`'s step."""
+    """The part of a `Stepper`'s step that is captured."""
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class GraphedStep:
         device: torch.device,
         scaler: Scaler,
     ):
-        """Raises GraphError where the device has no graphs."""
+        """Raises GraphError if the device does not support graphs."""
         self.units, self.families, self.everyone = units, families, everyone
         self.device, self.scaler = device, scaler
         self._queues = devices.device_of(device)
@@ -98,7 +101,7 @@ class GraphedStep:
         self._grads = [_StableGrads() for _ in units]
 
     def lacking(self, ready: Sequence[Ready]) -> ParamId | None:
-        """A parameter that this rank has no gradient of; None if there is none."""
+        """A parameter that has no gradient on this rank; None if all have one."""
         for family in self.families:
             for source in family.sources:
                 if isinstance(source, BufferedGrads) and (id := source.lacking()) is not None:
@@ -113,8 +116,11 @@ class GraphedStep:
     def step(
         self, ready: Sequence[Ready], groups: Groups, known: Sequence[float], limits: Limits, check: GroupCheck | None
     ) -> Decided:
-        """Judges and updates the ready pieces. `known`: see `stats.known_numbers`; where pieces are lacking, it says
-        that this rank refuses its gradients. The result's tensors are those of this step until the next is made."""
+        """Compute the statistics and the verdict, and update the ready pieces.
+
+        `known` is described in `stats.known_numbers`. If gradients are lacking, it must say that this rank refuses
+        the step. The tensors of the result are valid until the next call.
+        """
         is_complete = self.lacking(ready) is None
         ready = [grads.kept(of_unit) for grads, of_unit in zip(self._grads, ready, strict=True)]
         self._table.refresh_(groups)
@@ -149,7 +155,7 @@ class GraphedStep:
         return decided
 
     def _key(self, ready: Sequence[Ready], limits: Limits) -> Hashable:
-        """All that a capture freezes. Counts are compared by identity: pieces that were loaded have others."""
+        """Everything that a capture freezes. Counts are compared by identity: loading state replaces them."""
         counts = [count for unit, of_unit in zip(self.units, ready, strict=True) for count in unit.counts(of_unit)]
         for count in counts:
             count.stay_on(self.device)
@@ -162,12 +168,12 @@ class GraphedStep:
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Where these are now."""
+    """The present addresses of these tensors."""
     return tuple(map(Tensor.data_ptr, tensors))
 
 
 class _Constants:
-    """Tensors of the host that are the same at every run of captured work, uploaded at the first."""
+    """Host tensors that are the same in every run of captured work; they are uploaded in the first."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -175,7 +181,7 @@ class _Constants:
         self._uploaded: list[Tensor] = []
 
     def of(self, key: Hashable) -> Callable[[], Upload]:
-        """Called once in each run, it gives what that run uploads with; a run of this key makes the same calls."""
+        """Return a function that begins a run and returns its `Upload`. Runs with equal keys make the same uploads."""
         if key != self._key:
             self._key, self._uploaded = key, []
         uploaded = self._uploaded
@@ -195,7 +201,7 @@ class _Constants:
 
 
 class _Known:
-    """The host's part of the statistics, where a graph reads it."""
+    """The host's part of the statistics, in memory that the graph reads."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -203,7 +209,7 @@ class _Known:
         self._place: Tensor | None = None
 
     def write_(self, numbers: Sequence[float]) -> Tensor:
-        """(len(numbers),) float64, the same tensor at every call; there are always as many."""
+        """Return (len(numbers),) float64: the same tensor at every call. The length must not change."""
         if self._place is None:
             self._place = self._device.upload(host_numbers(numbers)).clone()
         elif numbers != self._numbers:
@@ -213,13 +219,13 @@ class _Known:
 
 
 class _StableGrads:
-    """Copies of gradients that autograd allocates anew in each backward pass; those in buffers stay where they are."""
+    """Fixed copies of gradients that autograd allocates anew in each backward pass. Others are in buffers already."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by position among the pieces
 
     def kept(self, ready: Ready) -> Ready:
-        """`ready`, with gradients that are in the same memory at every step."""
+        """Return `ready` with gradients that are in the same memory at every step."""
         moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
         if not moving:
             return ready

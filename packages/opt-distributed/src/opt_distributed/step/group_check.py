@@ -1,8 +1,8 @@
-"""Whether ranks step with the same numbers: a comparison of parameter groups inside the step's one reduction.
+"""Check that all ranks step with the same hyper-parameters, as part of the step's one reduction.
 
-A scheduler that follows a loss of one rank, or an edit of `param_groups` on some ranks only, would let replicas drift
-apart. Each rank brings a checksum of the numbers of every group that it applies; sums of checksums and of their
-squares tell whether all are equal.
+If a scheduler follows the loss of one rank, or only some ranks edit `param_groups`, replicas drift apart. So each rank
+contributes a checksum of the numbers of every group that it applies. The sums of checksums and of their squares show
+whether all are equal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,16 +25,18 @@ class HyperError(ValueError):
 
 
 class GroupCheck:
-    """Compares groups that several ranks apply, by position and name. Groups that differ when it is made, such as
-    those that each pipeline stage chose for itself, are left alone."""
+    """Compares groups that several ranks apply, by position and name.
+
+    Groups that differ between ranks from the start, such as those of different pipeline stages, are not compared.
+    """
 
     def __init__(self, groups: Groups, *, applied: Collection[int], own: Iterable[str] = (), everyone: Comm) -> None:
-        """Collective: all ranks of `everyone` make one together.
+        """Collective: all ranks of `everyone` call it.
 
         Args:
             groups: `param_groups`.
             applied: indices of the groups that this rank's pieces belong to.
-            own: entries that rules read beside those of `Hyper`.
+            own: further entries that rules read, which are not fields of `Hyper`.
             everyone: all ranks of the step.
         """
         self._entries = (*FIELDS, *sorted(set(own)))
@@ -49,7 +51,7 @@ class GroupCheck:
         self._applied = [key in applied_here for key in self._keys]
 
     def flags(self, groups: Groups) -> list[float]:
-        """What this rank adds to the reduction: for each group 1, its checksum and the checksum's square, or zeros."""
+        """This rank's summands: 1, the checksum and its square for each compared group that it applies, else zeros."""
         flags: list[float] = []
         for (index, _), applied in zip(self._keys, self._applied, strict=True):
             checksum = self._checksum(groups[index]) if applied else 0
@@ -57,13 +59,13 @@ class GroupCheck:
         return flags
 
     def differ(self, summed: Tensor) -> Tensor:
-        """(groups,) bool, on the device: for which groups `check` would raise, from the sum of all ranks' `flags`."""
+        """(groups,) bool, on the device: for which groups `check` would raise, given the sum of all ranks' `flags`."""
         # Integers: up to 2,048 ranks every product is exact; beyond, both sides are, modulo 2**64.
         count, total, squares = summed.to(torch.int64).view(-1, 3).unbind(1)
         return count * squares != total * total
 
     def check(self, summed: Sequence[float], groups: Groups) -> None:
-        """Raises HyperError, on every rank, unless all ranks brought equal numbers."""
+        """Raise HyperError, on every rank, unless the numbers of all ranks are equal."""
         for number, (index, name) in enumerate(self._keys):
             count, total, squares = (int(value) for value in summed[3 * number : 3 * number + 3])
             if count * squares != total**2:
@@ -80,7 +82,7 @@ class GroupCheck:
 
 
 def _plain(value: Any) -> Any:
-    """A form with the same text on every rank; tensors on an accelerator are not read."""
+    """A value with the same `repr` on every rank. Tensors on an accelerator are not read, and so not compared."""
     if isinstance(value, Tensor):
         return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Hooks that see norms, over parameters of which ranks own parts: their sums are added up over ranks once a step.
+"""Hooks that read norms of parameters that are cut over ranks: their sums are reduced over ranks once a step.
 
-directions of every hooked unit ─▶ sums over the elements here ─▶ one all-reduce for each group of ranks that
-parameters are cut over, whatever their number ─▶ the weights of every unit move
+directions of all hooked units ─▶ sums over local elements ─▶ one all-reduce for each group of ranks, however many
+parameters are cut over it ─▶ weights of all units are updated
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,41 +25,41 @@ from opt_paramgroups import ParamId
 
 
 class CutParams(NamedTuple):
-    """Parameters of a unit that are cut over the same ranks: all of these hold the same ids in this order."""
+    """Parameters of a unit that are cut over the same ranks, which all hold the same ids in this order."""
 
     ids: tuple[ParamId, ...]
     comms: tuple[Comm, ...]  # one for each axis that the parameters are cut over
 
 
 class Call(NamedTuple):
-    """Works of one gradient scale, whose directions are known."""
+    """Works with one gradient scale, whose directions are computed."""
 
     begun: Begun
-    sums: Tensor  # (works, NUM_SUMS) float64; of whole parameters once `add_over_ranks_` has run
+    sums: Tensor  # (works, NUM_SUMS) float64; over whole parameters after `add_over_ranks_`
     ids: Sequence[ParamId]  # of the works
 
 
 class HookedStep(NamedTuple):
-    """A hooked unit's step between its directions and its weights."""
+    """The step of a hooked unit, after its directions and before its weights are updated."""
 
     rule: HookedUpdate
     calls: Sequence[Call]
     cut: Sequence[CutParams]
-    on_host_of: Device | None = None  # the device whose host has the sums of the calls; None: they are on the device
+    on_host_of: Device | None = None  # the device of a unit whose sums are in host memory; None: on the device
 
     def finish_(self, *, skip: Tensor | None = None) -> None:
-        """Moves the weights."""
+        """Update the weights."""
         for call in self.calls:
             self.rule.finish_(call.begun, call.sums, skip=skip)
 
 
 class ScaledBatches(NamedTuple):
-    """Works whose gradients are multiplied by the same."""
+    """Works whose gradients have the same scale."""
 
     scale: float | Tensor
     batches: Sequence[Batch]
     ids: Sequence[ParamId]  # of the works
-    row_means: Sequence[RowMeans | None] = ()  # of the works whose rows span ranks; (): of none
+    row_means: Sequence[RowMeans | None] = ()  # of the works whose rows span ranks; (): no rows do
 
 
 def begin_(
@@ -71,7 +71,7 @@ def begin_(
     skip: Tensor | None = None,
     on_host_of: Device | None = None,
 ) -> HookedStep:
-    """Runs the bare rule for the directions; writes its states, where `skip` is not set."""
+    """Run the bare rule to get the directions. Writes its states, unless `skip` is set."""
     calls = []
     for of in scaled:
         begun = rule.begin(of.batches, grad_scale=of.scale, row_means=of.row_means)
@@ -81,12 +81,12 @@ def begin_(
 
 
 def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device) -> None:
-    """Adds up the sums of parameters that are cut, over all ranks that hold parts. Every rank calls it with its units.
+    """Reduce the sums of cut parameters over all ranks that hold parts. Collective: every rank passes its units.
 
-    Raises CollectiveError where a peer is lost.
+    Raises CollectiveError if a peer is lost.
     """
     summed = [step for step in steps if step is not None and step.rule.sums_norms]
-    of_cut: dict[int, Tensor] = {}  # by identity: units that share the parameters of a rule share these objects
+    of_cut: dict[int, Tensor] = {}  # by identity: units with the same cut parameters share the `CutParams`
     vectors: list[tuple[Tensor, Sequence[Comm]]] = []
     for step in summed:
         for cut in step.cut:
@@ -103,7 +103,7 @@ def add_over_ranks_(steps: Iterable[HookedStep | None], *, device: torch.device)
 
 
 def _gathered(step: HookedStep, cut: CutParams, device: torch.device) -> Tensor:
-    """(len(cut.ids), NUM_SUMS) on `device`: what the step's calls have of each."""
+    """(len(cut.ids), NUM_SUMS) on `device`: the local sums of each parameter, over all calls of the step."""
     with _computing(step):
         vector = torch.zeros(len(cut.ids), NUM_SUMS, dtype=torch.float64, device=_place(step, device))
         for call in step.calls:
@@ -113,7 +113,7 @@ def _gathered(step: HookedStep, cut: CutParams, device: torch.device) -> Tensor:
 
 
 def _deal_out_(step: HookedStep, cut: CutParams, vector: Tensor, device: torch.device) -> None:
-    """Writes the sums of the step's calls."""
+    """Write the reduced sums to the calls of the step."""
     if step.on_host_of is not None:
         vector = step.on_host_of.to_host(vector)
     with _computing(step):
@@ -136,12 +136,12 @@ def _rows(step: HookedStep, call: Call, cut: CutParams, device: torch.device) ->
 
 
 def _rows_among(ids: tuple[ParamId, ...], cut: tuple[ParamId, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of the sums of works of `ids`, and the rows of the vector over `cut` that they belong to."""
+    """Match `ids` with `cut`: the indices in `ids` of those in both, and their indices in `cut`."""
     places = {id: place for place, id in enumerate(cut)}
     here = [row for row, id in enumerate(ids) if id in places]
     there = [places[ids[row]] for row in here]
     return torch.tensor(here, dtype=torch.int64, device=device), torch.tensor(there, dtype=torch.int64, device=device)
 
 
-# The same at every step: a copy to the device would have the host wait for it.
+# Cached, because these are the same at every step, and the host would wait for each copy to the device.
 _rows_on_device = lru_cache(maxsize=256)(_rows_among)

@@ -1,7 +1,7 @@
-"""Means of gradient rows that span ranks, for hooks: row sums of every hooked unit are added up before any rule runs.
+"""Means of gradient rows that span ranks, for hooks: row sums of all hooked units are reduced before any rule runs.
 
-gradients of every hooked unit ─▶ row sums of the elements here ─▶ one all-reduce for each group of ranks that rows
-span, whatever the number of parameters ─▶ the means of whole rows
+gradients of all hooked units ─▶ row sums over local elements ─▶ one all-reduce for each group of ranks that rows
+span, however many parameters ─▶ means of whole rows
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,25 +19,25 @@ from opt_paramgroups import ParamId
 
 
 class CutRows(NamedTuple):
-    """Parameters of a unit whose rows span the same ranks: all of these hold the same ids in this order."""
+    """Parameters of a unit whose rows span the same ranks, which all hold the same ids in this order."""
 
     rows: Mapping[ParamId, SpannedRows]
     comms: tuple[Comm, ...]  # one for each axis that rows span
 
     def parted(self, sums: Tensor) -> dict[ParamId, Tensor]:
-        """Views of `sums`, of each parameter."""
+        """Split `sums` into views, one for each parameter."""
         return dict(zip(self.rows, torch.split(sums, [rows.num for rows in self.rows.values()]), strict=True))
 
 
 class Piece(Protocol):
-    """A run of a parameter's flat local elements."""
+    """A contiguous range of a parameter's flat local elements."""
 
     id: ParamId
     of_param: slice
 
 
 class Held(NamedTuple):
-    """What one unit holds of rows that span ranks."""
+    """The local parts of one unit's rows that span ranks."""
 
     cut: Sequence[CutRows]
     pieces: Sequence[Piece]
@@ -45,11 +45,11 @@ class Held(NamedTuple):
 
 
 def means_over_ranks(held: Iterable[Held], *, device: torch.device) -> dict[ParamId, Tensor]:
-    """The float64 row means (num,) of every parameter whose rows span ranks. Every rank calls it with its units.
+    """Return the float64 row means (num,) of every parameter whose rows span ranks. Collective.
 
-    Raises CollectiveError where a peer is lost.
+    Raises CollectiveError if a peer is lost.
     """
-    sums: dict[int, tuple[CutRows, Tensor]] = {}  # by identity: units that share parameters share these objects
+    sums: dict[int, tuple[CutRows, Tensor]] = {}  # by identity: units that share parameters share the `CutRows`
     for unit in held:
         for cut in unit.cut:
             num = sum(rows.num for rows in cut.rows.values())
@@ -72,7 +72,7 @@ def _add_sums_(cut: CutRows, vector: Tensor, unit: Held) -> None:
 
 
 def means_to_host(means: Mapping[ParamId, Tensor], pieces: Sequence[Piece], device: Device) -> dict[ParamId, Tensor]:
-    """The means of the pieces' parameters in the memory of the host, in one copy."""
+    """Copy the means of the pieces' parameters to host memory, as one tensor."""
     needed = {piece.id: means[piece.id] for piece in pieces if piece.id in means}
     if not needed:
         return {}
@@ -84,7 +84,7 @@ def means_to_host(means: Mapping[ParamId, Tensor], pieces: Sequence[Piece], devi
 def means_of_pieces(
     cut: Sequence[CutRows], pieces: Sequence[Piece], means: Mapping[ParamId, Tensor]
 ) -> list[RowMeans | None]:
-    """The row means of each piece; None where its rows are whole on this rank."""
+    """The row means of each piece; None if its rows are whole on this rank."""
     rows = {name: found for one in cut for name, found in one.rows.items()}
     return [
         RowMeans(means[piece.id], rows[piece.id], piece.of_param.start) if piece.id in rows else None
@@ -93,9 +93,9 @@ def means_of_pieces(
 
 
 def sum_over_ranks_(vectors: Iterable[tuple[Tensor, Sequence[Comm]]], *, what: str) -> None:
-    """Adds up each vector over its groups of ranks: one all-reduce for each group.
+    """Sum each vector over its groups of ranks: one all-reduce for each group.
 
-    Raises CollectiveError where a peer is lost.
+    Raises CollectiveError if a peer is lost.
     """
     by_comm: dict[int, tuple[Comm, list[Tensor]]] = {}
     for vector, comms in vectors:

@@ -1,4 +1,4 @@
-"""Main values on the host of a parameter on a device."""
+"""Main values in host memory, of a parameter on a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ MakeMain = Callable[[Numbers, Tensor], Main | CodedMain]
 
 @dataclass(slots=True)
 class HostMain:
-    """Main values of one piece of a parameter, in the interface of `Main`, of which a rule moves `moved`.
+    """Main values of one piece of a parameter, with the interface of `Main`. A rule updates `moved`.
 
-    `moved` is beside memory of the host that stands for the parameter while it is updated. What that memory holds
-    between updates means nothing: the parameter may have been written since.
+    The target of `moved` is `staged`: host memory that stands in for the parameter during an update. Its contents
+    between updates are meaningless, because the parameter may have been written since.
     """
 
     target: Tensor  # on the device
@@ -27,7 +27,7 @@ class HostMain:
 
     @classmethod
     def of(cls, numbers: Numbers, target: Tensor, device: Device, make: MakeMain) -> "HostMain":
-        """The main values of `target`, starting from what it holds. The host waits for it."""
+        """Create the main values of `target` from its present values, for which the host waits."""
         here = device.to_host(target.detach())
         with device.on_host():
             return cls(target, make(numbers, here.contiguous()), device)
@@ -39,29 +39,29 @@ class HostMain:
 
     @property
     def numbers(self) -> Numbers:
-        """In which numbers they are kept."""
+        """The number format of the main values."""
         return self.moved.numbers
 
     @property
     def staged(self) -> Tensor:
-        """The memory of the host that stands for the parameter, in its shape."""
+        """The host memory that stands in for the parameter, in its shape."""
         return self.moved.target
 
     @property
     def reads_param(self) -> bool:
-        """Whether an update reads the parameter: its values are the main values, or a half of them."""
+        """Whether an update reads the parameter, because its bits are the main values or a half of them."""
         return self.numbers in (Numbers.DIRECT, Numbers.REMAINDER)
 
     def stage_in(self, memory: Tensor) -> None:
-        """Lets `memory`, contiguous in the parameter's shape, stand for the parameter from now on."""
+        """Use `memory`, contiguous in the parameter's shape, as `staged` from now on."""
         self.moved = replace(self.moved, target=memory)
 
     def kept(self) -> tuple[Tensor, ...]:
-        """The memory that it takes beside the parameter, on the host."""
+        """The tensors kept in addition to the parameter, on the host."""
         return self.moved.kept()
 
     def value(self) -> Tensor:
-        """The main values, exact: the parameter itself, or a tensor of the host."""
+        """The exact main values: the parameter itself, or a host tensor."""
         if self.numbers is Numbers.DIRECT:
             return self.target
         self._fetch()
@@ -70,7 +70,7 @@ class HostMain:
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Writes the main values, and the parameter with them."""
+        """Write the main values and the parameter."""
         here = self.device.to_host(value)
         with self.device.on_host():
             self.moved.set_(here)
@@ -78,7 +78,7 @@ class HostMain:
 
     @torch.no_grad()
     def reload_(self) -> None:
-        """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
+        """Set the main values from the parameter, after other code wrote the parameter."""
         self.staged.copy_(self.target)
         with self.device.on_host():
             self.moved.reload_()

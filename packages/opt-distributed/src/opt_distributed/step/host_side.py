@@ -1,12 +1,12 @@
-"""The host's side of a unit whose state lives and is updated there: copies between it and the device.
+"""Copies between the device and the host, for a unit whose state is kept and updated in host memory.
 
     gradients ─ fetch_ ─▶ staging ─ the rule, on host memory ─▶ staging ─ return_ ─▶ parameters
 
-A copy to the host begins as soon as gradients are reduced. The host waits for it and for the step's verdict just before
-the update, so that it computes while the device goes on with units of its own. With `overlap`, copies are queued to the
+Copies to the host start as soon as gradients are reduced. The host waits for them and for the verdict of the step just
+before the update, so that it computes while the device updates other units. With `overlap`, copies are queued to the
 side stream: those of a later unit run while the host updates an earlier one.
 
-On a CPU device and host are one, and a unit has no such side.
+On a CPU, units have no `HostSide`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Staged(Protocol):
-    """A piece of a parameter, as far as its copies are concerned."""
+    """The attributes of a piece that copies need."""
 
     @property
     def id(self) -> ParamId: ...
@@ -36,7 +36,7 @@ class Staged(Protocol):
 
 
 class OnHost(NamedTuple):
-    """What an update needs, in numbers and tensors of the host."""
+    """The inputs of an update on the host."""
 
     proceeds: bool  # False: the step is skipped
     grads: Sequence[Tensor]
@@ -44,7 +44,7 @@ class OnHost(NamedTuple):
 
 
 class StepNumbers:
-    """The verdict and the gradient scales of a step, brought to the host once for all of its units."""
+    """The verdict and the gradient scales of a step, copied to the host once for all units."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -52,20 +52,20 @@ class StepNumbers:
         self._copy: HostCopy | None = None
 
     def fetch(self, scale_of_slot: Sequence[float | Tensor], skip: Tensor) -> None:
-        """Queue the copy, at this place of the current stream."""
+        """Queue the copy to the current stream, unless it is queued for this step already."""
         if skip is not self._skip:
             numbers = [torch.as_tensor(one, dtype=torch.float64, device=skip.device) for one in (skip, *scale_of_slot)]
             self._skip, self._copy = skip, HostCopy(torch.stack(numbers), self._device)
 
     def wait(self) -> tuple[bool, list[float]]:
-        """Whether the step is skipped, and the scales."""
+        """Wait for the copy; return whether the step is skipped, and the scales."""
         assert self._copy is not None
         skipped, *scales = self._copy.wait().tolist()
         return bool(skipped), scales
 
 
 class HostSide:
-    """Staging memory and copies of one unit, of which every piece's `main` is a `HostMain`."""
+    """Staging memory and copies of one unit. The `main` of every piece is a `HostMain`."""
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class HostSide:
         self.device, self.numbers = device, numbers
         self._overlap, self._pin_grads, self._pin_params = overlap, pin_grads, pin_params
         self._arrived: Event | None = None
-        self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # made at the first step, in the gradients' dtype
+        self._grads: dict[
+            tuple[ParamId, torch.dtype], Tensor
+        ] = {}  # allocated at the first step, in the gradients' dtype
         for dtype in dict.fromkeys(piece.main.target.dtype for piece in pieces):
             same = [piece for piece in pieces if piece.main.target.dtype is dtype]
             for piece, memory in zip(same, self._views(same, dtype, pinned=pin_params), strict=True):
@@ -94,8 +96,7 @@ class HostSide:
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor,
     ) -> None:
-        """Queue copies of the gradients, of parameters that the rule updates in place or completes, and of the
-        verdict."""
+        """Queue copies to the host: of gradients, of parameters whose bits the update reads, and of the verdict."""
         self.numbers.fetch(scale_of_slot, skip)
         self._make_staging(pieces, grads)
         stream = self._begin()
@@ -108,9 +109,9 @@ class HostSide:
             self._arrived = stream.record_event()
 
     def wait(self, pieces: Sequence[Staged], grads: Sequence[Tensor]) -> OnHost:
-        """What `fetch_` queued, once it is there. `pieces` and `grads` are those of `fetch_`.
+        """Wait for the copies that `fetch_` queued, and return them. `pieces` and `grads` are those of `fetch_`.
 
-        The event also says that staging of parameters is free: what the last step returned from it was queued before.
+        After the wait, the staging memory of parameters is free, too: copies of the previous step were queued earlier.
         """
         assert self._arrived is not None
         self._arrived.synchronize()
@@ -120,7 +121,7 @@ class HostSide:
 
     @torch.no_grad()
     def return_(self, pieces: Sequence[Staged]) -> None:
-        """Queue copies of the updated values to the parameters. Later work of the compute stream sees them."""
+        """Queue copies of the updated values to the parameters. The compute stream waits for them."""
         stream = self.device.side_stream() if self._overlap else self.device.current_stream()
         with self.device.on(stream):
             for main in map(_main, pieces):
@@ -129,11 +130,11 @@ class HostSide:
         self.device.current_stream().wait_event(done)
 
     def numbers_of(self, groups: Groups) -> Groups:
-        """Groups whose device tensors, such as a learning rate on the device, are numbers."""
+        """The groups, with 0-d tensors such as a learning rate on the device converted to numbers."""
         return [{name: _number(value) for name, value in group.items()} for group in groups]
 
     def _begin(self) -> Any:
-        """The stream of copies, where it may read what the compute stream has written."""
+        """The stream for copies, after what the compute stream has written so far."""
         current = self.device.current_stream()
         if not self._overlap:
             return current
@@ -151,7 +152,7 @@ class HostSide:
                 self._grads[piece.id, dtype] = view
 
     def _views(self, pieces: Sequence[Staged], dtype: torch.dtype, *, pinned: bool) -> list[Tensor]:
-        """One run of host memory, cut into the pieces' shapes."""
+        """Allocate one block of host memory, split into the shapes of the pieces."""
         shapes = [piece.main.target.shape for piece in pieces]
         flat = self.device.host_empty(sum(shape.numel() for shape in shapes), dtype, pinned=pinned)
         parts = torch.split(flat, [shape.numel() for shape in shapes])

@@ -1,4 +1,4 @@
-"""The hyper-parameter table: one row per parameter group, read from `param_groups` at every step."""
+"""Reading hyper-parameters from `param_groups`, at every step: one row of the table for each group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,8 +18,9 @@ def check_rate(group: Mapping[str, Any]) -> None:
 
 
 def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Sequence[str] = ()) -> Hyper:
-    """A group's row at this step (counted from 1). Fields a group lacks keep the row's defaults; `own` names further
-    entries that the rule reads.
+    """Return a group's row for this step (counted from 1). Fields that the group lacks have their defaults.
+
+    `own` names further entries that the rule reads.
 
     Raises ValueError if the group has no learning rate yet.
     """

@@ -1,4 +1,4 @@
-"""When gradients are scaled down, and when a step is refused."""
+"""`Limits`: when gradients are clipped, and when a step is refused."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step holds its gradients' norms against."""
+    """The limits on the gradient norms of a step."""
 
     slots: tuple[str, ...] = ("",)  # names of the gradient norms; the first, "", is the model's own
-    clips: tuple[bool, ...] = (True,)  # for each slot whether its gradients are scaled down to `max_norm`
-    max_norm: float = 1.0  # of each slot that is clipped; 0 leaves all gradients as they are
+    clips: tuple[bool, ...] = (True,)  # for each slot, whether its gradients are clipped to `max_norm`
+    max_norm: float = 1.0  # of each clipped slot; 0 turns clipping off
     skip_above: float = math.inf  # a larger norm of slot "" refuses the step
     count_zeros: bool = False

@@ -1,4 +1,4 @@
-"""What a rule writes: the parameter itself, an fp32 copy beside it, or the 16 bits that complete it."""
+"""Main values, which a rule updates: the parameter itself, an fp32 copy, or a bf16 parameter with a remainder."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -10,12 +10,12 @@ from opt_kernels.codecs.remainder import join, split_
 
 
 class Numbers(Enum):
-    """In which numbers the values live that a rule updates."""
+    """The number format of main values."""
 
-    DIRECT = auto()  # in the parameter itself
-    FP32_COPY = auto()  # in an fp32 copy; the parameter receives it rounded
-    REMAINDER = auto()  # in the bf16 parameter and the 16 bits that make it fp32 again
-    FP16_SCALED = auto()  # in fp16 codes with a scale for each block; see `coded_main`
+    DIRECT = auto()  # the parameter itself
+    FP32_COPY = auto()  # an fp32 copy, which is rounded to the parameter
+    REMAINDER = auto()  # the bf16 parameter and the lower 16 bits of the fp32 value
+    FP16_SCALED = auto()  # fp16 codes with a scale for each block; see `coded_main`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Main:
 
     @property
     def main(self) -> Tensor | None:
-        """What a rule updates in place; None where the value is joined from two halves."""
+        """The tensor that a rule updates in place; None if values are joined from two halves."""
         return self.target if self.numbers is Numbers.DIRECT else self.copy
 
     @property
     def out(self) -> Tensor | None:
-        """What receives the rounded value; None where the rule writes the parameter itself."""
+        """The tensor that receives the rounded value; None if the rule writes the parameter itself."""
         return None if self.numbers is Numbers.DIRECT else self.target
 
     @property
@@ -43,11 +43,11 @@ class Main:
         return self.target.shape
 
     def kept(self) -> tuple[Tensor, ...]:
-        """The memory that it takes beside the parameter."""
+        """The tensors kept in addition to the parameter."""
         return tuple(tensor for tensor in (self.copy, self.remainder) if tensor is not None)
 
     def value(self) -> Tensor:
-        """The main values, exact: the memory itself where it exists, a new fp32 tensor where they must be joined."""
+        """The exact main values: their memory, or a new fp32 tensor if they are joined from two halves."""
         if self.numbers is Numbers.REMAINDER:
             assert self.remainder is not None
             return join(self.target, self.remainder)
@@ -57,7 +57,7 @@ class Main:
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Writes the main values, and the parameter with them."""
+        """Write the main values and the parameter."""
         if self.numbers is Numbers.REMAINDER:
             assert self.remainder is not None
             split_(self.target, self.remainder, value.to(torch.float32))
@@ -68,7 +68,7 @@ class Main:
 
     @torch.no_grad()
     def reload_(self) -> None:
-        """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
+        """Set the main values from the parameter, after other code wrote the parameter."""
         if self.copy is not None:
             self.copy.copy_(self.target)
         if self.remainder is not None:
@@ -77,7 +77,7 @@ class Main:
 
 @torch.no_grad()
 def make_main(numbers: Numbers, target: Tensor) -> Main:
-    """The main values of `target`, starting from what it holds."""
+    """Create the main values of `target` from its present values."""
     match numbers:
         case Numbers.DIRECT:
             return Main(numbers, target)
@@ -85,7 +85,7 @@ def make_main(numbers: Numbers, target: Tensor) -> Main:
             return Main(numbers, target, copy=target.detach().clone(memory_format=torch.contiguous_format).float())
         case Numbers.REMAINDER:
             if target.dtype != torch.bfloat16:
-                raise ValueError(f"a remainder completes bf16 parameters; this one is {target.dtype}")
+                raise ValueError(f"remainders are for bf16 parameters, and this one is {target.dtype}")
             return Main(numbers, target, remainder=torch.zeros_like(target, dtype=torch.int16))
         case Numbers.FP16_SCALED:
             raise ValueError("scaled fp16 main values are made by coded_main.CodedMain.of")

@@ -1,9 +1,9 @@
-"""Parameters in fp8: fp32 main values beside them, from which a step quantises them before they are published.
+"""fp8 parameters: each step quantises them from fp32 main values before they are published.
 
-    main values of every rank ─▶ largest magnitudes here ─▶ their maximum over ranks ─▶ scales, equal on all ranks
+    main values on every rank ─▶ local largest magnitudes ─▶ their maximum over ranks ─▶ scales, equal on all ranks
                               ─▶ codes of what this rank owns ─▶ publish: one byte an element is gathered
 
-So the scales are those of the whole parameter, whoever owns parts of it, and the codes those of a single process.
+So scales are those of the whole parameter on any layout, and codes are those of a single process.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
 
 INITIAL_FAR = 1 / 8
-"""Of a value, how far its fp8 code may be: the last place of three bits, doubled for a scale of delayed scaling."""
+"""Largest relative error of an fp8 code: one unit in the last place of e4m3, doubled for delayed scaling."""
 
 
 @dataclass(slots=True)
 class QuantizedMain:
-    """fp32 main values of one piece of a parameter in fp8, in the interface of `Main`. `QuantizedSource` quantises."""
+    """fp32 main values of one piece of an fp8 parameter, with the interface of `Main`. `QuantizedSource` quantises."""
 
     numbers: ClassVar[Numbers] = Numbers.FP32_COPY
     out: ClassVar[None] = None
@@ -37,13 +37,13 @@ class QuantizedMain:
     param: QuantizedParam
     of_param: slice
     copy: Tensor  # fp32, the piece's shape
-    is_moved: bool = False  # since it was last quantised
-    keeps_scale: bool = False  # quantise once by the present scale, which belongs to these values
-    skip: Tensor | None = None  # 0-d on the device; where it is set, it was not moved after all
+    is_moved: bool = False  # whether it was updated since it was last quantised
+    keeps_scale: bool = False  # whether to quantise once with the present scale, which belongs to these values
+    skip: Tensor | None = None  # 0-d on the device; if it is set, the update was skipped
 
     @classmethod
     def of(cls, id: ParamId, param: QuantizedParam, of_param: slice) -> "QuantizedMain":
-        """Starts from the values that the parameter was made from, where it has kept them and still stands for them."""
+        """Start from the high-precision values that the parameter was created from, if they are kept and current."""
         present = param.values().view(-1)[of_param]
         initial = param.initial()
         start = present if initial is None else initial.reshape(-1)[of_param].to(present)
@@ -54,46 +54,46 @@ class QuantizedMain:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the piece."""
+        """Shape of the piece."""
         return self.copy.shape
 
     @property
     def target(self) -> Tensor:
-        """The main values: the parameter's own memory holds codes, which nothing can write element by element."""
+        """The main values, because the memory of the parameter holds codes, which cannot be written elementwise."""
         return self.copy
 
     @property
     def main(self) -> Tensor:
-        """What a rule updates in place."""
+        """The tensor that a rule updates in place."""
         return self.copy
 
     def kept(self) -> tuple[Tensor, ...]:
-        """The memory that it takes beside the parameter."""
+        """The tensors kept in addition to the parameter."""
         return (self.copy,)
 
     def value(self) -> Tensor:
-        """The main values: the memory itself."""
+        """The main values, sharing memory."""
         return self.copy
 
     def open_(self) -> Tensor:
-        """Returns what a rule is to move, until `close_`."""
+        """Return the values that a rule updates until `close_`."""
         return self.copy
 
     def close_(self, *, skip: Tensor | None = None) -> None:
-        """Notes that a rule has moved it, except where `skip` is set."""
+        """Note that a rule has updated it, unless `skip` is set."""
         self.is_moved, self.skip = True, skip
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Writes the main values; the parameter follows when its source publishes."""
+        """Write the main values. The parameter is written when its source publishes."""
         self.copy.copy_(value)
         self.close_()
 
     @torch.no_grad()
     def restore_(self, saved: Mapping[str, Tensor]) -> None:
-        """Takes what else there is of the parameter, `extra`, as it was saved beside the main values that were set.
+        """Load `extra`, the parameter's further tensors, as saved with the main values that were set before.
 
-        What was not saved begins anew.
+        If any of them was not saved, all are reset to zero.
         """
         extra = self.param.extra()
         self.keeps_scale = bool(extra) and extra.keys() <= saved.keys()
@@ -105,25 +105,25 @@ class QuantizedMain:
 
     @torch.no_grad()
     def reload_(self) -> None:
-        """Takes the parameter's present value as the main value, after somebody else wrote the parameter."""
+        """Set the main values from the parameter, after other code wrote the parameter."""
         self.copy.copy_(self.param.values().view(-1)[self.of_param].view(self.copy.shape))
 
 
 def _stands_for(present: Tensor, initial: Tensor) -> bool:
-    """Whether fp8 values may be those of `initial`: weights that were loaded since are not."""
+    """Whether fp8 values may be quantised from `initial`. They are not if other weights were loaded since."""
     if not initial.numel():
         return True
-    far = (present - initial).abs()
-    return bool((far <= INITIAL_FAR * initial.abs() + initial.abs().amax() * 2.0**-14).all())
+    error = (present - initial).abs()
+    return bool((error <= INITIAL_FAR * initial.abs() + initial.abs().amax() * 2.0**-14).all())
 
 
 class QuantizedSource:
-    """A `Source` of parameters in fp8: it quantises what was moved before it publishes.
+    """A `Source` of fp8 parameters: quantises what was updated before it publishes.
 
     Args:
-        inner: where gradients come from and codes go.
-        params: those of the buffer, the same in the same order on all ranks of `comm`.
-        comm: the ranks that own parts of them; a world of one where every rank owns everything.
+        inner: the source of gradients, which also publishes codes.
+        params: the parameters of the buffer, in the same order on all ranks of `comm`.
+        comm: the ranks that own parts of them; a world of one if every rank owns everything.
     """
 
     def __init__(self, inner: Source, params: Mapping[ParamId, QuantizedParam], comm: Comm):
@@ -136,14 +136,14 @@ class QuantizedSource:
         self._num_scales = starts[-1]
 
     def main(self, id: ParamId, of_param: slice) -> QuantizedMain:
-        """The main values of a piece that this rank owns."""
+        """Create the main values of a piece that this rank owns."""
         made = QuantizedMain.of(id, self.params[id], of_param)
         self._mains.append(made)
         return made
 
     @torch.no_grad()
     def quantize_(self) -> None:
-        """Writes scales, and the codes of what this rank has moved. Collective: all ranks of `comm` call it.
+        """Write scales, and the codes of what this rank has updated. Collective: all ranks of `comm` call it.
 
         Raises:
             CollectiveError: a peer is lost.
@@ -162,7 +162,7 @@ class QuantizedSource:
                 param.finish_()
 
     def _stage_(self, buffer: SyncedBuffer) -> None:
-        """Gives all main values to the wire, which quantises whole parameters where they arrive."""
+        """Pass all main values to the wire, which quantises whole parameters on arrival."""
         assert buffer.through_grads is not None
         buffer.lend_grads_()
         buffer.through_grads.stage_({main.id: (main.of_param.start, main.copy) for main in self._mains})
@@ -170,7 +170,7 @@ class QuantizedSource:
             main.is_moved, main.skip = False, None
 
     def _rescale_(self, moved: Sequence[QuantizedMain]) -> None:
-        """Scales from the largest magnitudes over all ranks; of parameters that no rank has moved they stay."""
+        """Compute scales from largest magnitudes over all ranks. Parameters that no rank has updated keep theirs."""
         device = next(iter(self.params.values())).codes.device
         largest = torch.full((self._num_scales,), -1.0, dtype=torch.float32, device=device)
         for main in moved:
@@ -186,8 +186,7 @@ class QuantizedSource:
 
     @torch.no_grad()
     def share_extra_(self) -> None:
-        """Gives what else there is of parameters, `extra`, from the ranks that own parts of them to the others, after
-        it was loaded there. Collective.
+        """Copy `extra`, which was loaded on the ranks that own parts of parameters, to the other ranks. Collective.
 
         Raises:
             CollectiveError: a peer is lost.
@@ -211,7 +210,7 @@ class QuantizedSource:
             raise CollectiveError(f"{what} of fp8 parameters: {error}") from error
 
     def publish_(self) -> None:
-        """Quantises, then publishes."""
+        """Quantise, then publish."""
         self.quantize_()
         self.inner.publish_()
 
@@ -223,9 +222,9 @@ class QuantizedSource:
         return self.inner.grad_scale
 
     @property
-    def doubtful(self) -> Sequence[ParamId]:
+    def unresolved(self) -> Sequence[ParamId]:
         """See `Source`."""
-        return self.inner.doubtful
+        return self.inner.unresolved
 
     def reduce_(self) -> None:
         """See `Source`."""
@@ -235,9 +234,9 @@ class QuantizedSource:
         """See `Source`."""
         return self.inner.flags()
 
-    def settle_(self, flags: Tensor) -> None:
+    def resolve_(self, flags: Tensor) -> None:
         """See `Source`."""
-        self.inner.settle_(flags)
+        self.inner.resolve_(flags)
 
     def unused(self) -> Collection[ParamId]:
         """See `Source`."""
@@ -253,10 +252,10 @@ class QuantizedSource:
 
 
 def extra_of(main: object) -> Mapping[str, Tensor]:
-    """What else a checkpoint must hold of a parameter in fp8: the memory itself. Nothing of any other."""
+    """The further tensors of an fp8 parameter that a checkpoint must hold, sharing memory; empty for others."""
     return main.param.extra() if isinstance(main, QuantizedMain) else {}
 
 
 def quantized_sources(completes: Sequence[Source]) -> Iterator[QuantizedSource]:
-    """Those of the sources whose parameters are in fp8."""
+    """The sources whose parameters are in fp8."""
     return (source for source in completes if isinstance(source, QuantizedSource))

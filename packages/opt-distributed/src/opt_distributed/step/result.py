@@ -1,4 +1,4 @@
-"""`StepResult`: what a step says of itself, read from the device when somebody looks."""
+"""`StepResult`: the outcome of a step, read from the device on first access."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
@@ -13,8 +13,8 @@ class _Values(NamedTuple):
 class StepResult(Sequence[Any]):
     """The triple (success, grad_norm, num_zeros_in_grad), the same on every rank.
 
-    On an accelerator the first access waits for the step's statistics, though not for its update, and raises what the
-    step would have raised on a CPU. The errors of a result that nobody looks at are raised by the next step.
+    On an accelerator, the first access waits for the statistics of the step, but not for its update, and raises the
+    errors that the step would have raised on a CPU. If a result is never accessed, the next step raises its errors.
     """
 
     __slots__ = ("_read", "_values")
@@ -25,19 +25,19 @@ class StepResult(Sequence[Any]):
 
     @classmethod
     def later(cls, read: Callable[[], tuple[bool, float, int | None]]) -> "StepResult":
-        """A result whose values `read` gives, once."""
+        """Create a result whose values are returned by `read`, which is called once."""
         result = cls.__new__(cls)
         result._values, result._read = None, read
         return result
 
     @property
     def success(self) -> bool:
-        """False: an overflow or a refused norm; nothing but the loss scale has changed."""
+        """False after an overflow or with a norm above the limit: only the loss scale has changed."""
         return self._known.success
 
     @property
     def grad_norm(self) -> float:
-        """L2 norm of the mean gradient, unscaled, before clipping; infinite or NaN on an overflow."""
+        """L2 norm of the mean gradient, without loss scale, before clipping; infinite or NaN after an overflow."""
         return self._known.grad_norm
 
     @property

@@ -1,4 +1,4 @@
-"""Loss scaling: none, constant, or dynamic with hysteresis. A small state machine, on the device of the step."""
+"""Loss scaling: none, constant, or dynamic with hysteresis. The state is on the device of the step."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -10,25 +10,27 @@ from opt_distributed.comm.device import Device
 
 
 class Scaler(Protocol):
-    """What the loss is multiplied by, and how that changes after each step's verdict."""
+    """The factor by which the loss is multiplied, and how it changes after each step."""
 
     @property
     def scale(self) -> float:
-        """The scale; the host may have to wait for it."""
+        """The scale as a number, for which the host may wait."""
         ...
 
     @property
     def factor(self) -> float | Tensor:
-        """The same as a number, or as a 0-d float64 tensor that the host does not wait for."""
+        """The scale as a number, or as a 0-d float64 tensor if the host would have to wait for the number."""
         ...
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
-        """Once per step, after the verdict of all ranks: the same call with the same flags, 0-d bools, on every rank.
-        Where `unless` is set, nothing changes."""
+        """Update the scale, once per step after the verdict. Flags are bools or 0-d bool tensors, equal on all ranks.
+
+        If `unless` is set, nothing changes.
+        """
         ...
 
     def stay_on(self, device: Device) -> None:
-        """Keeps what changes in one tensor of `device` from now on, as graphs need it; called before every replay."""
+        """Keep the state in one tensor on `device` from now on, as graphs require. Called before every replay."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -60,30 +62,30 @@ class ConstantScaler:
 
 
 class DynamicScaler:
-    """Grows after `window` clean steps; backs off once `hysteresis` overflows were seen since it last grew.
+    """Grows after `window` steps without overflow; backs off after `hysteresis` overflows since it last grew.
 
-    As in Megatron-Core, the hysteresis count is not refilled by a backoff: every further overflow backs off again,
-    until a full window of clean steps grows the scale and refills it.
+    As in Megatron-Core, a backoff does not reset the hysteresis count: every further overflow backs off again, until a
+    full window of steps without overflow grows the scale and resets the count.
 
-    The host knows the state until a device first decides whether a step overflowed; from then on the state is a tensor
-    there, and whoever reads it waits.
+    The host knows the state until a device first decides whether a step overflowed. From then on the state is a tensor
+    on the device, and reading it waits.
     """
 
     def __init__(self, rule: DynamicScale):
         self.rule = rule
         self._known: _State | None = _State(float(rule.initial), 0, rule.hysteresis)
-        self._on_device: Tensor | None = None  # (3,) float64, where it is not known
-        self._stays = False  # `_on_device` is the same tensor for good
+        self._on_device: Tensor | None = None  # (3,) float64; the state if `_known` is None
+        self._stays = False  # whether `_on_device` is always the same tensor
 
     @property
     def state(self) -> "_State":
-        """What changes, on the host."""
+        """The state, on the host."""
         if self._known is not None:
             return self._known
         assert self._on_device is not None
         scale, clean, forgiven = self._on_device.tolist()
         state = _State(scale, int(clean), int(forgiven))
-        if not self._stays:  # else replays change it, and the host hears nothing of it
+        if not self._stays:  # replays change it without the host, so it must not be cached
             self._known = state
         return state
 
@@ -130,7 +132,7 @@ class DynamicScaler:
 
     @torch.no_grad()
     def _updated_on_device(self, found_inf: Tensor, unless: Tensor | None) -> Tensor:
-        """What `_updated` gives, as a new tensor: a copy of the scaler keeps its own."""
+        """`_updated` on the device. Returns a new tensor, so that a copy of the scaler keeps its state."""
         rule, where = self.rule, torch.where
         if self._known is not None:
             before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in self._known])
@@ -154,20 +156,20 @@ class DynamicScaler:
         return {"scale": scale, "growth_tracker": clean, "hysteresis_tracker": forgiven}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets all three. Tensors of one element are understood: Megatron-Core saves its scale as one."""
+        """Set scale and both counts. Accepts tensors of one element: Megatron-Core saves its scale as one."""
         self._known = _State(float(state["scale"]), int(state["growth_tracker"]), int(state["hysteresis_tracker"]))
 
 
 class _State(NamedTuple):
-    """What a dynamic scale remembers."""
+    """The state of a dynamic scale."""
 
     scale: float
-    growth_tracker: int  # clean steps since the scale last changed or an overflow was seen
-    hysteresis_tracker: int  # overflows that are still forgiven
+    growth_tracker: int  # steps without overflow since the scale last grew or an overflow was seen
+    hysteresis_tracker: int  # overflows until the scale backs off
 
 
 def scaler_of(choice: NoScale | ConstantScale | DynamicScale) -> Scaler:
-    """The scaler a configuration's choice stands for."""
+    """Create the scaler for a configuration's choice."""
     match choice:
         case DynamicScale():
             return DynamicScaler(choice)

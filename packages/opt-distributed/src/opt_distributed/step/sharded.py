@@ -1,8 +1,8 @@
-"""A piece's state as sharded values under its parameter's name: what a checkpoint holds, on any layout.
+"""State of a piece as sharded values under its parameter's name, which load on any layout: the entries of a checkpoint.
 
-Keys are `optimizer.state.<state name>.<parameter key>`, global shapes are the parameter's: as if one process had saved
-an optimizer that was never sharded. Narrow block-scaled state is stored decoded, in fp32, so that it loads into any
-other.
+Keys are `optimizer.state.<state name>.<parameter key>`, and global shapes are those of the parameter, as if one process
+had saved an optimizer that was never sharded. Block-scaled state is saved decoded, in fp32, so that it loads into any
+other format.
 """
 
 from collections.abc import Collection, Mapping
@@ -38,39 +38,42 @@ ShardedParam = ShardedTensor | ShardedTensorFactory
 
 @dataclass(slots=True, kw_only=True)
 class SavedPiece:
-    """The tensors of one piece that a checkpoint reads or writes: live memory where it can be, else decoded copies."""
+    """The tensors of one piece that a checkpoint reads or writes: live memory if possible, else decoded copies."""
 
     unit: Unit
     piece: OwnedPiece
     tensors: dict[str, Tensor] = field(default_factory=dict)
     specs: dict[str, StateSpec] = field(default_factory=dict)
-    of_whole: set[str] = field(default_factory=set)  # those of them that belong to a matrix of which this is a part
+    of_whole: set[str] = field(default_factory=set)  # names of tensors of a whole matrix that contains the piece
     saved_names: dict[str, str] = field(default_factory=dict)  # of states whose keys say how rows are split
 
     def sharded(self, param: ShardedParam) -> dict[str, ShardedBase]:
-        """Each tensor as its spec says, under the parameter's key."""
+        """Describe each tensor by its spec, under the parameter's key."""
         param = replace(param, replica_id=_replica_of(param.replica_id, self.piece))
         held = _held(param, self.piece)
         whole = _whole(param, self.piece)
-        found = {}
+        described = {}
         for name, tensor in self.tensors.items():
             saved_name = self.saved_names.get(name, name)
             if name not in self.of_whole:
-                found[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
+                described[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
             elif whole is not None:
-                found[name] = make_sharded_state(whole, tensor, saved_name, self.specs[name])
+                described[name] = make_sharded_state(whole, tensor, saved_name, self.specs[name])
             else:
-                found[name] = make_sharded_state(held, tensor, saved_name, _bound(self.piece))
+                described[name] = make_sharded_state(held, tensor, saved_name, _bound(self.piece))
         for name in extra_of(self.piece.main):
-            made = found[name]
-            assert isinstance(made, ShardedTensor)
-            made.optional = True  # a checkpoint of a run without fp8 parameters has none
-        return found
+            extra = described[name]
+            assert isinstance(extra, ShardedTensor)
+            extra.optional = True  # checkpoints of runs without fp8 parameters lack it
+        return described
 
     @torch.no_grad()
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
-        """Sets the piece from what was loaded, as `sharded` names it. Main values that were not saved are the
-        parameter's; a state that was not saved is as before the first step, and so is the count of steps."""
+        """Set the piece from loaded tensors, by the names of `sharded`.
+
+        Main values that were not saved are read from the parameter. If a state was not saved, all state and the count
+        of steps are as before the first step.
+        """
         piece = self.piece
         if MAIN in loaded:
             piece.main.set_(loaded[MAIN].view(piece.main.shape))
@@ -90,20 +93,20 @@ class SavedPiece:
 
 
 def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:
-    """Raises StateError where a part of a piece's state is among the names `loaded`, and a part is not."""
+    """Raise StateError if only a part of a piece's state is among the names `loaded`."""
     wanted = [STEP, *(spec.name for spec in kept_states(unit, piece))]
     lacking = [name for name in wanted if name not in loaded]
-    only_steps = lacking == wanted[1:]  # of another rule, which counts steps too
+    only_steps = lacking == wanted[1:]  # saved by another rule, which counts steps too
     if lacking and lacking != wanted and not only_steps:
-        found = ", ".join(name for name in wanted if name in loaded)
+        present = ", ".join(name for name in wanted if name in loaded)
         raise StateError(
-            f"state of {piece.id.name!r}: {found} was loaded and {', '.join(lacking)} was not. A part of a state means "
-            "nothing: load all of it, by aliases where it has other names, or leave out all"
+            f"state of {piece.id.name!r}: {present} was loaded and {', '.join(lacking)} was not; load all of it, with "
+            "aliases for other names, or none"
         )
 
 
 def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
-    """What there is to save of a piece, and how each of it relates to the parameter."""
+    """Collect the tensors of a piece that are saved, and their relation to the parameter."""
     saved = SavedPiece(unit=unit, piece=piece)
     saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
     for spec in kept_states(unit, piece):
@@ -116,15 +119,15 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
     for name, tensor in extra_of(piece.main).items():
-        # Each tensor-parallel rank scales its own part; that means nothing for a part of another size.
+        # Each tensor-parallel rank scales its own part, so that scales are meaningless for a part of another size.
         of_part = LayoutBound(fingerprint=f"fp8tp{piece.part.rpartition('of')[2]}") if piece.part else PerParam()
-        # A copy: where the parameter itself is loaded too, quantising that writes the memory.
+        # A copy, because loading the parameter itself quantises it, which writes this memory.
         saved.tensors[name], saved.specs[name] = tensor.clone(), of_part
     return saved
 
 
 def _held(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
-    """The parameter's description, narrowed to the piece."""
+    """The description of the parameter, narrowed to the piece."""
     if piece.is_whole:
         return param
     if isinstance(param, ShardedTensor):
@@ -133,9 +136,10 @@ def _held(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
 
 
 def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
-    """The description of the block of the parameter that is one matrix to the rule, of which the piece is a part.
+    """The description of the block that is one matrix to the rule and contains the piece.
 
-    None where the parts do not make up the parameter as it is saved: rows of fused ones may be saved in another order.
+    None if the parts do not make up the parameter as it is saved: rows of fused parameters may be saved in another
+    order.
     """
     stage = piece.stage
     if stage is None or not isinstance(param, ShardedTensor):
@@ -156,14 +160,16 @@ def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
 
 
 def _bound(piece: OwnedPiece) -> StateSpec:
-    """State of a whole that means something only where the same parts make it up."""
+    """The spec of whole state that can only be loaded if the same number of parts makes up the matrix."""
     assert piece.stage is not None
     return LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
 
 
 def _replica_of(replica_id: Any, piece: OwnedPiece) -> Any:
-    """The piece's replica number. By convention that is (pipeline, tensor, data), and a shard has no data replicas in
-    its own optimizer instance."""
+    """The replica id of the piece, by convention (pipeline, tensor, data).
+
+    A shard has no data-parallel replicas in its own optimizer instance.
+    """
     if piece.replica is None:
         return replica_id
     return (*replica_id[:-1], piece.replica) if isinstance(replica_id, tuple) else piece.replica
@@ -177,7 +183,7 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
         case StateKind.SCALAR:
             return PerParam()
         case StateKind.MATRIX if group is not None:
-            # Factors of this rank's block mean nothing for a block of another size.
+            # Factors of this rank's block are meaningless for a block of another size.
             return LayoutBound(fingerprint=f"tp{group.size}")
         case StateKind.MATRIX | StateKind.REDUCED if is_by_part(spec, piece):
             return PerMatrix()

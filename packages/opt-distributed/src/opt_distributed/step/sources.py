@@ -1,4 +1,4 @@
-"""Where gradients come from and where parameters go: the one seam between the step and how data is laid out."""
+"""`Source`: where a step gets gradients from and publishes parameters to, whatever the layout of the data."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ from opt_distributed.step.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId
 
 ReadGrad = Callable[[], Tensor | None]
-"""Gives one piece's reduced gradient of this step, in the piece's shape; None where there is none."""
+"""Returns the reduced gradient of one piece in this step, in its shape; None if it has none."""
 
 ALONE = Alone()
 _NONE: frozenset[ParamId] = frozenset()
@@ -28,67 +28,73 @@ _NONE: frozenset[ParamId] = frozenset()
 class Source(Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
-    In a step: `reduce_`, the readers, then `flags` summed over the data-parallel ranks into `settle_`, `unused`,
+    In a step: `reduce_`; the readers; `resolve_` with the `flags` summed over data-parallel ranks; `unused`;
     `publish_`.
     """
 
     @property
     def grad_scale(self) -> float:
-        """What turns the reduced gradients into the mean: 1 / replicas where they are summed on the way."""
+        """The factor that turns reduced gradients into means: 1 / replicas if the reduction sums."""
         ...
 
     def reduce_(self) -> None:
-        """Completes the reduction of this step's gradients over the data-parallel ranks."""
+        """Complete the reduction of this step's gradients over the data-parallel ranks."""
         ...
 
     @property
-    def doubtful(self) -> Sequence[ParamId]:
-        """Parameters that this rank may have no gradient of while others do, (n,); none where that cannot be."""
+    def unresolved(self) -> Sequence[ParamId]:
+        """Parameters (n,) that may have a gradient on some ranks only; empty if that cannot happen."""
         ...
 
     def flags(self) -> Tensor:
-        """(n,) float64, on the host: one where this rank has the gradient of a doubtful parameter, zero elsewhere."""
+        """(n,) float64, on the host: 1 for each unresolved parameter that has a gradient on this rank, else 0."""
         ...
 
-    def settle_(self, flags: Tensor) -> None:
-        """Takes the flags summed over ranks, (n,) on the device. The host reads them only where this rank lacks the
-        gradient of a doubtful parameter."""
+    def resolve_(self, flags: Tensor) -> None:
+        """Receive the flags summed over ranks, (n,) on the device.
+
+        The host reads them only if a unresolved parameter has no gradient on this rank.
+        """
         ...
 
     def unused(self) -> Collection[ParamId]:
-        """Parameters whose readers give zeros because no rank has a gradient: they keep value and state."""
+        """Parameters whose readers return zeros because no rank has a gradient. They keep their values and state."""
         ...
 
     def moved(self) -> ParamId | None:
-        """A parameter of this rank that has left the memory which updates are written to; None if none has."""
+        """A parameter on this rank that is no longer in the memory that updates write to; None if all are."""
         ...
 
     def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
-        """Made once for each piece: reads the gradient of these flat elements, which this rank owns; in the
-        parameter's shape where they are all of it."""
+        """Create the reader of the gradient of these flat elements, which this rank owns; called once for each piece.
+
+        The gradient has the shape of the parameter if the elements are all of it, else it is flat.
+        """
         ...
 
     def publish_(self) -> None:
-        """Makes the updated values visible on every rank that holds the parameter, or starts to."""
+        """Make the updated values visible on every rank that holds the parameters, or start to."""
         ...
 
 
 class OwnGrads:
-    """Gradients are used where autograd left them: no other rank has a part in them, or they are reduced already, as
-    torch's own `DistributedDataParallel` does. Only new values travel, where ranks own shards of the parameters.
+    """Gradients that are used where autograd left them, without a reduction.
 
-    `grad_scale` is one over the dense replicas, also for an expert that only one of them holds: tokens of all of them
-    have come to it, and the loss is their mean.
+    Either no other rank contributes to them, or they are reduced already, for example by torch's own
+    `DistributedDataParallel`. Only new values are sent, if ranks own shards of the parameters.
+
+    `grad_scale` is 1 / dense replicas, even for an expert that only one of them holds: it has processed tokens of all
+    of them, and the loss is their mean.
     """
 
-    doubtful: Sequence[ParamId] = ()
+    unresolved: Sequence[ParamId] = ()
 
     def __init__(
         self,
         params: Mapping[ParamId, nn.Parameter],
         *,
         num_replicas: int,
-        memory: ParamAndGradBuffer | None = None,  # of the parameters, where ranks own shards of them
+        memory: ParamAndGradBuffer | None = None,  # of the parameters, if ranks own shards of them
         comm: Comm = ALONE,  # the ranks that own the shards
     ):
         self.params, self.memory, self.comm = params, memory, comm
@@ -102,11 +108,11 @@ class OwnGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def resolve_(self, flags: Tensor) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
-        return _NONE  # their readers give None
+        return _NONE  # readers return None for these
 
     def moved(self) -> ParamId | None:
         if self.memory is not None:
@@ -139,15 +145,15 @@ def _sparse_in_words(id: ParamId, grad: Tensor | None) -> str:
 
 
 class LaidOutGrads:
-    """DTensor parameters: gradients arrive in the parameters' own shards, reduced along the axes of their own meshes.
+    """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
-    Where replicas lie outside of a parameter's mesh, as those of a tensor-parallel plan on one axis of a larger mesh
-    do, the gradient is averaged over them in the step. `replicas` gives these groups by parameter; a parameter that is
-    not in it, or has none, has no replicas outside.
+    If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
+    gradient is averaged over them in the step. `replicas` maps parameters to these groups. A parameter that is not in
+    it, or that it maps to (), has no such replicas.
     """
 
     grad_scale = 1.0
-    doubtful: Sequence[ParamId] = ()
+    unresolved: Sequence[ParamId] = ()
 
     def __init__(
         self,
@@ -174,7 +180,7 @@ class LaidOutGrads:
     def flags(self) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def resolve_(self, flags: Tensor) -> None:
         return None
 
     def unused(self) -> Collection[ParamId]:
@@ -197,8 +203,8 @@ class LaidOutGrads:
 class AveragedReplicas:
     """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
 
-    All gradients travel as one tensor, with a flag for each parameter that says whether this rank has one: a parameter
-    that no replica used has no gradient. The host reads the flags only where this rank lacks a gradient.
+    All gradients are reduced as one tensor, with a flag for each parameter that says whether this rank has a gradient:
+    a parameter that no replica used has none. The host reads the flags only if this rank lacks a gradient.
     """
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
@@ -214,7 +220,7 @@ class AveragedReplicas:
 
     @torch.no_grad()
     def reduce_(self) -> None:
-        """Averages this step's gradients.
+        """Average this step's gradients.
 
         Raises:
             CollectiveError: a collective failed, or ran into the group's timeout.
@@ -235,23 +241,23 @@ class AveragedReplicas:
         self._all.div_(math.prod(comm.size for comm in self.comms))
 
     def reader(self, id: ParamId) -> ReadGrad:
-        """Reads the mean, in the shape of the local part; None where no replica has a gradient."""
+        """Create the reader of the mean, in the local part's shape; it returns None if no replica has a gradient."""
         return lambda: self._places[id] if id in self._used else None
 
 
 class BufferedGrads:
-    """Plain modules on several ranks: in the step, gradients are copied into buckets and reduced there.
+    """Gradients of plain modules on several ranks: the step copies them into buckets and reduces these.
 
-    Where state is sharded, this rank keeps its shards of the sums, and new values are gathered as soon as they are all
-    there; where it is replicated, every rank updates everything and nothing is gathered. `num_replicas` are the dense
-    ones, for experts too (see `OwnGrads`).
+    If state is sharded, this rank keeps its shards of the sums, and new values are gathered once all are updated. If it
+    is replicated, every rank updates everything, and nothing is gathered. `num_replicas` counts dense replicas, for
+    experts too (see `OwnGrads`).
     """
 
     def __init__(self, reduced: ReducedGrads, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
         self.reduced, self.memory, self.axes = reduced, memory, axes
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
-        self.doubtful: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
+        self.unresolved: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
         self._unused = _NONE
 
     def reduce_(self) -> None:
@@ -260,7 +266,7 @@ class BufferedGrads:
         Raises:
             UnusableGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
         """
-        grads = {id: self.params[id].grad for id in self.doubtful}
+        grads = {id: self.params[id].grad for id in self.unresolved}
         sparse = [id for id, grad in grads.items() if grad is not None and grad.layout is not torch.strided]
         self.reduced.reduce_(grads | dict.fromkeys(sparse))
         if sparse:
@@ -269,17 +275,17 @@ class BufferedGrads:
     def flags(self) -> Tensor:
         return torch.tensor(self._has_gradient(), dtype=torch.float64)
 
-    def settle_(self, flags: Tensor) -> None:
+    def resolve_(self, flags: Tensor) -> None:
         self._unused = _NONE
         if not all(self._has_gradient()):
-            self._unused = frozenset(id for id, count in zip(self.doubtful, flags.tolist(), strict=True) if not count)
+            self._unused = frozenset(id for id, count in zip(self.unresolved, flags.tolist(), strict=True) if not count)
 
     def lacking(self) -> ParamId | None:
-        """A parameter that this rank has no gradient of; None if there is none."""
-        return next((id for id in self.doubtful if self.params[id].grad is None), None)
+        """A parameter that has no gradient on this rank; None if all have one."""
+        return next((id for id in self.unresolved if self.params[id].grad is None), None)
 
     def _has_gradient(self) -> list[bool]:
-        return [self.params[id].grad is not None for id in self.doubtful]
+        return [self.params[id].grad is not None for id in self.unresolved]
 
     def unused(self) -> Collection[ParamId]:
         return self._unused

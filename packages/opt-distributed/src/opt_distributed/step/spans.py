@@ -1,4 +1,4 @@
-"""Named spans of the step, for profilers and for timers in the reference's style."""
+"""Named spans of the step, for profilers and for Megatron-Core's timers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +14,12 @@ class Spans(Protocol):
 
 
 def profiler_spans(name: str) -> AbstractContextManager[Any]:
-    """Spans that show in a torch profiler trace."""
+    """Spans that appear in traces of the torch profiler."""
     return torch.profiler.record_function(name)
 
 
 def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
-    """Spans over the reference's timers: `timers(name, log_level=1).start(barrier=...)`, then `timers(name).stop()`."""
+    """Spans over Megatron-Core's timers: `timers(name, log_level=1).start(barrier=...)`, then `timers(name).stop()`."""
 
     @contextmanager
     def span(name: str) -> Iterator[None]:

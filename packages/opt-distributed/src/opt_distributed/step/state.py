@@ -1,8 +1,8 @@
-"""A piece's state as tensors by name, out and in: what `state_dict` holds, in exact dtypes.
+"""Reading and loading the state of a piece as tensors by name, in exact dtypes: the entries of `state_dict`.
 
-State of a DTensor parameter leaves as a DTensor with the parameter's mesh and placements. State of a part of a plain
-parameter carries the part in its name, as `exp_avg[128:256]` for a run of flat elements:
-`torch.distributed.checkpoint` takes tensors of one name for replicas, and would keep one rank's part for all.
+State of a DTensor parameter is returned as a DTensor with the parameter's mesh and placements. State of a part of a
+plain parameter has the part in its name, such as `exp_avg[128:256]` for a range of flat elements:
+`torch.distributed.checkpoint` treats tensors with one name as replicas, and would save the part of one rank only.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.works import StateKind, StateSpec
 
-MAIN = "fp32_param"  # Megatron-Core's name for main values kept beside a 16-bit parameter
+MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
 STEP = "step"
 _OF_MAIN = StateSpec(name=MAIN)  # main values have the parameter's shape
 _ELSEWHERE = (
@@ -29,7 +29,7 @@ _ELSEWHERE = (
 
 
 class StateError(ValueError):
-    """A saved state that does not fit the piece it is loaded into."""
+    """A saved state does not match the piece that it is loaded into."""
 
 
 class _Entry(NamedTuple):
@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
 
 
 class PieceState(dict[str, Tensor]):
-    """State by saved name; `state["exp_avg"]` finds `exp_avg[128:256]`, too. A copy or a pickle is an OrderedDict."""
+    """State by saved name. `state["exp_avg"]` also finds `exp_avg[128:256]`. Copies and pickles are OrderedDicts."""
 
     def __missing__(self, name: str) -> Tensor:
         found = self._of_part(name)
@@ -52,7 +52,7 @@ class PieceState(dict[str, Tensor]):
         return super().__contains__(name) or self._of_part(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dict's, also for a name without the part."""
+        """`dict.get`, which also finds a name given without the part."""
         try:
             return self[name]
         except KeyError:
@@ -66,14 +66,14 @@ class PieceState(dict[str, Tensor]):
 
 
 def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> dict[str, Tensor]:
-    """`step` (0-d fp32), the rule's state, and the main values where they live beside the parameter.
+    """Return `step` (0-d fp32), the rule's state, and the main values if they are kept separately from the parameter.
 
     Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
-    DTensor parameter: copy what must outlast the next step. A `PieceState` where names carry a part, else a plain dict,
-    since torch's pytrees do not look into subclasses. With `copies_main` the main values are there wherever they live,
-    and are a copy.
+    DTensor parameter: copy what must outlast the next step. The result is a `PieceState` if names contain a part, else
+    a plain dict, because torch's pytrees do not traverse subclasses. With `copies_main`, main values are always
+    included, as a copy.
     """
-    found = {STEP: torch.tensor(float(piece.step))}
+    state = {STEP: torch.tensor(float(piece.step))}
     entries = list(_entries(unit, piece))
     if copies_main and piece.main.numbers is Numbers.DIRECT:
         entries.append(_main_entry(piece))
@@ -81,16 +81,16 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
         value = _value(unit, piece, spec)
         if copies_main and spec is _OF_MAIN:
             value = value.detach().clone()
-        found[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
-    found.update(extra_of(piece.main))
+        state[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
+    state.update(extra_of(piece.main))
     has_parts = any(saved_name != spec.name for spec, saved_name in entries)
-    return PieceState(found) if has_parts else found
+    return PieceState(state) if has_parts else state
 
 
 def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, needs_main: bool = False) -> None:
-    """Raises StateError where `saved` cannot be loaded into `piece`; touches nothing.
+    """Raise StateError if `saved` cannot be loaded into `piece`. Changes nothing.
 
-    `needs_main`: main values that were not saved are missed, too, since the parameter holds them rounded.
+    With `needs_main`, main values must be in `saved`, because the parameter only holds them rounded.
     """
     if not saved:
         return
@@ -121,10 +121,10 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
 
 @torch.no_grad()
 def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
-    """Sets the piece's whole state: what `saved` holds, or the state before the first step if it is empty.
+    """Set the whole state of a piece from `saved`, or to the state before the first step if `saved` is empty.
 
-    Values are converted to the dtype each state is declared in, never to the parameter's. Main values that were saved
-    are written to the parameter, too: an fp32 parameter goes on from the fp32 main values of a 16-bit run.
+    Values are converted to the declared dtype of each state, never to that of the parameter. Saved main values are also
+    written to the parameter: an fp32 parameter continues from the fp32 main values of a 16-bit run.
     """
     piece.step = int(saved.get(STEP, 0))
     if not saved:
@@ -148,7 +148,7 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
 
 
 def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:
-    if is_dtensor(piece.param):  # scales belong to blocks of this rank's run; decoded values can be resharded
+    if is_dtensor(piece.param):  # scales belong to blocks of this rank's part; decoded values can be resharded
         specs = list(kept_states(unit, piece))
     else:
         specs = [spec for spec in unit.rule.state_specs if spec.name in piece.state]
@@ -163,7 +163,7 @@ def _main_entry(piece: OwnedPiece) -> _Entry:
 
 
 def _part(piece: OwnedPiece, spec: StateSpec) -> str:
-    """What marks the state of a part of a parameter; empty where the name means the same tensor on every rank."""
+    """The suffix that marks state of a part of a parameter; empty if the name means the same tensor on every rank."""
     if spec.kind is StateKind.SCALAR:
         return ""
     split = f"@{piece.matrix.split_name}" if is_by_part(spec, piece) else ""
@@ -187,14 +187,14 @@ def _value(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
 
 
 def _key(entry: _Entry, saved: Mapping[str, Any]) -> str | None:
-    """The name of an entry in `saved`. Each part of a parameter takes state of the whole, as torch.optim saves it."""
+    """The key of an entry in `saved`. State of a whole parameter, as torch.optim saves it, serves every part."""
     names = [entry.saved_name, entry.spec.name] if entry.spec.kind is StateKind.LIKE_PARAM else [entry.saved_name]
-    exact = set(saved)  # a `PieceState` finds other parts, too
+    exact = set(saved)  # `in` a `PieceState` would also find other parts
     return next((name for name in names if name in exact), None)
 
 
 def _saved_value(unit: Unit, piece: OwnedPiece, entry: _Entry, saved: Mapping[str, Any]) -> Tensor | None:
-    """This rank's part of a saved tensor, in the shape of the piece's; None where `saved` lacks it."""
+    """This rank's part of a saved tensor, in the shape of the live one; None if `saved` lacks it."""
     key = _key(entry, saved)
     if key is None:
         return None

@@ -1,13 +1,13 @@
-"""The step, from reduced gradients to published parameters, over a tuple of units. Read this file first.
+"""`Stepper`: one step, from the reduction of gradients to the publication of parameters. Read this file first.
 
-    reduce ─▶ one sweep and one small all-reduce ─▶ verdict: overflow, refusal, errors; the scaler learns
-           ─▶ clip coefficient ─▶ one update sweep per unit ─▶ publish what no later unit writes to
+    reduce ─▶ one sweep and one small all-reduce ─▶ verdict: overflow, refusal, errors; update of the loss scale
+           ─▶ clip coefficient ─▶ one update sweep for each unit ─▶ publish buffers that no later unit writes to
 
-No line here knows how parameters are sharded, which rule moves them or in which numbers they are kept.
+Nothing here depends on how parameters are sharded, which rule updates them, or in which dtype they are kept.
 
-On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, scales are
-device tensors. Whoever looks at the result waits. One exception: each step looks at the verdict of the step before,
-which the device has long reached, so that errors of other ranks are raised one step later at the latest.
+On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, and scales
+are device tensors. Reading the result waits for the device. One exception: each step reads the verdict of the step
+before, which the device has computed long ago, so that errors of other ranks are raised one step later at the latest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ from opt_distributed.step.stats import (
     reduce_zeros,
 )
 from opt_distributed.step.unit import Ready, Unit, begin_units_
-from opt_distributed.step.verdict import DeviceVerdict, Found, Objections, Terms, Verdict, judge
+from opt_distributed.step.verdict import DeviceVerdict, Findings, Objections, Terms, Verdict, judge
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -49,11 +49,11 @@ class _Prepared(NamedTuple):
 
     verdict: Verdict
     of_units: list[Ready]  # one for each unit
-    max_norm: float  # that gradients are clipped to
+    max_norm: float  # to which gradients are clipped
 
 
 class Stepper:
-    """One step over any layout. Writes parameters, mains, state and the scaler; reads gradients and `groups`."""
+    """One step over any layout. Writes parameters, main values, state and the scaler; reads gradients and `groups`."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Stepper:
         spans: Spans = profiler_spans,
         graphs: bool = False,
     ):
-        """With `graphs`, `step` is captured and replayed, see `GraphedStep`; GraphError where the device has none."""
+        """With `graphs`, `step` is captured and replayed (`GraphedStep`); raises GraphError if the device has none."""
         self.units = tuple(units)
         self.families = tuple(families)
         self.everyone = everyone  # all ranks of all units
-        self.device = device  # of what travels between them
+        self.device = device  # of tensors that are sent between them
         self.scaler = scaler
         self.limits = limits
         self.spans = spans
@@ -80,7 +80,7 @@ class Stepper:
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._ready: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the last step
-        self._is_unread = False  # whether its errors may not have been raised
+        self._is_unread = False  # whether errors of it have not been raised yet
         self._group_check: GroupCheck | None = None
         self._graphed: GraphedStep | None = None
         if graphs:
@@ -89,7 +89,7 @@ class Stepper:
             )
 
     def compare_groups(self, groups: Groups) -> None:
-        """Lets every step compare the numbers of `groups` between ranks. Collective: all ranks call it together."""
+        """Let every step compare the numbers of `groups` between ranks. Collective: all ranks call it."""
         self._group_check = GroupCheck(
             groups,
             applied=self._applied,
@@ -98,47 +98,49 @@ class Stepper:
         )
 
     def step(self, groups: Groups) -> StepResult:
-        """One step. On an overflow, or a norm above the limit, no byte of any parameter or state changes.
+        """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.
 
-        Raises what `prepare_grads` and `step_with_ready_grads` raise.
+        Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
         verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
         if verdict.is_own:
-            self._looked_at(verdict)  # raises: this rank's own objection need not wait for the next step
+            self._read(verdict)  # raises: an error of this rank need not wait for the next step
         return StepResult.later(lambda: self._result(verdict))
 
     def prepare_grads(self, groups: Groups) -> bool:
-        """Reduces gradients, looks at them once, updates the loss scale. True where they overflowed, on every rank
-        alike; on an accelerator the host waits for that.
+        """Reduce gradients, compute their statistics, update the loss scale. Returns whether they overflowed.
+
+        The result is the same on every rank. On an accelerator the host waits for it.
 
         Raises:
-            CollectiveError: a peer is lost; it names the step and the collective. No weight has changed.
-            UnusableGradientError, StorageError, HyperError: on every rank, see `Verdict.found`. No weight has changed.
+            CollectiveError: a peer is lost; names the step and the collective. No parameter has changed.
+            UnusableGradientError, StorageError, HyperError: on every rank, see `Verdict.findings`. No parameter has
+                changed.
         """
-        return self._looked_at(self._prepare(groups)).overflow
+        return self._read(self._prepare(groups)).overflow
 
     def step_with_ready_grads(self, groups: Groups) -> bool:
-        """Clips, updates, publishes what `prepare_grads` made ready. False where the norm is above the limit.
+        """Clip the gradients, update and publish. Returns False, without an update, if the norm is above the limit.
 
         Raises:
-            RuntimeError: no gradients are ready.
-            CollectiveError: a peer was lost while parameters were gathered; it names the step and the collective.
+            RuntimeError: `prepare_grads` was not called before, or returned True.
+            CollectiveError: a peer was lost while parameters were gathered; names the step and the collective.
         """
-        if self._ready is None or self._ready.verdict.found.overflow:
+        if self._ready is None or self._ready.verdict.findings.overflow:
             raise RuntimeError(
-                "no gradients are ready: call prepare_grads first, and go on only where it returns False"
+                "no gradients are ready: call prepare_grads first, and continue only if it returns False"
             )
         ready, self._ready = self._ready, None  # an update that raises half-way must not be made a second time
-        is_refused = ready.verdict.found.is_refused
+        is_refused = ready.verdict.findings.is_refused
         if not is_refused:
             self._update(ready, groups)
         return not is_refused
 
     @torch.no_grad()
     def publish_set_(self) -> None:
-        """Quantises fp8 parameters from main values that were set apart from a step, and publishes all. Collective.
+        """Quantise fp8 parameters from main values that were set outside of a step, and publish all. Collective.
 
-        Raises CollectiveError where a peer is lost.
+        Raises CollectiveError if a peer is lost.
         """
         sources = [source for unit in self.units for source in quantized_sources(unit.completes)]
         for fp8 in sources:
@@ -149,9 +151,9 @@ class Stepper:
                     source.publish_()
 
     def norm(self, norm_type: float) -> float:
-        """The `norm_type`-norm of the gradients that `prepare_grads` made ready, unscaled; of slot "", as `grad_norm`.
+        """The `norm_type`-norm of the gradients of slot "", without loss scale, as `grad_norm` is for 2.
 
-        Every rank calls it, before `step_with_ready_grads`.
+        Collective: every rank calls it, between `prepare_grads` and `step_with_ready_grads`.
 
         Raises:
             RuntimeError: no gradients are ready.
@@ -162,25 +164,25 @@ class Stepper:
         return norm * ready.verdict.inv_scale
 
     def clip_to(self, max_norm: float) -> None:
-        """Lets the update clip what is ready to `max_norm` in place of the limits'; what these never clip stays so.
+        """Clip the ready gradients to `max_norm` instead of `limits.max_norm`, in the slots that are clipped.
 
         Raises:
             RuntimeError: no gradients are ready.
-            ValueError: `max_norm` is not a number from 0 (no clipping) up.
+            ValueError: `max_norm` is below 0, which means no clipping, or NaN.
         """
         if not max_norm >= 0:
             raise ValueError(f"clip_grad={max_norm}; give a norm above 0, or 0 for no clipping")
         self._ready = self._prepared("to clip")._replace(max_norm=max_norm)
 
     def count_zeros(self) -> int:
-        """Zero elements of the gradients that are ready, each counted once. Every rank calls it.
+        """The number of zero elements in the ready gradients, each counted once. Collective: every rank calls it.
 
         Raises:
             RuntimeError: no gradients are ready.
         """
         ready = self._prepared("to count zeros in")
         if self.limits.count_zeros:
-            return ready.verdict.found.num_zeros
+            return ready.verdict.findings.num_zeros
         return reduce_zeros(ready.of_units, everyone=self.everyone)
 
     @property
@@ -188,23 +190,23 @@ class Stepper:
         """The last step's gradient norms by slot name; empty before the first, and after one that an error refused."""
         if self._verdict is None:
             return {}
-        return dict(zip(self.limits.slots, self._looked_at(self._verdict).norms, strict=True))
+        return dict(zip(self.limits.slots, self._read(self._verdict).norms, strict=True))
 
     @property
     def grad_norm(self) -> float:
         """The gradient norm of the last step; 0 before the first, and after one that an error refused."""
-        return 0.0 if self._verdict is None else self._looked_at(self._verdict).norms[0]
+        return 0.0 if self._verdict is None else self._read(self._verdict).norms[0]
 
     def _made(self, groups: Groups) -> Verdict:
         verdict = self._prepare(groups)
         ready, self._ready = self._prepared("to update"), None
-        if self._queues.is_asynchronous or not (verdict.found.overflow or verdict.found.is_refused):
+        if self._queues.is_asynchronous or not (verdict.findings.overflow or verdict.findings.is_refused):
             self._update(ready, groups)
         return verdict
 
     @torch.no_grad()
     def _replayed(self, graphed: GraphedStep, groups: Groups) -> Verdict:
-        """A step whose work on the device is a graph, except in the first step and where something has changed."""
+        """A step whose work on the device is a graph, except at first and after something frozen has changed."""
         self._begin()
         limits, check = self.limits, self._group_check
         with self._naming_the_step():
@@ -233,7 +235,7 @@ class Stepper:
 
     @torch.no_grad()
     def _prepare(self, groups: Groups) -> Verdict:
-        """Everything up to the verdict. On a CPU its errors are raised here, else where it is looked at."""
+        """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
         self._begin()
         inv_scale = 1.0 / self.scaler.factor
         with self._naming_the_step():
@@ -272,7 +274,7 @@ class Stepper:
         return known_numbers(refused=refused is not None, moved=moved is not None, flags=flags)
 
     def _reduce(self) -> UnusableGradientError | None:
-        """Returns why this rank's gradients must not be used; the statistics carry that to the other ranks."""
+        """Return why this rank's gradients must not be used, if so. The statistics report that to the other ranks."""
         refused: UnusableGradientError | None = None
         with self.spans("optimizer-copy-to-main-grad"):
             for family in self.families:
@@ -299,7 +301,7 @@ class Stepper:
                 self._publish(unit)
 
     def _check_rates(self, groups: Groups) -> None:
-        """Raises before the first update, rather than between the updates of two units."""
+        """Raise before the first update rather than between the updates of two units."""
         for index in self._applied:
             check_rate(groups[index])
 
@@ -309,24 +311,24 @@ class Stepper:
                 source.publish_()
 
     def _result(self, verdict: Verdict) -> tuple[bool, float, int | None]:
-        found = self._looked_at(verdict)
-        zeros = found.num_zeros if self.limits.count_zeros else None
-        return not (found.overflow or found.is_refused), found.norms[0], zeros
+        findings = self._read(verdict)
+        zeros = findings.num_zeros if self.limits.count_zeros else None
+        return not (findings.overflow or findings.is_refused), findings.norms[0], zeros
 
-    def _looked_at(self, verdict: Verdict) -> Found:
-        if verdict is not self._verdict:  # of an earlier step: errors of the last one stay unread
-            return verdict.found
+    def _read(self, verdict: Verdict) -> Findings:
+        if verdict is not self._verdict:  # of an earlier step: errors of the last step stay unread
+            return verdict.findings
         self._is_unread = False
         try:
-            return verdict.found
+            return verdict.findings
         except Exception:
-            self._verdict = None  # a step that was refused by an error has no norms
+            self._verdict = None  # a step that an error refused has no norms
             raise
 
     def _raise_what_is_unread(self) -> None:
-        """The errors of the last step, of which the host has seen nothing."""
+        """Raise the errors of the last step, if the host has not read its verdict."""
         if self._is_unread and self._verdict is not None:
-            self._looked_at(self._verdict)
+            self._read(self._verdict)
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
@@ -336,11 +338,11 @@ class Stepper:
             raise CollectiveError(f"step {self.num_begun}, {error}") from error
 
     def _used(self, ready: list[Ready]) -> list[Ready]:
-        """Without those whose zeros stand for no gradient on any rank."""
+        """Drop pieces whose gradients are zeros because no rank has a gradient of the parameter."""
         unused = {id for family in self.families for source in family.sources for id in source.unused()}
         return [of_unit.without(unused) for of_unit in ready] if unused else ready
 
-    def _prepared(self, what_for: str) -> _Prepared:
+    def _prepared(self, purpose: str) -> _Prepared:
         if self._ready is None:
-            raise RuntimeError(f"no gradients are ready {what_for}: ask between prepare_grads and the update")
+            raise RuntimeError(f"no gradients are ready {purpose}: call it between prepare_grads and the update")
         return self._ready

@@ -1,4 +1,4 @@
-"""State as it is saved: block-scaled codes are decoded to fp32, and encoded again when they are loaded."""
+"""State as it is saved: block-scaled codes are decoded to fp32, and encoded again when loaded."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from opt_kernels.works import StateSpec as Declared
 
 
 def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:
-    """The states that a rule keeps of a piece on this rank, without block scales: the values are saved decoded."""
+    """The states that a rule keeps for a piece on this rank, except block scales: values are saved decoded."""
     for spec in unit.rule.state_specs:
         if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
             yield spec
@@ -24,13 +24,13 @@ def is_by_part(spec: Declared, piece: OwnedPiece) -> bool:
 
 
 def _codec(unit: Unit, name: str) -> StateCodec | None:
-    """The codec of a state that is stored by block; None where its memory holds the values themselves."""
+    """The codec of a state that is stored in scaled blocks; None if its memory holds the values themselves."""
     found = unit.rule.codecs.get(name)
     return found if found is not None and found.block else None
 
 
 def decoded(unit: Unit, piece: OwnedPiece, spec: Declared) -> Tensor:
-    """The values of one state: its own memory, or a new fp32 tensor where codes were decoded."""
+    """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
     codec = _codec(unit, spec.name)
     codes = piece.state[spec.name]
     return codes if codec is None else values_of(codec, codes, piece.state[scale_name(spec.name)])

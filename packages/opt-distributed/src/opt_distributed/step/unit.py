@@ -1,4 +1,4 @@
-"""A unit: one rule over the pieces of parameters that this rank owns."""
+"""`Unit`: one rule, and the pieces of parameters on this rank that it updates."""
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,28 +28,30 @@ from opt_kernels.works import Batch, MatrixSpec, Works
 from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
-"""Elements of coded mains that are decoded at a time, 128 MiB, and what is left of one piece."""
+"""Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 
 
 @dataclass(slots=True, kw_only=True)
 class OwnedPiece:
-    """What this rank owns of one parameter, in all the places where it lives."""
+    """The part of one parameter that this rank owns: gradient source, main values and state."""
 
     id: ParamId
     param: nn.Parameter
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
-    source: Source  # where its gradient comes from
+    source: Source  # of its gradient
     main: Main | CodedMain | HostMain | QuantizedMain
     state: dict[str, Tensor]
-    norm_slot: int = 0  # which of the step's gradient norms it belongs to
-    counted: bool = True  # False where another rank counts these elements in norms and zeros
-    inspected: bool = True  # whether this rank looks for infinities and NaNs here; always where it counts
+    norm_slot: int = 0  # the gradient norm of the step to which it contributes
+    counted: bool = True  # False if another rank counts these elements in norms and zeros
+    inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts
     matrix: MatrixSpec = field(default_factory=MatrixSpec)
-    replica: int | None = None  # its number among data-parallel replicas, where these do not hold the same parts
-    part: str = ""  # names what is stored here of a plain parameter that tensor-parallel ranks share
-    stage: ComputeStage | None = None  # brings it together with the other ranks' parts of the same matrix
-    count: StepCount = field(default_factory=StepCount)  # of updates; shared with pieces that always step with it
+    replica: int | None = None  # its replica number, if data-parallel ranks do not hold the same parts
+    part: str = ""  # names this rank's part of a plain parameter that is cut over tensor-parallel ranks
+    stage: ComputeStage | None = None  # gathers it with the other ranks' parts of the same matrix
+    count: StepCount = field(
+        default_factory=StepCount
+    )  # of updates; shared with pieces that are always updated with it
     read_grad: ReadGrad = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,12 +59,12 @@ class OwnedPiece:
 
     @property
     def moved(self) -> Main | CodedMain | QuantizedMain:
-        """The main values where the rule runs."""
+        """The main values that the rule updates: those in host memory if the unit is there."""
         return self.main.moved if isinstance(self.main, HostMain) else self.main
 
     @property
     def step(self) -> int:
-        """Updates made so far. On an accelerator the host waits for it."""
+        """The number of updates made so far. On an accelerator the host waits for it."""
         return int(self.count)
 
     @step.setter
@@ -71,40 +73,42 @@ class OwnedPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all that this rank stores of the parameter."""
+        """Whether it is everything that this rank stores of the parameter."""
         return self.of_param == slice(0, local_numel(self.param))
 
 
 class Ready(NamedTuple):
-    """The pieces of a unit whose gradients are there, and these; matched by position. Two lists, no pairs: a step over
-    thousands of small parameters spends its time making objects."""
+    """The pieces of a unit that have gradients, and these gradients, in the same order.
+
+    Two lists instead of pairs: with thousands of small parameters, creating objects takes most of a step's time.
+    """
 
     pieces: Sequence[OwnedPiece]
     grads: Sequence[Tensor]
 
     def without(self, unused: Collection[ParamId]) -> "Ready":
-        """Only what is not of these parameters."""
+        """Drop the pieces of these parameters."""
         kept = [(p, g) for p, g in zip(self.pieces, self.grads, strict=True) if p.id not in unused]
         return Ready([p for p, _ in kept], [g for _, g in kept])
 
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
-    """One rule, the pieces it moves here, and the state it keeps of them. A rank that owns nothing has no pieces."""
+    """One rule, and the pieces on this rank that it updates. A rank that owns nothing has no pieces."""
 
     name: str
     rule: Rule
     pieces: Sequence[OwnedPiece]
-    completes: Sequence[Source] = ()  # sources that no later unit of the step writes to, on any rank
-    stages: Sequence[ComputeStage] = ()  # of the pieces that are parts of matrices; in one order on all ranks
-    cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, where hooks see norms
-    cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, where hooks see rows of gradients
-    host: HostSide | None = None  # where state is on the host of a device: brings gradients there, and parameters back
+    completes: Sequence[Source] = ()  # sources to which no later unit of the step writes, on any rank
+    stages: Sequence[ComputeStage] = ()  # of pieces that are parts of matrices; in the same order on all ranks
+    cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
+    cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
+    host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
-    _memory: list[Tensor] = field(init=False, default_factory=list)  # since the runs were made
+    _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
     def ready(self) -> Ready:
-        """The pieces that have a gradient this step, before it is known whether any rank used the parameter."""
+        """The pieces that have a gradient in this step, before it is known whether any rank used the parameter."""
         found = [piece.read_grad() for piece in self.pieces]
         grads = [grad for grad in found if grad is not None]
         if len(grads) == len(found):
@@ -121,9 +125,9 @@ class Unit:
         skip: Tensor | None = None,
         row_means: Mapping[ParamId, Tensor] = MappingProxyType({}),  # of parameters whose rows span ranks
     ) -> HookedStep | None:
-        """Finds where the ready pieces are to move, if hooks must see that before they do; writes the rule's states.
+        """Compute the directions of the ready pieces, if hooks read their norms; writes the rule's states.
 
-        Of a unit on the host, this queues the copies there, and waits for them only if there are such hooks.
+        If the unit is in host memory, this queues the copies to it, and waits for them only if there are such hooks.
         """
         if self.host is None:
             return self._begin_(ready, groups, scale_of_slot, skip, row_means)
@@ -162,11 +166,11 @@ class Unit:
         ready: Ready,
         groups: Sequence[Mapping[str, Any]],
         *,
-        scale_of_slot: Sequence[float | Tensor],  # multiplies the gradients of a norm slot
-        skip: Tensor | None = None,  # 0-d bool on the device; where it is set, nothing is written or counted
-        begun: HookedStep | None = None,  # what `begin_` returned, with the sums of cut parameters added up
+        scale_of_slot: Sequence[float | Tensor],  # by which the gradients of each norm slot are multiplied
+        skip: Tensor | None = None,  # 0-d bool on the device; if it is set, nothing is written or counted
+        begun: HookedStep | None = None,  # the result of `begin_`, with the sums of cut parameters reduced
     ) -> None:
-        """Moves the ready pieces by one step of the rule."""
+        """Update the ready pieces by one step of the rule."""
         if self.host is None:
             self._update_(ready, groups, scale_of_slot, skip, begun)
             return
@@ -198,19 +202,22 @@ class Unit:
                     run.count.advance(proceeds)
 
     def _calls(self, runs: list["_Run"]) -> list[list["_Run"]]:
-        """The runs that one call of the rule moves. Coded mains are decoded for a call: few at a time, unless ranks
-        compute matrices together, which must not depend on what one of them decodes."""
+        """The runs that each call of the rule updates.
+
+        Coded mains are decoded during a call, so each of their runs has its own call to save memory. Not if ranks
+        compute matrices together: their collectives must not depend on the coded mains of one rank.
+        """
         if self.stages or not any(run.is_decoded for run in runs):
             return [runs]
         return [[run] for run in runs]
 
     def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> list["_Scaled"]:
-        """The runs by what their gradients are multiplied by."""
+        """Group runs by the scale of their gradients."""
         found: dict[Hashable, _Scaled] = {}
         for run in self._runs_of(ready.pieces):
             slot, by = run.key.norm_slot, run.key.source.grad_scale
             scale = scale_of_slot[slot]
-            # Two tensors may have one value, which the host does not know.
+            # Whether two tensors have the same value is unknown to the host.
             key = (slot, by) if isinstance(scale, Tensor) else scale * by
             if key not in found:
                 found[key] = _Scaled(scale * by, [])
@@ -222,13 +229,12 @@ class Unit:
         for run in runs:
             works = run.works(ready.grads)
             hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
-            # A matrix rule looks at a work more than once; an elementwise one may never look at any by itself.
+            # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list["_Run"]:
-        """The runs that these pieces make now; those of all pieces are kept for as long as they take every step
-        together."""
+        """The runs of these pieces. Those of all pieces are cached while their pieces are always updated together."""
         if pieces is not self.pieces:
             return _runs(pieces)
         if not self._runs or not all(run.is_together for run in self._runs) or _may_join(self._runs):
@@ -237,22 +243,22 @@ class Unit:
         return self._runs
 
     def counts(self, ready: Ready) -> list[StepCount]:
-        """The counts of updates in which these pieces step."""
+        """The counts of updates of these pieces, one for each run."""
         return [run.count for run in self._runs_of(ready.pieces)]
 
     @property
     def memory(self) -> Sequence[Tensor]:
-        """All tensors that updates of all pieces write."""
+        """All tensors that an update of all pieces writes."""
         if not self._memory:
             self._memory = [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
         return self._memory
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
-        """The state of one of its pieces, as it is before the first step."""
+        """The state of one of its pieces before the first step."""
         return init_state(self.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
 
     def state_bytes(self) -> int:
-        """Bytes this rank keeps for the unit beside parameters and gradients."""
+        """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
         return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
 
 
@@ -264,9 +270,9 @@ def begin_units_(
     *,
     scale_of_slot: Sequence[float | Tensor],
     skip: Tensor | None,
-    device: torch.device,  # of what travels between ranks
+    device: torch.device,  # of tensors that are sent between ranks
 ) -> list[HookedStep | None]:
-    """`Unit.begin_` of all, with the sums of cut parameters added up. Raises CollectiveError where a peer is lost."""
+    """Call `Unit.begin_` on all units, and reduce sums of cut parameters. Raises CollectiveError if a peer is lost."""
     held = [Held(unit.cut_rows, *of_unit) for unit, of_unit in zip(units, ready, strict=True)]
     means = means_over_ranks(held, device=device)
     begun = [
@@ -281,32 +287,32 @@ _COUNT = attrgetter("count")
 
 
 class _Scaled(NamedTuple):
-    """Runs whose gradients are multiplied by the same."""
+    """Runs whose gradients have the same scale."""
 
     scale: float | Tensor
     runs: list["_Run"]
 
 
 class _Key(NamedTuple):
-    """What pieces must share to share a row of the hyper table and what their gradients are multiplied by."""
+    """Pieces with equal keys share a row of hyper-parameters and the scale of their gradients."""
 
     source: Source
     norm_slot: int
     group: int
-    step: int | StepCount  # updates made so far, or the count itself where only the device knows them
-    call: int = 0  # of the coded mains, those that are decoded together
+    step: int | StepCount  # updates made so far, or the count itself if only the device knows the number
+    call: int = 0  # number of the call in which coded mains are decoded
 
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """Pieces of one key, in their order: column by column, so that a step makes no object for a piece."""
+    """Pieces with one key, in order. Stored by columns, so that a step creates no object for each piece."""
 
     key: _Key
     indices: Sequence[int]  # among the pieces that were ready
     pieces: Sequence[OwnedPiece]
-    count: StepCount = field(init=False)  # its pieces' own, from now on
-    opened: Sequence[CodedMain | QuantizedMain] = ()  # the mains of its pieces, where these are stored after an update
-    columns: Works = field(init=False)  # all but the gradients
+    count: StepCount = field(init=False)  # shared by its pieces from now on
+    opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
+    columns: Works = field(init=False)  # without gradients
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
@@ -324,7 +330,7 @@ class _Run:
         )
 
     def works(self, grads: Sequence[Tensor]) -> Works:
-        """What a rule has to do, with the gradients of all that is ready. Opens mains until `close_`."""
+        """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
         of = self.columns
         return Works(
             [grads[index] for index in self.indices],
@@ -336,36 +342,36 @@ class _Run:
         )
 
     def close_(self, *, skip: Tensor | None) -> None:
-        """Stores the mains that `works` opened."""
+        """Store the mains that `works` opened."""
         for main in self.opened:
             main.close_(skip=skip)
 
     @property
     def is_decoded(self) -> bool:
-        """Whether its mains take more memory while they are open."""
+        """Whether its mains use additional memory while they are open."""
         return any(isinstance(main, CodedMain) for main in self.opened)
 
     @property
     def is_together(self) -> bool:
-        """Whether no piece of it has been counted without the others."""
+        """Whether all its pieces still share its count."""
         return all(map(is_, map(_COUNT, self.pieces), repeat(self.count)))
 
 
 def _may_join(runs: Sequence[_Run]) -> bool:
-    """Whether two runs differ in nothing but numbers of steps that have become equal."""
+    """Whether two runs now have equal keys, because their numbers of updates have become equal."""
     keys = {run.key._replace(step=run.count if run.count.known is None else run.count.known) for run in runs}
     return len(keys) < len(runs)
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """None where nobody has a value: pieces of one source and rule keep their numbers alike."""
+    """The values, or None if all are None. Pieces of one source and rule have the same kind of main values."""
     found = [value for value in values if value is not None]
     assert len(found) in (0, len(values))
     return found or None
 
 
 def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
-    """The pieces by key, in their order: the same on every rank that has the same."""
+    """Group pieces by key, in order: the same groups on every rank with the same pieces."""
     found: dict[_Key, list[int]] = {}
     num_decoded = 0
     for index, piece in enumerate(pieces):

@@ -1,7 +1,7 @@
-"""What a step's statistics mean: norms, overflow, refusal, errors; for the host, and for a device it does not wait for.
+"""The verdict on a step, from its statistics: norms, overflow, refusal, errors. On the host, or on the device.
 
-`Verdict` is the host's view, read when somebody asks. Where the host must not wait, `Decided` holds the same decisions
-as tensors: the update takes a skip flag and scales from it. Both follow the same rules.
+`Verdict` is the host's view, which is read on demand. If the host must not wait, `Decided` holds the same decisions as
+tensors, from which the update takes its skip flag and scales. Both follow the same rules.
 """
 
 import math
@@ -20,42 +20,42 @@ from opt_distributed.step.stats import Sums
 from opt_paramgroups import ParamId
 
 
-class Found(NamedTuple):
-    """A verdict on the host; the same on every rank."""
+class Findings(NamedTuple):
+    """The content of a verdict on the host, equal on every rank."""
 
-    overflow: bool  # an element is infinite or NaN, or a norm is: nothing may be updated from such gradients
+    overflow: bool  # an element or a norm is infinite or NaN, so that nothing may be updated
     is_refused: bool  # the model's own norm is above the limit
     num_zeros: int
-    norms: tuple[float, ...]  # L2, for each norm slot, of the mean gradient, unscaled
+    norms: tuple[float, ...]  # L2 norm of the mean gradient for each norm slot, without loss scale
 
 
 class Objections(NamedTuple):
-    """Why this rank, or the numbers of its parameter groups, stand against an update."""
+    """Reasons on this rank not to update, and the check of its parameter groups."""
 
-    refused: UnusableGradientError | None  # why it refuses its gradients
-    moved: ParamId | None  # a parameter that updates no longer reach
+    refused: UnusableGradientError | None  # why its gradients must not be used
+    moved: ParamId | None  # a parameter that has left the memory which updates write to
     group_check: GroupCheck | None
     groups: Groups
 
 
 class Terms(NamedTuple):
-    """What a verdict depends on besides sums over ranks."""
+    """What a verdict depends on in addition to sums over ranks."""
 
     num_slots: int  # of norms
-    inv_scale: float | Tensor  # what divides the loss scale out
-    skip_above: float  # a larger norm of the first slot refuses the step
+    inv_scale: float | Tensor  # 1 / loss scale
+    skip_above: float  # the step is refused if the norm of the first slot is larger
 
 
 class Verdict:
-    """One step's verdict, as the host reads it."""
+    """The verdict on one step, as the host reads it."""
 
-    skip: Tensor | None = None  # 0-d bool on the device: the update must write nothing; None where the host decides
+    skip: Tensor | None = None  # 0-d bool on the device: the update must write nothing; None if the host decides
 
     def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
         self._objections, self._terms = objections, terms
         self._copy = HostCopy(numbers, device)
         self._copy_of_scale = HostCopy(terms.inv_scale, device) if isinstance(terms.inv_scale, Tensor) else None
-        self._found: Found | None = None
+        self._findings: Findings | None = None
 
     @property
     def is_own(self) -> bool:
@@ -65,38 +65,38 @@ class Verdict:
     @property
     def overflow(self) -> bool | Tensor:
         """Whether gradients overflowed."""
-        return self.found.overflow
+        return self.findings.overflow
 
     @property
     def has_error(self) -> Tensor | None:
-        """0-d bool on the device: whether `found` will raise; None where it has not."""
+        """0-d bool on the device: whether `findings` will raise; None if the host decides."""
         return None
 
     @property
-    def found(self) -> Found:
-        """What all ranks found. The host waits for it.
+    def findings(self) -> Findings:
+        """The content of the verdict. The host waits for it.
 
         Raises:
-            UnusableGradientError: a rank refuses its gradients.
-            StorageError: a parameter of a rank has left the memory that updates are written to.
+            UnusableGradientError: the gradients of a rank must not be used.
+            StorageError: a parameter of a rank has left the memory that updates write to.
             HyperError: ranks would update a group with different numbers.
         """
-        if self._found is None:
+        if self._findings is None:
             sums = Sums.of(self._copy.wait().tolist(), num_slots=self._terms.num_slots)
             self._raise_for(sums)
-            self._found = _judged(sums, inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
-        return self._found
+            self._findings = _judged(sums, inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
+        return self._findings
 
     @property
     def inv_scale(self) -> float:
-        """What divided the loss scale out. The host waits for it."""
+        """1 / loss scale, as the step used it. The host waits for it."""
         if self._copy_of_scale is not None:
             return float(self._copy_of_scale.wait())
         return float(self._terms.inv_scale)
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[float | Tensor]:
-        """What the gradients of each norm slot are multiplied by; those that `clips` names are clipped."""
-        norms = zip(self.found.norms, clips, strict=True)
+        """The factors of the gradients of each norm slot. Slots for which `clips` is true are clipped."""
+        norms = zip(self.findings.norms, clips, strict=True)
         inv_scale = self.inv_scale
         return [inv_scale * (clip_coefficient(norm, max_norm) if clips else 1.0) for norm, clips in norms]
 
@@ -114,18 +114,18 @@ class Verdict:
 
 
 class Decided(NamedTuple):
-    """What follows from a step's statistics, decided on the device: tensors there, 0-d unless a shape is given."""
+    """A verdict that is decided on the device: tensors there, 0-d unless a shape is given."""
 
     numbers: Tensor  # (n,) float64: the statistics
     inv_scale: float | Tensor
-    norms: Tensor  # (slots,) float64, as in `Found`
+    norms: Tensor  # (slots,) float64, as in `Findings`
     overflow: Tensor
-    has_error: Tensor  # whether `Verdict.found` will raise
+    has_error: Tensor  # whether `Verdict.findings` will raise
     skip: Tensor  # the update must write nothing
 
     @classmethod
     def of(cls, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> "Decided":
-        """The decisions, by the rules of `Verdict.found`."""
+        """Decide by the rules of `Verdict.findings`."""
         sums = Sums.of(numbers, num_slots=terms.num_slots)
         norms = sums.squares.sqrt()  # NaN where a sum is negative or NaN
         norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
@@ -139,14 +139,14 @@ class Decided(NamedTuple):
         )
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
-        """As those of `Verdict`."""
+        """As `Verdict.scales`."""
         coefficients = clip_coefficients(self.norms, max_norm).unbind()
         by_slot = zip(coefficients, clips, strict=True)
         return [(one if clips else torch.ones_like(one)) * self.inv_scale for one, clips in by_slot]
 
 
 class DeviceVerdict(Verdict):
-    """One step's verdict, decided on the device."""
+    """The verdict on one step, decided on the device."""
 
     def __init__(self, decided: Decided, objections: Objections, terms: Terms, device: Device):
         super().__init__(decided.numbers, objections, terms, device)
@@ -166,20 +166,20 @@ class DeviceVerdict(Verdict):
 
 
 def judge(numbers: Tensor, objections: Objections, terms: Terms, device: Device) -> Verdict:
-    """The verdict on what `reduce_stats` gave, of the kind that suits the device."""
+    """Create the verdict on the result of `reduce_stats`: on the device if it is asynchronous, else on the host."""
     if not device.is_asynchronous:
         return Verdict(numbers, objections, terms, device)
     return DeviceVerdict(Decided.of(numbers, objections.group_check, terms), objections, terms, device)
 
 
-def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Found:
+def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Findings:
     norms = [math.sqrt(square) if square >= 0 else math.nan for square in sums.squares]
     if sums.num_nonfinite:
-        # A copy that is not counted has it, or squares of what is finite in float64.
+        # Norms may be finite: the element is in a copy that is not counted, or is finite in float64.
         norms = [norm if not math.isfinite(norm) else math.inf for norm in norms]
     overflow = bool(sums.num_nonfinite) or not all(map(math.isfinite, norms))
     unscaled = tuple(norm * inv_scale for norm in norms)
-    return Found(overflow, unscaled[0] > skip_above, int(sums.num_zeros), unscaled)
+    return Findings(overflow, unscaled[0] > skip_above, int(sums.num_zeros), unscaled)
 
 
 def _moved_in_words(left: ParamId | None, num_ranks: int) -> str:
