@@ -137,7 +137,7 @@ def numbers_are_not_uploaded(patch: pytest.MonkeyPatch) -> None:
 
 def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
     count = Steps.count
-    patch.setattr(Steps, "count", lambda steps, made=None: count(steps))
+    patch.setattr(Steps, "count", lambda steps, made=None, **more: count(steps, **more))
 
 
 @pytest.mark.parametrize("plant", [numbers_are_not_uploaded, a_skipped_step_is_counted])
@@ -184,6 +184,32 @@ def test_a_replay_that_would_work_on_other_memory_is_refused(change: Any) -> Non
         assert kept
 
     run_deferred(1, rank_main, seed=0, eagerness=1.0)
+
+
+@pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "uploaded"])
+def test_a_forgotten_upload_is_noticed_by_zero_grad(forgets: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def rank_main(one: DeferredRank) -> list[int]:
+        params, optimizer = made("adamw", capturable=True)
+        for _ in range(2):
+            fill_(params, 1, overflows=False)
+            optimizer.step()
+        graph = one.device.graph()
+        with graph.capture():
+            optimizer.step()
+        warnings = []
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            warnings.append(caplog.text.count("call upload_groups() before each replay"))
+            fill_(params, step, overflows=False)
+            if not forgets:
+                optimizer.upload_groups()
+            graph.replay()
+            schedule(step, optimizer)
+        return warnings
+
+    (warnings,) = run_deferred(1, rank_main, seed=0, eagerness=1.0)
+    # Numbers change after the first replay. The second `zero_grad` finds that, and the third that it was left so.
+    assert warnings == ([0, 0, 1, 1] if forgets else [0, 0, 0, 0])
 
 
 def test_a_learning_rate_on_the_device_is_live_without_a_call() -> None:

@@ -141,8 +141,9 @@ REFUSED = {
         NAMO(),
         meta((16, 8), FSDP),
         ConfigError,
-        "optimizer='namo' needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts cannot be "
-        "brought together for it, but w is cut along dim 0 over 4 ranks (dp); use 'muon', 'adaptive_muon' or 'soap'",
+        "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but where ranks store parts of "
+        "matrices only momenta are brought together, and w is cut along dim 0 over 4 ranks (dp); use 'normuon' or "
+        "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True",
     ),
     "heads cut by blocks": (
         BLOCKWISE,

@@ -45,20 +45,27 @@ class HyperTable:
     def refresh_(self, groups: Sequence[Group]) -> None:
         """Writes the groups' present numbers to the device, if they have changed; the host waits for nothing. Tensors
         on the device are read where they are, and are frozen as such."""
-        entries = [
+        entries = self._entries(groups)
+        frozen = (len(groups), *(entry.frozen for entry in entries))
+        if frozen != self.frozen:
+            self.frozen = frozen
+            self._lay_out(len(groups), entries)
+        numbers = _host_numbers(entries)
+        if numbers != self._numbers:
+            self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
+            self._numbers = numbers
+
+    def is_behind(self, groups: Sequence[Group]) -> bool:
+        """Whether the groups have other numbers than `refresh_` wrote last. Nothing is read from the device."""
+        return _host_numbers(self._entries(groups)) != self._numbers
+
+    def _entries(self, groups: Sequence[Group]) -> list["_Entry"]:
+        return [
             _Entry(number, name, group[name], tuple(self._parts(name, group[name])))
             for number, group in enumerate(groups)
             for name in self._names
             if name in group
         ]
-        frozen = (len(groups), *(entry.frozen for entry in entries))
-        if frozen != self.frozen:
-            self.frozen = frozen
-            self._lay_out(len(groups), entries)
-        numbers = [part for entry in entries for part in entry.parts if not isinstance(part, Tensor)]
-        if numbers != self._numbers:
-            self._table.copy_(self._upload(torch.tensor(numbers, dtype=torch.float64)))
-            self._numbers = numbers
 
     def _parts(self, name: str, value: Any) -> Iterator[float | Tensor]:
         """The numbers of an entry, tensors of other devices among them; none where it is frozen."""
@@ -100,6 +107,10 @@ class _Entry(NamedTuple):
             return self.group, self.name, f"{type(self.value).__name__} {self.value!r}"
         places = tuple(part.data_ptr() if isinstance(part, Tensor) else None for part in self.parts)
         return self.group, self.name, self.is_row, places
+
+
+def _host_numbers(entries: Sequence[_Entry]) -> list[float]:
+    return [part for entry in entries for part in entry.parts if not isinstance(part, Tensor)]
 
 
 def _is_number(value: object) -> bool:

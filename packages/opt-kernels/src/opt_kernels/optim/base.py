@@ -57,7 +57,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     With `capturable=True` a step does not read device tensors on the host, so it may be captured in a CUDA graph after
     one uncaptured step. `opt_kernels.hyper_table` lists what a captured step freezes. Call `upload_groups` before each
-    replay, and keep gradients in place (`zero_grad(set_to_none=False)`).
+    replay, and keep gradients in place (`zero_grad(set_to_none=False)`). Python does not see a replay: without an
+    upload it uses the old numbers, which only `zero_grad` can notice, an iteration later.
 
     With `max_norm` the update clips the total norm of the gradients, as `clip_grad_norm_` does. A step whose gradients
     are not all finite then changes nothing.
@@ -189,6 +190,12 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                     "gradients or states moved since the step was captured: other parameters have gradients, "
                     "zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
                 )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. After a capture it logs a warning if `upload_groups` was forgotten for an iteration."""
+        if self._on_device is not None:
+            self._on_device.notice_stale_numbers(self.param_groups)
+        super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them."""

@@ -4,6 +4,7 @@ A table on the device holds the numbers of the groups (`opt_kernels.hyper_table`
 Steps are counted on the device. The loss scale, the overflow flag and the gradient norm are never read on the host.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_kernels.rules.base import Rule
 
+logger = logging.getLogger(__name__)
 DEVICES = ("cuda", "meta")  # devices with graphs; a meta tensor may still move to one
 
 
@@ -40,6 +42,10 @@ class GroupsOnDevice:
         self._tables: dict[torch.device, HyperTable] = {}
         self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step
         self._captured: list[object] | None = None  # what the captured step froze
+        self._was_behind = (
+            False  # whether the last `notice_stale_numbers` found numbers not uploaded, and none were since
+        )
+        self._warned = False
 
     def begin_step(self) -> None:
         """Mark all tables as outdated: groups may have changed since the last step."""
@@ -74,6 +80,7 @@ class GroupsOnDevice:
 
     def upload(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write the numbers of the groups. Raises CaptureError if something that a captured step froze has changed."""
+        self._was_behind = False
         for table in self._tables.values():
             table.refresh_(groups)
         if self._captured is not None and self._captured != self._frozen():
@@ -81,6 +88,20 @@ class GroupsOnDevice:
                 "param_groups changed in something that the captured step froze: an entry that is not a number, a "
                 "tensor in another place, or a number that switches a part of the formula off at 0; capture it again"
             )
+
+    def notice_stale_numbers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn once if numbers that had changed at the last call are still not uploaded: the replay in between used the
+        old ones."""
+        if self._captured is None or self._warned:
+            return
+        is_behind = any(table.is_behind(groups) for table in self._tables.values())
+        if is_behind and self._was_behind:
+            logger.warning(
+                "param_groups have other numbers than the captured step reads, and had before the last zero_grad(): "
+                "replays since then used the old ones; call upload_groups() before each replay"
+            )
+            self._warned = True
+        self._was_behind = is_behind
 
     def _frozen(self) -> list[object]:
         return [table.frozen for table in self._tables.values()]
