@@ -120,6 +120,47 @@ def test_an_overflow_changes_no_byte() -> None:
     assert all(map(torch.equal, before, (weight.detach(), *held.main.kept())))
 
 
+TINY, HUGE = torch.finfo(torch.bfloat16).smallest_normal, torch.finfo(torch.bfloat16).max
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.0, -0.0], [TINY / 128, -TINY / 64, 0.0], [TINY, 3 * TINY], [HUGE, -HUGE / 8], [1024.0, 2.0**-14, 2.0**-28]],
+    ids=["zeros", "denormals", "smallest", "largest", "far apart"],
+)
+def test_mains_begin_with_the_value_of_the_parameter(values: list[float]) -> None:
+    target = torch.tensor(values).bfloat16()
+    assert torch.equal(CodedMain.of(target.clone()).value(), target.float())
+
+
+def test_elements_lose_what_is_far_below_the_largest_of_their_block_and_no_other() -> None:
+    far = torch.tensor([2.0**100, 1.7 * 2.0**60, 2.0**59, 1.0] + [0.0] * 124 + [1.0, 3.0])
+    value = CodedMain.of(far.bfloat16()).value()
+    assert torch.equal(value[128:], far[128:])
+    assert (value - far.bfloat16().float()).abs().max() <= 2.0**61  # 2**-39 of the largest
+    assert value[3] == 0.0
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_element_that_is_not_finite_makes_its_block_nan(bad: float) -> None:
+    """As a NaN weight in any precision, it must be seen, never become a finite value."""
+    main = CodedMain.of(torch.ones(256).bfloat16())
+    main.open_()[5] = bad
+    main.close_()
+    assert main.value()[:128].isnan().all()
+    assert torch.equal(main.value()[128:], torch.ones(128))
+    assert main.target[:128].isnan().all()
+    assert torch.equal(main.target[128:], torch.ones(128).bfloat16())
+
+
+def test_a_main_value_beyond_the_parameters_dtype_is_kept() -> None:
+    main = CodedMain.of(torch.ones(3, dtype=torch.float16))
+    main.open_().fill_(70_000.0)
+    main.close_()
+    torch.testing.assert_close(main.value(), torch.full((3,), 70_000.0), rtol=2.0**-11, atol=0)
+    assert main.target.isinf().all()
+
+
 def test_a_skip_that_only_the_device_knows_changes_no_byte() -> None:
     main = CodedMain.of(torch.randn(300).bfloat16())
     before = [tensor.clone() for tensor in (main.target, *main.kept())]
