@@ -7,6 +7,11 @@ before the update, so that it computes while the device updates other units. Wit
 side stream: those of a later unit run while the host updates an earlier one.
 
 On a CPU, units have no `HostSide`.
+
+The host does not update speculatively, as SuperOffload does. In a step that could hide only the wait for the verdict:
+the statistics, one read of the gradients at the bandwidth of the device. To roll back to the bit, the host would have
+to keep main values and moments of before each step. Copying these takes 1.8 times as long as the update: 5.5 ms against
+3.0 ms of processor time for 4.2 million fp32 elements of AdamW on one thread. Undoing the arithmetic would round.
 """
 
 from collections.abc import Mapping, Sequence
