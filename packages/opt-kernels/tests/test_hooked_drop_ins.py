@@ -240,11 +240,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "stack": (
         lambda: Muon([{"params": zeros(2, 4, 4), "use_matrix_rule": True}], hooks=(RelativeUpdate(),)),
-        "it is a stack of matrices, whose norms are not taken one by one",
+        "it does not support stacks of matrices, which need one norm each",
     ),
     "soap": (
         lambda: SOAP([model()[0].weight], weight_decay=0.1, hooks=(ClipUpdateRms(),)),
-        "first step moves no weights",
+        "first step changes no weights",
     ),
 }
 

@@ -361,15 +361,15 @@ class Strange:
         (Adam(), [CautiousDecay], "is not a hook of opt_kernels.hooks; give CautiousDecay()"),
         (Adam(), ["cautious"], "'cautious', which is not a hook"),
         (Adam(), [ClipUpdateRms(), ClipUpdateRms(2.0)], "ClipUpdateRms 2 times"),
-        (Adam(), [CautiousDecay(), CoupledDecay()], "each takes the place of the weight decay"),
-        (Adam(), [CautiousDecay(), Hyperball()], "each takes the place of the weight decay"),
+        (Adam(), [CautiousDecay(), CoupledDecay()], "each replaces the weight decay"),
+        (Adam(), [CautiousDecay(), Hyperball()], "each replaces the weight decay"),
         (Adam(), [RowFloor(0.5), ClipUpdateRms()], "which changes the update's norm"),
         (Adam(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
         (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
         (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
-        (SOAP(), [ClipUpdateRms()], "whose first step moves no weights, not even by weight decay"),
+        (SOAP(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
         (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
-        (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "has (CautiousDecay(),) already"),
+        (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "already has (CautiousDecay(),)"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(rule: Rule, given: list[Any], words: str) -> None:
@@ -398,7 +398,7 @@ def test_rows_of_zeros_stay_under_a_floor_and_stacks_are_refused() -> None:
     root = LR * grad.square().mean().sqrt()
     assert moved[:2].square().mean(1).sqrt().tolist() == pytest.approx([LR, float(root)], rel=1e-4)
     assert not moved[2:].any()
-    assert "stack of matrices" in shape_problem(RowFloor(1.0), Needs.MATRICES, (2, 4, 4))
+    assert "stacks of matrices" in shape_problem(RowFloor(1.0), Needs.MATRICES, (2, 4, 4))
     assert not shape_problem(CentralizeGradient(), Needs.MATRICES, (2, 4, 4))
 
 

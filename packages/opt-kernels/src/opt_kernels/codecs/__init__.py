@@ -1,4 +1,4 @@
-"""Number formats: states in narrow codes, float32 mains as a bfloat16 and its remainder, stochastic rounding."""
+"""Storage formats: states in narrow codes, float32 mains as bfloat16 and remainder, and stochastic rounding."""
 
 from opt_kernels.codecs.codec import (
     BLOCK,

@@ -1,8 +1,8 @@
-"""Codecs: in which numbers a state tensor is kept between steps, and how it is read and written.
+"""Codecs: the storage formats of state tensors between steps.
 
-Narrow codecs scale by block, not by tensor: a scale can be computed while its block is in registers, so that one pass
-suffices, and one outlier spoils 128 neighbours instead of a million. What a codec stores is not what a checkpoint
-holds: that is float32, decoded.
+Narrow codecs scale by block, not by tensor: a scale can be computed while its block is in registers, so one pass
+suffices, and an outlier costs precision in 128 elements instead of a million. Checkpoints store decoded float32 values,
+not codes.
 """
 
 from collections.abc import Mapping
@@ -15,35 +15,35 @@ from torch import Tensor
 from opt_kernels.works import StateKind, StateSpec
 
 BLOCK = 128  # elements that share a scale: 1/32 byte of scale per element
-TINY = torch.finfo(torch.float32).tiny  # smallest normal: below it a scale could not be divided by
+TINY = torch.finfo(torch.float32).tiny  # smallest normal number: division by a smaller scale would overflow
 
 
 class CodecError(ValueError):
-    """A state was asked for in a dtype for which there is no codec."""
+    """A state dtype without a codec."""
 
 
 class StateCodec(Protocol):
-    """How one state is stored: codes, one per element, and for some codecs a scale for each block of elements.
+    """The storage format of one state: one code per element, and for some codecs one scale per block of elements.
 
-    Both methods work on flat runs that begin at a multiple of `block`. Zeros are stored as zeros by every codec.
+    Both methods take flat runs that begin at a multiple of `block`. Every codec stores zeros as zeros.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the codes."""
+        """The dtype of the codes."""
         ...
 
     @property
     def block(self) -> int:
-        """Elements that share one float32 scale; 0 where there are no scales."""
+        """Number of elements that share one float32 scale; 0 without scales."""
         ...
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        """Writes `values` (n,), float32 or float64, from `codes` (n,) and `scales` (ceil(n / block),)."""
+        """Write `values` (n,), float32 or float64, from `codes` (n,) and `scales` (ceil(n / block),)."""
         ...
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-        """Writes `codes` and `scales` from `values`."""
+        """Write `codes` and `scales` from `values`."""
         ...
 
 
@@ -66,12 +66,12 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """A narrow float with a scale per block, a power of two, so that scaling itself rounds nothing.
+    """A narrow float with one scale per block. Scales are powers of two, so that scaling is exact.
 
     scale = 2^(e - exponent) where 2^(e-1) <= max |x| < 2^e, and at least 2^-126; code = x / scale, to nearest even.
-    A state that is never negative is stored as its root, which halves the range of exponents, and no positive value is
-    stored as zero: a second moment that vanished would leave eps alone under a first moment that did not. A block with
-    a value that is not finite decodes as NaN.
+    A state that is never negative is stored as its square root, which halves the range of exponents. No positive value
+    is stored as zero: with a second moment of zero, a first moment that is not zero would be divided by eps alone. A
+    block with a value that is not finite decodes as NaN.
     """
 
     dtype: torch.dtype
@@ -95,7 +95,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companded:
-    """Signed 8-bit codes with a scale per block, denser near zero (FlashOptim, arXiv 2602.23349, section 3).
+    """Signed 8-bit codes with one scale per block, denser near zero (FlashOptim, arXiv 2602.23349, section 3).
 
     scale = max |x|; n = x / scale; code = round(127 * 2n / (1 + |n|)). Back: y = code / 127; x = scale * y / (2 - |y|).
     A block with a value that is not finite decodes as NaN.
@@ -118,10 +118,10 @@ class Companded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """Unsigned 8-bit codes of the root of a state that is never negative, with a scale per block.
+    """Unsigned 8-bit codes of the square root of a state that is never negative, with one scale per block.
 
-    scale = max sqrt(x); code = round(255 * sqrt(x) / scale), at least 1 where x > 0: a second moment that vanished
-    would leave eps alone under a first moment that did not. Back: x = (code / 255 * scale)^2. A block with a value that
+    scale = max sqrt(x); code = round(255 * sqrt(x) / scale), at least 1 if x > 0: with a second moment of zero, a first
+    moment that is not zero would be divided by eps alone. Back: x = (code / 255 * scale)^2. A block with a value that
     is not finite decodes as NaN.
     """
 
@@ -141,9 +141,9 @@ class Root:
 
 
 def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
-    """The codec that keeps the state `name` in `dtype`; `signed` unless the state is never negative.
+    """The codec for the state `name` in `dtype`. `signed` is False for states that are never negative.
 
-    Raises CodecError for a dtype that has none.
+    Raises CodecError for a dtype without a codec.
     """
     match dtype:
         case torch.float32 | torch.bfloat16 | torch.float64:
@@ -167,26 +167,26 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
 
 @runtime_checkable
 class Coded(Protocol):
-    """A rule that keeps states by codecs."""
+    """A rule with codecs."""
 
     @property
     def codecs(self) -> Mapping[str, StateCodec]:
-        """How each state is stored, by its name."""
+        """The codecs of the states, by name."""
         ...
 
 
 def codecs_of(rule: object) -> Mapping[str, StateCodec]:
-    """The codecs of a rule; none for a rule that keeps its states as they are."""
+    """The codecs of a rule; empty for a rule that stores its states as they are."""
     return rule.codecs if isinstance(rule, Coded) else {}
 
 
 def scale_name(name: str) -> str:
-    """The state that holds the block scales of the state `name`."""
+    """The name of the state that holds the block scales of the state `name`."""
     return f"{name}_scale"
 
 
 def state_specs(codecs: Mapping[str, StateCodec]) -> tuple[StateSpec, ...]:
-    """What a rule declares whose states are kept by `codecs`: the codes under each state's name, and their scales."""
+    """The specs of states stored by `codecs`: the codes, under the name of the state, and their scales."""
     specs = []
     for name, codec in codecs.items():
         specs.append(StateSpec(name=name, dtype=codec.dtype))
@@ -207,52 +207,52 @@ def init_state(codecs: Mapping[str, StateCodec], main: Tensor) -> dict[str, Tens
 
 
 def _normalised(values: Tensor, scales: Tensor | None, block: int, *, exponent: int | None = None) -> Tensor:
-    """Writes each block's scale to `scales`; returns `values` divided by it, with zero for what is not finite.
+    """Write the scale of each block to `scales`. Returns `values` divided by it, with zeros for non-finite values.
 
-    The scale is the block's max |x|, or with `exponent` the power of two that takes it below 2^exponent.
+    The scale is max |x| of the block, or with `exponent` the power of two that brings it below 2^exponent.
     """
     result = torch.empty_like(values)
     for run, part, into in zip(_blocks(values, block), _blocks(result, block), _parts(scales, values, block)):
         largest = torch.linalg.vector_norm(run, ord=torch.inf, dim=1).to(torch.float32)
         scale = largest if exponent is None else _power_of_two(largest, exponent)
-        # An infinite scale would make zeros of the finite values beside it; NaN says that they are lost.
+        # An infinite scale would turn the finite values of the block into zeros; NaN marks them as lost.
         into.copy_(torch.where(largest > 0, scale.clamp(min=TINY), largest).masked_fill_(largest.isinf(), torch.nan))
         torch.div(run, torch.where(into == 0, 1.0, into).to(run.dtype)[:, None], out=part)
     return result.nan_to_num_(0.0)
 
 
 def _power_of_two(largest: Tensor, exponent: int) -> Tensor:
-    """2^(e - exponent) for `largest` in [2^(e-1), 2^e), from 2^-126 on: put together from its bits, hence exact."""
+    """2^(e - exponent) for `largest` in [2^(e-1), 2^e), at least 2^-126. Exact, because it is assembled from bits."""
     biased = (torch.frexp(largest).exponent - exponent + 127).clamp(min=1)
     return (biased << 23).view(torch.float32)
 
 
 def _scaled_(values: Tensor, scales: Tensor | None, block: int) -> Tensor:
-    """Multiplies each block by its scale."""
+    """Multiply each block by its scale."""
     for run, factor in zip(_blocks(values, block), _parts(scales, values, block)):
         run.mul_(factor[:, None])
     return values
 
 
 def _blocks(values: Tensor, block: int) -> list[Tensor]:
-    """`values` as its full blocks (rows, block) and what is left (1, rest): views, those that are not empty."""
+    """Views of `values`: its full blocks (rows, block) and the rest (1, rest), except empty ones."""
     full = values.numel() // block * block
     parts = [values[:full].view(-1, block), values[full:].view(1, -1)]
     return [part for part in parts if part.numel()]
 
 
 def _parts(scales: Tensor | None, values: Tensor, block: int) -> list[Tensor]:
-    """The scales of the full blocks, and of what is left: views, those that are not empty."""
+    """Views of the scales of the full blocks and of the rest, except empty ones."""
     assert scales is not None
     full = values.numel() // block
     return [part for part in (scales[:full], scales[full:]) if part.numel()]
 
 
 def _root(values: Tensor) -> Tensor:
-    """The square root, correctly rounded; torch's own of float32 is not on every CPU."""
+    """The correctly rounded square root. torch's float32 square root is not correctly rounded on every CPU."""
     return values.sqrt() if values.dtype is torch.float64 else values.double().sqrt_().to(values.dtype)
 
 
 def _rounded(values: Tensor) -> Tensor:
-    """To the nearest integer, halves upwards: unlike halves to even, the same in one instruction on any device."""
+    """Round to the nearest integer, halves upwards, which is one instruction with equal results on any device."""
     return values.add_(0.5).floor_()

@@ -1,12 +1,12 @@
 """The bf16 + int16 remainder, in torch: a float32 number whose upper half is the model's bfloat16 weight.
 
-The word of a float32 w is cut into halves; the lower half, read as a signed int16, is the remainder, and where it is
-negative the upper half is raised by one. So the upper half is w rounded to nearest, ties away from zero, and
+The word of a float32 w is split into halves. The lower half, read as a signed int16, is the remainder; if it is
+negative, the upper half is raised by one. So the upper half is w rounded to nearest, ties away from zero, and
 
     word(w) = word(weight) * 2^16 + remainder        (modulo 2^32)
 
-which is exact for every w that is not NaN. A NaN is the one exception: raising 0x7FFF would give 0x8000, minus zero,
-and the NaN would vanish from the model. It is stored as the quiet NaN (0x7FC0, 0) instead.
+which is exact for every w except NaN: raising 0x7FFF would give 0x8000, which is minus zero, and the NaN would vanish
+from the model. NaN is stored as the quiet NaN (0x7FC0, 0) instead.
 """
 
 import torch
@@ -16,13 +16,13 @@ QUIET_NAN = 0x7FC0
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers of which `weight` (bfloat16) and `remainder` (int16), both (n,), are the halves."""
+    """The float32 numbers with the halves `weight` (bfloat16) and `remainder` (int16), both (n,)."""
     word = (weight.view(torch.int16).to(torch.int64) << 16) + remainder.to(torch.int64)
     return _wrapped(word, 32).to(torch.int32).view(torch.float32)
 
 
 def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
-    """Writes the halves of `main` (n,) float32 to `weight` (n,) bfloat16 and `remainder` (n,) int16."""
+    """Write the halves of `main` (n,) float32 to `weight` (n,) bfloat16 and `remainder` (n,) int16."""
     word = main.view(torch.int32).to(torch.int64)
     upper = _wrapped((word + 0x8000) >> 16, 16)
     lower = _wrapped(word, 16)
@@ -32,6 +32,6 @@ def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
 
 
 def _wrapped(word: Tensor, bits: int) -> Tensor:
-    """`word` as a signed number of so many bits."""
+    """`word` as a signed number of `bits` bits."""
     half = 1 << (bits - 1)
     return ((word + half) & ((1 << bits) - 1)) - half

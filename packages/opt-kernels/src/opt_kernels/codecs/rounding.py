@@ -2,13 +2,13 @@
 
     word(w) <- (word(w) + noise) with its lower 16 bits cleared,      noise uniform in 0 .. 65535
 
-so that the expected result is w. The noise of an element is a hash of the step and of the element's number, not a draw
-from a stream: it is the same however a parameter is cut between ranks, tiles or threads, and on any device.
+so that the expected result is w. The noise of an element is a hash of the step and of the number of the element, not a
+random draw: it does not depend on how a parameter is divided over ranks, tiles or threads, nor on the device.
 
     mix(x):   x ^= x >> 16;  x *= 0x7FEB352D;  x ^= x >> 15;  x *= 0x846CA68B;  x ^= x >> 16      (32 bits, "lowbias32")
     noise(i) = mix(lower(i) ^ mix(step + upper(i) * 0x9E3779B9)) >> 16
 
-where lower and upper are the 32-bit halves of the element's number i. Infinities and NaN are cast as they are.
+where lower and upper are the 32-bit halves of the element's number i. Infinities and NaN are cast without noise.
 """
 
 import torch
@@ -19,7 +19,7 @@ GOLDEN = 0x9E3779B9
 
 
 def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
-    """Writes `values` (n,) float32, whose first element is number `first`, to `target` (n,) bfloat16."""
+    """Write `values` (n,) float32, whose first element is number `first`, to `target` (n,) bfloat16."""
     word = values.view(torch.int32).to(torch.int64) & WORD
     upper = ((word + noise(values.numel(), first=first, step=step, device=values.device)) >> 16) & 0xFFFF
     finite = ((upper + 0x8000) % 0x10000 - 0x8000).to(torch.int16).view(torch.bfloat16)
@@ -27,7 +27,7 @@ def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
-    """Numbers 0 .. 65535 (numel,), int64, of the elements from `first` on."""
+    """The noise, 0 .. 65535, (numel,) int64, of the elements from number `first` on."""
     index = torch.arange(first, first + numel, device=device)
     key = mix((step + (index >> 32) * GOLDEN) & WORD)
     return mix((index & WORD) ^ key) >> 16

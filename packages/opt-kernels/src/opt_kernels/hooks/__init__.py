@@ -1,8 +1,7 @@
-"""Hooks around the update of any rule, as values: cautious and decoupled weight decay, update clipping, norms, ...
+"""Hooks: modifications of the update of any rule, such as cautious weight decay, update clipping or norms.
 
-`values` says what each does and in which order, `hooked` puts them on a rule. Elementwise ones become part of the
-rule's formula (`compose`); those that see norms take the direction through a buffer (`measured`, `sums`,
-`factors`).
+`values` defines the hooks and their order, `hooked` applies them to a rule. Elementwise hooks become part of the rule's
+formula (`compose`). Hooks that need norms write the direction to a buffer first (`measured`, `sums`, `factors`).
 """
 
 from opt_kernels.hooks.hooked import bare, hooked, hooks_of, shape_problem

@@ -1,12 +1,12 @@
-"""Elementwise hooks as transformations of formulas: what comes out is again a formula, swept in one pass anywhere.
+"""Elementwise hooks as transformations of formulas. The result is a formula that every backend sweeps in one pass.
 
-A formula is evaluated without its own weight decay. Where the hook has to see the step, it is evaluated at p = 0, which
-leaves exactly the step -lr u of a rule whose update is p - lr u(g, states):
+The formula is evaluated without its own weight decay. If the hook needs the step, the formula is evaluated at p = 0,
+which gives exactly the step -lr u of a rule with the update p - lr u(g, states):
 
     step = update(0, g, ...)
     p <- kept + step        with kept = p - d p, or the same only where the step moves p towards 0 or is 0
 
-so that where nothing is masked, the bits are those of the formula alone.
+Elements that are not masked have the bits of the formula alone.
 """
 
 import ast
@@ -27,11 +27,11 @@ from opt_kernels.works import Hyper
 
 
 class _Parts(NamedTuple):
-    """What a hook puts into a formula, as source."""
+    """The source that a hook inserts into a formula."""
 
-    scalar: str  # what `hook_scalar` is, of the group's numbers
-    before: tuple[str, ...] = ()  # the update's first statements
-    kept: str | None = None  # p after its decay; None where the update itself moves p
+    scalar: str  # expression of `hook_scalar` in the numbers of the group
+    before: tuple[str, ...] = ()  # first statements of the update
+    kept: str | None = None  # expression of p after its decay; None: the update itself includes p
 
 
 def _parts(hook: Hook) -> _Parts:
@@ -44,15 +44,14 @@ def _parts(hook: Hook) -> _Parts:
             return _Parts("1 - lr * weight_decay", kept=kept)
         case LrDecoupledDecay(max_lr=max_lr):
             return _Parts(f"1 - lr / {max_lr!r} * weight_decay", kept="hook_p * hook_scalar")
-    raise HookError(f"{hook!r} is not elementwise: it is not part of a formula")
+    raise HookError(f"{hook!r} is not elementwise: it cannot be part of a formula")
 
 
 @cache
 def with_hook(formula: Formula, hook: Hook) -> Formula:
-    """`formula` with the decay of `hook` in place of its own; all else is the same.
+    """`formula` with the decay of `hook` instead of its own.
 
-    Raises HookError for a formula whose update is not p - lr u(g, states) without weight decay, where the hook has to
-    see u.
+    Raises HookError if the hook needs u, and the update without weight decay is not p - lr u(g, states).
     """
     parts = _parts(hook)
     if parts.kept is not None and not is_separable(formula):
@@ -68,7 +67,7 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
 
 
 def is_separable(formula: Formula) -> bool:
-    """Whether the step without weight decay is the same at any weights; found by trying, in float64."""
+    """Whether the step without weight decay is independent of the weights, by a trial in float64."""
     generator = torch.Generator().manual_seed(0)
     p, g, *states = (torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(2 + len(formula.states)))
     values = {state.name: x if state.signed else x.square() for state, x in zip(formula.states, states)}
@@ -80,7 +79,7 @@ def is_separable(formula: Formula) -> bool:
 
 
 def hyper_of(formula: Formula) -> Hyper:
-    """Numbers to try a formula at: its defaults, but a momentum that is not 0."""
+    """Numbers for trials of a formula: its defaults, with a momentum that is not 0."""
     betas = formula.defaults.get("betas")
     return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
 
@@ -107,7 +106,7 @@ def _update_source(formula: Formula, parts: _Parts) -> list[str]:
 
 
 class _Returns(ast.NodeTransformer):
-    """Returns `kept` plus the step in place of the step."""
+    """Makes an update return `kept` plus the step instead of the step."""
 
     def __init__(self, kept: str) -> None:
         self.kept = kept
@@ -120,7 +119,7 @@ class _Returns(ast.NodeTransformer):
 
 
 def _function(name: str, lines: list[str], formula: Formula, hook: Hook) -> Callable[..., Any]:
-    """The function that the source defines, which `inspect.getsource` finds again: every backend translates it."""
+    """The function that the source defines. `inspect.getsource` finds its source, which every backend translates."""
     source = "\n".join([*lines, ""])
     file = f"<opt_kernels {name} of {formula.name} with {hook!r} {id(formula.update)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)

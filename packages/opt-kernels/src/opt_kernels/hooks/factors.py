@@ -1,4 +1,4 @@
-"""From the sums of a parameter and the numbers of its group to how its weights move: p <- keep p - rate u."""
+"""Factors of the update p <- keep p - rate u, from sums over a parameter and the numbers of its group."""
 
 from typing import NamedTuple
 
@@ -20,16 +20,16 @@ from opt_kernels.works import Hyper
 
 
 class Moves(NamedTuple):
-    """How works of one row of the hyper table move, (n,) float64 each."""
+    """Factors of works that share one row of the hyper-parameter table, (n,) float64 each."""
 
     keep: Tensor
     rate: Tensor
 
 
 def moves_of(hooks: Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Moves:
-    """The moves of works with these sums (n, NUM_SUMS), of whole parameters; nothing waits for the device.
+    """The factors of works with these sums (n, NUM_SUMS) over whole parameters, without synchronizing the host.
 
-    With `couples` the rule's own decay was added to the gradient already.
+    With `couples`, the decay of the rule was already added to the gradient.
     """
     ball = next((hook for hook in hooks if isinstance(hook, Hyperball)), None)
     if ball is not None:
@@ -42,7 +42,7 @@ def moves_of(hooks: Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Move
 
 
 def share_that_decays(hooks: Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
-    """d in p <- p - d p, where it is not masked."""
+    """d in p <- p - d p, for elements that are not masked."""
     decay = next((hook for hook in hooks if hook.decays), None)
     if isinstance(decay, CoupledDecay) or (decay is None and couples):
         return 0.0
@@ -52,7 +52,7 @@ def share_that_decays(hooks: Hooks, hyper: Hyper, *, couples: bool) -> float | T
 
 
 def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
-    """What `hook` multiplies the updates by, (n,), where they were multiplied by `before` already."""
+    """The factors of `hook`, (n,), for updates that were already multiplied by `before`."""
     numel, kept, u_squares, p_squares, _ = columns(sums)
     u_norm = before * u_squares.sqrt()
     match hook:
@@ -67,7 +67,7 @@ def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
 
 
 def raise_rows_(update: Tensor, least: Tensor) -> None:
-    """Scales rows of `update` (rows, ...) whose root mean square is below `least`, 0-d, up to it; not rows of zeros."""
+    """Scale up the rows of `update` (rows, ...) whose root mean square is below `least` (0-d), except rows of zeros."""
     if update.dim() > 1 and update.numel():
         dims = tuple(range(1, update.dim()))
         roots = torch.linalg.vector_norm(update, dim=dims, keepdim=True).double() / (update[0].numel() ** 0.5)
@@ -75,10 +75,10 @@ def raise_rows_(update: Tensor, least: Tensor) -> None:
 
 
 def _on_the_ball(ball: Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
-    """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so that one reduction is enough."""
+    """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so one reduction suffices."""
     _, _, u_squares, p_squares, products = columns(sums)
     radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)
     step = torch.where(u_squares == 0, 0.0, hyper.lr * radius / u_squares.sqrt())
     norm = (p_squares - 2 * step * products + step * step * u_squares).sqrt()
-    keep = torch.where(norm == 0, 1.0, radius / norm)  # zeros have no direction, and stay
+    keep = torch.where(norm == 0, 1.0, radius / norm)  # zeros have no direction and stay zero
     return Moves(keep, keep * step)

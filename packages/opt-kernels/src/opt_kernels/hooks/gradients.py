@@ -1,4 +1,4 @@
-"""What hooks make of gradients before a rule sees them."""
+"""Gradients as modified by hooks before the rule."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,12 @@ def gradients(
     decay: float | Tensor,
     centralizes: bool,
     is_matrix: bool,
-    row_means: Sequence[RowMeans | None],  # of each work; None where its rows are whole
+    row_means: Sequence[RowMeans | None],  # of each work; None: its rows are whole
 ) -> list[Tensor]:
-    """scale * grad, without the mean of each row where `centralizes`, plus decay * p, of each work: new tensors.
+    """scale * grad + decay * p of each work, minus the mean of each row with `centralizes`: new tensors.
 
-    In the dtype that the work is computed in. A row is what has one index in the first dim; of a stack of matrices,
-    in all dims but the last.
+    They have the compute dtype of the work. A row is one index of the first dim; in a stack of matrices, one index of
+    all dims except the last.
     """
     return [
         _gradient(work, means, scale=scale, decay=decay, centralizes=centralizes, is_matrix=is_matrix)
@@ -52,7 +52,7 @@ def _gradient(
 
 
 def _main(work: Work) -> Tensor:
-    """The weights in the dtype that the work is computed in."""
+    """The weights in the compute dtype of the work."""
     if work.main is not None:
         return work.main if work.main.dtype is torch.float64 else work.main.float()
     assert work.out is not None

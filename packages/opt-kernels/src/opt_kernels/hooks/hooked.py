@@ -1,4 +1,4 @@
-"""`hooked`: a rule and hooks make a rule, after it was tried whether they can."""
+"""`hooked`: applies hooks to a rule, after trial steps have shown that the rule supports them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -19,16 +19,16 @@ TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
 
 
 def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
-    """`rule` with `hooks` around its update; `rule` itself without any.
+    """`rule` with `hooks` applied to its update; `rule` itself if there are none.
 
-    Raises HookError for hooks that cannot be had together, or not on this rule.
+    Raises HookError for hooks that conflict, or that this rule does not support.
     """
     hooks = checked(hooks)
     if not hooks:
         return rule
     if hooks_of(rule):
         raise HookError(
-            f"hooks {hooks!r} for rule {rule.name!r}, which has {hooks_of(rule)!r} already; give all of them together"
+            f"hooks {hooks!r} for rule {rule.name!r}, which already has {hooks_of(rule)!r}; give all of them at once"
         )
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
         return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
@@ -38,7 +38,7 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
 
 
 def bare(rule: Rule) -> Rule:
-    """The rule within hooks that are not part of its formula."""
+    """The rule without hooks that are not part of its formula."""
     return rule.rule if isinstance(rule, HookedUpdate) else rule
 
 
@@ -50,24 +50,24 @@ def hooks_of(rule: Rule) -> Hooks:
 
 
 def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
-    """Why `hook` cannot be had on a parameter of this shape; empty where it can. It continues a sentence."""
+    """Why `hook` does not support a parameter of this shape, to continue a message; empty if it does."""
     if hook.needs_matrices and len(shape) < 2:
         return (
-            "it is for matrices; give it to them alone: to groups of their own, by the rule's name as in "
-            "hooks={'muon': ...}, or with a rule of their own"
+            "it is for matrices only; give it to separate groups, or to the matrix rule by its name as in "
+            "hooks={'muon': ...}"
         )
     if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and (hook.sums or not hook.needs_rows):
-        return "it is a stack of matrices, whose norms are not taken one by one; leave the hook out for stacks"
+        return "it does not support stacks of matrices, which need one norm each; leave the hook out for stacks"
     return ""
 
 
 def _couples(rule: Rule, hooks: Hooks) -> bool:
-    """Whether `rule` adds its decay to the gradient. Raises HookError for a rule of another form."""
+    """Whether `rule` adds its decay to the gradient. Raises HookError for a rule that does not support the hooks."""
     needs = [repr(hook) for hook in hooks if not isinstance(hook, CentralizeGradient)]
     try:
         separable = _moves_as(HookedUpdate(rule=rule, hooks=()), weight_decay=0.0)
-    except Exception as error:  # of any kind: it may be the caller's code
-        raise HookError(f"{needs[0]} with rule {rule.name!r}, which could not be tried: {error!r}") from error
+    except Exception as error:  # any exception: the rule may be the caller's code
+        raise HookError(f"{needs[0]} with rule {rule.name!r}: a trial step failed: {error!r}") from error
     if not separable:
         raise HookError(
             f"{needs[0]} with rule {rule.name!r}: the hook needs an update of the form p - lr u, with u independent of "
@@ -80,18 +80,18 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
             return couples
     if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25)), _trial_values(rule)[0]):
         raise HookError(
-            f"{needs[0]} with rule {rule.name!r}, whose first step moves no weights, not even by weight decay, which "
-            "the hook would; give weight decay as a hook too, CautiousDecay(), LrDecoupledDecay(max_lr) or "
-            "CoupledDecay(), which begins at the first step"
+            f"{needs[0]} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
+            "the hook would decay them; give weight decay as a hook too, CautiousDecay(), LrDecoupledDecay(max_lr) or "
+            "CoupledDecay(), which decays from the first step on"
         )
     raise HookError(
         f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; give a hook that "
-        "takes its place: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
+        "replaces it: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
     )
 
 
 def _moves_as(split: HookedUpdate, *, weight_decay: float) -> bool:
-    """Whether the rule moves weights as it does through a buffer; found by two steps of both."""
+    """Whether two trial steps of the rule and of `split`, which uses a buffer, give the same weights."""
     rule = _on_cpu(split.rule)
     whole, parts = (list(_tried(r, weight_decay)) for r in (rule, replace(split, rule=rule)))
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(whole, parts))
@@ -117,7 +117,7 @@ def _trial_values(rule: Rule) -> list[Tensor]:
 
 
 def _on_cpu(rule: Any) -> Any:
-    """`rule` on torch's operations, which run anywhere; rules within it, too."""
+    """`rule` and the rules in its fields with the torch backend, which runs on any device."""
     if not is_dataclass(rule) or isinstance(rule, type):
         return rule
     values = {field.name: getattr(rule, field.name) for field in fields(rule) if field.init}

@@ -1,12 +1,12 @@
-"""A rule with hooks that see norms: the direction goes to a buffer, its norms are taken, then the weights move.
+"""A rule with hooks that need norms: writes the direction to a buffer, computes norms, then updates the weights.
 
-    begin      the rule runs with zeros for weights, lr = -1 and no decay: what it writes is u
-    sums       |u|^2, |p|^2, <p, u> and counts of each work; where parameters are cut, these are added up over the parts
-    finish_    p <- keep p - rate u, with keep and rate from the sums; one sweep, in the weights' own numbers
+    begin      the rule runs with weights of zero, lr = -1 and no decay, so that it writes u
+    sums       |u|^2, |p|^2, <p, u> and counts of each work; the caller adds up those of the parts of a parameter
+    finish_    p <- keep p - rate u, with keep and rate from the sums; one sweep in the storage format of the weights
 
-Any rule will do whose update is p - lr wd p - lr u(g, states), or p - lr u(g + wd p, states). The buffer holds 4 bytes
-an element (8 of float64 weights) for the time of the step; it is zeroed, read and written by the rule, read for the
-norms and by the last sweep: 20 bytes an element, and what reading the weights for their norm takes.
+The update of the rule must be p - lr wd p - lr u(g, states), or p - lr u(g + wd p, states). During the step the buffer
+takes 4 bytes per element (8 for float64 weights). It is zeroed, read and written by the rule, and read for the norms
+and by the last sweep: 20 bytes per element, plus the traffic of reading the weights for their norm.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledD
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work, Works
 
-ALIGNED = 64  # elements: each direction begins at a multiple
+ALIGNED = 64  # each direction begins at a multiple of so many elements
 
 
 def scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
@@ -44,7 +44,7 @@ def move_cautiously(p: Any, g: Any, *, rate: Any, keep: Any) -> Any:
     return where(sign(g) * p >= 0, p * keep, p) - rate * g
 
 
-# The weights along a direction in place of the gradient; lr and weight_decay are rate and 1 - keep.
+# Updates weights along a direction that is passed as the gradient; lr is the rate, weight_decay is 1 - keep.
 MOVE = Formula(name="move", states=(), scalars=scalars, update=move)
 MOVE_CAUTIOUSLY = Formula(name="move_cautiously", states=(), scalars=scalars, update=move_cautiously)
 
@@ -53,9 +53,9 @@ class Begun(NamedTuple):
     """A step between `begin` and `finish_`."""
 
     batches: Sequence[Batch]  # the caller's
-    directions: Sequence[Batch]  # what the bare rule has to update, by `grad_scale`
+    directions: Sequence[Batch]  # inputs of the bare rule, with `grad_scale`
     grad_scale: float | Tensor
-    updates: Sequence[Sequence[Tensor]]  # of each batch: u of each work, once the rule has run; none without a buffer
+    updates: Sequence[Sequence[Tensor]]  # by batch: u of each work, once the rule has run; empty without a buffer
 
     @property
     def num_works(self) -> int:
@@ -64,7 +64,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookedUpdate:
-    """`rule` with `hooks` around its update: again a rule, with the same name and state; see the module."""
+    """`rule` with `hooks` applied to its update. It is a rule with the same name and states."""
 
     rule: Rule
     hooks: Hooks
@@ -72,7 +72,7 @@ class HookedUpdate:
 
     @property
     def name(self) -> str:
-        """The rule's own: a checkpoint is of the rule, whatever its hooks."""
+        """The name of the rule, so that checkpoints do not depend on hooks."""
         return self.rule.name
 
     @property
@@ -89,7 +89,7 @@ class HookedUpdate:
 
     @property
     def hyper_names(self) -> tuple[str, ...]:
-        """Of the rule's own numbers."""
+        """The numbers that the rule reads from `Hyper.own`."""
         return tuple(getattr(self.rule, "hyper_names", ()))
 
     @property
@@ -107,7 +107,7 @@ class HookedUpdate:
 
     @property
     def is_measured(self) -> bool:
-        """Whether directions go through a buffer; else all hooks are done with the gradient."""
+        """Whether directions go through a buffer. If not, all hooks act on the gradient."""
         return not self.hooks or any(not isinstance(hook, CentralizeGradient | CoupledDecay) for hook in self.hooks)
 
     @property
@@ -117,7 +117,7 @@ class HookedUpdate:
 
     @property
     def centralizes(self) -> bool:
-        """Whether `begin` takes the means of rows off gradients."""
+        """Whether `begin` subtracts row means from gradients."""
         return any(isinstance(hook, CentralizeGradient) for hook in self.hooks)
 
     def update_(
@@ -132,11 +132,11 @@ class HookedUpdate:
         batches: Sequence[Batch],
         *,
         grad_scale: float | Tensor = 1.0,
-        row_means: Sequence[RowMeans | None] = (),  # of the works of all batches whose rows span ranks; (): of none
+        row_means: Sequence[RowMeans | None] = (),  # of all works; None: its rows are whole; (): all are
     ) -> Begun:
-        """What the bare rule has to update for the directions, zeros in the place of weights. Writes nothing."""
+        """The inputs of the bare rule, with weights of zero, that make it write directions. Modifies nothing."""
         couples = self.couples and not any(hook.decays for hook in self.hooks)
-        # A rule that maximizes negates what it is given.
+        # A rule that maximizes negates its gradients.
         sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         decays = [sign * hyper.weight_decay if self._adds_decay(couples) else 0.0 for hyper, _ in batches]
         changes = self.centralizes or self._adds_decay(couples)
@@ -153,14 +153,14 @@ class HookedUpdate:
                     is_matrix=self.needs is Needs.MATRICES,
                     row_means=list(islice(means, len(works))),
                 )
-            found = _zeros(works) if self.is_measured else []
-            updates.append(found)
-            replaced = _replaced(works, grads, found) if self.is_measured else _with_grads(works, grads)
+            buffers = _zeros(works) if self.is_measured else []
+            updates.append(buffers)
+            replaced = _replaced(works, grads, buffers) if self.is_measured else _with_grads(works, grads)
             directions.append(Batch(self._hyper(hyper), replaced))
         return Begun(batches, directions, 1.0 if changes else grad_scale, updates)
 
     def sums(self, begun: Begun) -> Tensor:
-        """(works of all batches, NUM_SUMS) float64, of the elements that are here. Masks the directions first."""
+        """Sums over the local elements, (works of all batches, NUM_SUMS) float64. Masks the directions first."""
         works = [work for batch in begun.batches for work in batch.works] if self.sums_norms else []
         updates = [update for of_batch in begun.updates for update in of_batch] if works else []
         needed = {name for hook in self.hooks for name in hook.sums}
@@ -171,7 +171,7 @@ class HookedUpdate:
         return found
 
     def _mask_(self, begun: Begun, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Zeroes what goes against the gradient; returns how many elements are left of each, 0-d."""
+        """Zero elements that oppose the gradient. Returns the number of remaining elements of each update, 0-d."""
         grads = [grad for batch in begun.directions for grad in _grads(batch.works)]
         along = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         kept = []
@@ -182,7 +182,7 @@ class HookedUpdate:
         return kept
 
     def finish_(self, begun: Begun, sums: Tensor, *, skip: Tensor | None = None) -> None:
-        """Moves the weights. `sums`: as `sums` gives them, of whole parameters."""
+        """Update the weights. `sums` are the results of the method `sums`, over whole parameters."""
         if not self.is_measured:
             return
         moves: list[Batch] = []
@@ -197,7 +197,7 @@ class HookedUpdate:
         sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
 
     def _raise_rows_(self, updates: Sequence[Tensor], sums: Tensor) -> None:
-        """RowFloor's factors of rows, of whole parameters with these sums."""
+        """Apply RowFloor, with these sums over whole parameters."""
         for floor in (hook for hook in self.hooks if isinstance(hook, RowFloor)):
             found = columns(sums)
             floors = floor.fraction * (found.u_squares / found.numel.clamp_min(1)).sqrt()
@@ -208,7 +208,7 @@ class HookedUpdate:
         return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)
 
     def _hyper(self, hyper: Hyper) -> Hyper:
-        """The numbers at which the bare rule runs."""
+        """The numbers with which the bare rule runs."""
         if self.is_measured:
             return replace(hyper, lr=_as(hyper.lr, -1.0), weight_decay=_as(hyper.weight_decay, 0.0))
         if any(hook.decays for hook in self.hooks):
@@ -216,7 +216,7 @@ class HookedUpdate:
         return hyper
 
     def _moves(self, hyper: Hyper, works: Sequence[Work], updates: Sequence[Tensor], sums: Tensor) -> list[Batch]:
-        """`works` with their directions for gradients, and how far they go: each by itself where that differs."""
+        """`works` with directions as gradients and their factors: one batch per work if factors differ."""
         if not self.sums_norms:
             share = share_that_decays(self.hooks, hyper, couples=self.couples)
             return [Batch(replace(hyper, weight_decay=share), _with_grads(works, updates))]
@@ -228,12 +228,12 @@ class HookedUpdate:
 
 
 def _as(value: float | Tensor, number: float) -> float | Tensor:
-    """`number` where `value` is: a captured step refuses numbers of the host."""
+    """`number` on the device of `value`, because a captured step refuses host numbers."""
     return torch.full_like(value, number) if isinstance(value, Tensor) else number
 
 
 def _anchors(works: Sequence[Work]) -> list[Tensor]:
-    """What the weights are stored in: the mains, or what remainders complete."""
+    """The tensors that store the weights: the mains, or the bfloat16 halves if there are remainders."""
     if isinstance(works, Works):
         found = works.outs if works.mains is None else works.mains
         return list(found or ())
@@ -245,7 +245,7 @@ def _grads(works: Sequence[Work]) -> list[Tensor]:
 
 
 def _zeros(works: Sequence[Work]) -> list[Tensor]:
-    """Zeros in the dtype that each work is computed in, laid out as it is; in one piece of memory for each dtype."""
+    """Zeros of the layout and compute dtype of each work, in one allocation per dtype."""
     anchors = _anchors(works)
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     places = []
@@ -261,7 +261,7 @@ def _zeros(works: Sequence[Work]) -> list[Tensor]:
 
 
 def _replaced(works: Sequence[Work], grads: Sequence[Tensor], mains: Sequence[Tensor]) -> Sequence[Work]:
-    """`works` with these gradients and mains, and nothing else to write but their states."""
+    """`works` with these gradients and mains, so that a rule writes only these mains and the states."""
     if isinstance(works, Works):
         return Works(grads, mains=mains, states=works.states, matrices=works.matrices, firsts=works.firsts)
     return [

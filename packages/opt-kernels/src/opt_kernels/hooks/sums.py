@@ -1,4 +1,4 @@
-"""Sums over the elements of one work that the hooks' factors are made of; they add up over the parts of a parameter."""
+"""Sums over the elements of a work, from which factors follow. Sums of the parts of a parameter add up."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -10,15 +10,15 @@ from opt_kernels.backends.elements import flat, in_memory_order
 from opt_kernels.codecs import remainder
 from opt_kernels.works import Work
 
-ROW = 1 << 12  # elements that float32 sums before float64 takes over: its rounding does not grow with the parameter
-PIECE_NUMEL = 1 << 22  # elements of which temporaries are made
+ROW = 1 << 12  # elements summed in float32 before float64 takes over, so that rounding does not grow with the parameter
+PIECE_NUMEL = 1 << 22  # elements per temporary
 
 
 class Sums(NamedTuple):
-    """Columns of the sums of works, (n,) float64 each; zeros where nobody needs one."""
+    """Columns of the sums of works, (n,) float64 each. Columns that are not needed are zero."""
 
     numel: Tensor
-    kept: Tensor  # elements that a mask left
+    kept: Tensor  # elements that a mask kept
     u_squares: Tensor  # |u|^2
     p_squares: Tensor  # |p|^2
     products: Tensor  # <p, u>
@@ -30,7 +30,7 @@ NUM_SUMS = len(Sums._fields)
 def sums_of(works: Sequence[Work], updates: Sequence[Tensor], needed: Collection[str]) -> Tensor:
     """(len(works), NUM_SUMS) float64 on the device of the updates, with the columns of these names and `numel`.
 
-    `updates` are the u of each work, in its main's shape and order of memory. `kept` is not found here.
+    `updates` are the u of each work, in its main's shape and order of memory. `kept` is not computed here.
     """
     device = updates[0].device if updates else torch.device("cpu")
     found = torch.zeros(len(works), NUM_SUMS, dtype=torch.float64, device=device)

@@ -1,13 +1,13 @@
-"""The hooks: what may stand around the update of any rule, as values.
+"""The hooks: modifications of the update of any rule, as values.
 
-With g the scaled gradient, u the rule's direction (the weights would move by -lr u), wd the group's weight decay and
-d = lr wd, a step is, in this order whatever the order in the tuple except within 3:
+With g the scaled gradient, u the direction of the rule (a step of -lr u), wd the weight decay of the group and
+d = lr wd, a step is performed in this order. The order of hooks in the tuple matters only within 3.
 
     1. gradient    g <- g - mean(g)  (CentralizeGradient),  g <- g + wd p  (CoupledDecay)
     2. rule        u and its states, from g
     3. direction   u <- u masked (CautiousUpdate); then factors, in the order given (ClipUpdateRms, RelativeUpdate), or
-                   of each row (RowFloor)
-    4. decay       p <- p - d p of the rule, or what CautiousDecay, LrDecoupledDecay put in its place
+                   factors of rows (RowFloor)
+    4. decay       p <- p - d p of the rule, or CautiousDecay or LrDecoupledDecay instead
     5. weights     p <- p - lr u, or Hyperball's projection
 """
 
@@ -18,23 +18,25 @@ from typing import ClassVar
 
 
 class HookError(ValueError):
-    """Hooks that cannot be had together, or not on this rule, parameter or layout."""
+    """Hooks that conflict, or that a rule, parameter or layout does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """What the hooks share. Class attributes say what each replaces and what it has to see."""
+    """Base class of hooks. Class attributes declare what a hook replaces and what it needs to see."""
 
-    decays: ClassVar[bool] = False  # takes the place of the rule's own weight decay
-    is_elementwise: ClassVar[bool] = True  # part of a formula: no pass over memory of its own
-    needs_rows: ClassVar[bool] = False  # sees whole rows of a parameter
+    decays: ClassVar[bool] = False  # replaces the weight decay of the rule
+    is_elementwise: ClassVar[bool] = True  # becomes part of a formula, without an additional pass over memory
+    needs_rows: ClassVar[bool] = False  # needs whole rows of a parameter
     needs_matrices: ClassVar[bool] = False  # for parameters of two or more dims
-    sums: ClassVar[tuple[str, ...]] = ()  # over the parameter that it sees: fields of `opt_kernels.hooks.sums.Sums`
+    sums: ClassVar[
+        tuple[str, ...]
+    ] = ()  # sums over the parameter that it needs: fields of `opt_kernels.hooks.sums.Sums`
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledDecay(Hook):
-    """L2 regularisation: g <- g + wd p before the rule, in place of the rule's own decay."""
+    """L2 regularisation: g <- g + wd p before the rule, instead of the rule's own decay."""
 
     decays: ClassVar[bool] = True
 
@@ -48,7 +50,7 @@ class CautiousDecay(Hook):
 
 @dataclass(frozen=True, slots=True)
 class LrDecoupledDecay(Hook):
-    """Decay that follows the schedule but not the learning rate: p <- p - (lr / max_lr) wd p - lr u.
+    """Decay that follows the schedule but not the peak learning rate: p <- p - (lr / max_lr) wd p - lr u.
 
     With eta = lr / max_lr it is line 12 of algorithm 2 of Loshchilov & Hutter 2019; torch.optim.AdamW multiplies by
     lr instead. Raises HookError unless `max_lr`, the peak of the schedule, is a number above 0.
@@ -91,10 +93,10 @@ class ClipUpdateRms(Hook):
 
 @dataclass(frozen=True, slots=True)
 class RelativeUpdate(Hook):
-    """The step is a fixed fraction lr of the weights' norm: u <- (|p| / |u|) u, with the Frobenius norm.
+    """Scale the update to the norm of the weights, so that lr is the relative step size: u <- (|p| / |u|) u.
 
-    LAMB's layerwise adaptation (You et al. 2020, arXiv 1904.00962, algorithm 2) with phi(z) = z, of the direction
-    without weight decay. As in its implementations the factor is 1 where either norm is 0.
+    LAMB's layerwise adaptation (You et al. 2020, arXiv 1904.00962, algorithm 2) with phi(z) = z and Frobenius
+    norms, of the direction without weight decay. As in its implementations the factor is 1 where either norm is 0.
     """
 
     is_elementwise: ClassVar[bool] = False
@@ -103,15 +105,15 @@ class RelativeUpdate(Hook):
 
 @dataclass(frozen=True, slots=True)
 class RowFloor(Hook):
-    """A floor under the rows of the update: rows that are small beside the matrix are scaled up.
+    """A lower bound of the rows of the update: rows that are small compared with the matrix are scaled up.
 
     With u_i row i of u, RMS the root mean square of its elements and f `fraction`,
 
         u_i <- u_i max(1, f RMS(u) / RMS(u_i)),    rows of zeros stay as they are
 
-    A row is what has one index in the first dim. The idea is of the optimizer records of modded-nanogpt (track 3); no
-    text was at hand, and this equation is our reading. RMS(u) is of the direction before the floor, so that one
-    reduction is enough: it is refused beside ClipUpdateRms, RelativeUpdate and Hyperball, which take the norm after it.
+    A row is one index of the first dim. The idea is from the optimizer records of modded-nanogpt (track 3);
+    without a publication, this equation is our interpretation. RMS(u) is that of the direction before the floor, so
+    that one reduction suffices. ClipUpdateRms, RelativeUpdate and Hyperball, which need the norm after it, are refused.
     Raises HookError unless `fraction` is a number above 0 and at most 1.
     """
 
@@ -130,9 +132,9 @@ class RowFloor(Hook):
 class Hyperball(Hook):
     """Weights on a sphere, updates of constant norm (arXiv 2606.16899).
 
-    With N(x) = x / |x| and the Frobenius norm, p <- R N(p - lr R N(u)). R is `radius`, or the norm that p has: the
-    step keeps it, so that it is the norm of the initial weights and needs no state. Weight decay must be 0. Where u is
-    0, so is N(u). Raises HookError for a `radius` that is not above 0.
+    With N(x) = x / |x| and the Frobenius norm, p <- R N(p - lr R N(u)). R is `radius`, or the current norm of p,
+    which a step preserves: it is the norm of the initial weights and needs no state. Weight decay must be 0. N(u) is 0
+    if u is 0. Raises HookError for a `radius` that is not above 0.
     """
 
     radius: float | None = None
@@ -148,9 +150,9 @@ class Hyperball(Hook):
 
 @dataclass(frozen=True, slots=True)
 class CentralizeGradient(Hook):
-    """Gradient centralisation (Yong et al. 2020, arXiv 2004.01461): each row of g loses its mean.
+    """Gradient centralisation (Yong et al. 2020, arXiv 2004.01461): subtract from each row of g its mean.
 
-    The mean is over all dims but the first; gradients of fewer than two dims stay as they are. Where rows span ranks,
+    The mean is over all dims except the first; gradients of fewer than two dims are unchanged. If rows span ranks,
     `get_optimizer` adds up float64 row sums in one all-reduce before the rules run, and the mean may differ by one
     rounding from that of one process; the drop-in optimizers refuse such DTensors.
     """
@@ -161,11 +163,11 @@ class CentralizeGradient(Hook):
 
 Hooks = tuple[Hook, ...]
 GivenHooks = Sequence[Hook] | Mapping[str, Sequence[Hook]]
-"""Hooks of every rule, or by the rules' names."""
+"""Hooks for all rules, or by the names of rules."""
 
 
 def checked(hooks: Sequence[Hook]) -> Hooks:
-    """`hooks` as a tuple. Raises HookError for what is not a hook, one kind twice, and two kinds of decay."""
+    """`hooks` as a tuple. Raises HookError for objects that are not hooks, duplicates, and hooks that conflict."""
     wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
     if wrong:
         hint = f"; give {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
@@ -177,7 +179,7 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
     decays = [hook for hook in hooks if hook.decays]
     if len(decays) > 1:
         raise HookError(
-            f"hooks has {' and '.join(map(repr, decays))}: each takes the place of the weight decay; give one of them"
+            f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; give one of them"
         )
     scaled = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate)]
     if scaled and any(isinstance(hook, Hyperball) for hook in hooks):
@@ -189,7 +191,7 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
 
 
 def described(hooks: Hooks) -> tuple[str, ...]:
-    """What a checkpoint records of `hooks`."""
+    """The text that a checkpoint records for `hooks`."""
     return tuple(map(repr, hooks))
 
 
