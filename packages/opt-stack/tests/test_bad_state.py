@@ -46,7 +46,7 @@ BROKEN = {
     "a parameter without state": (lambda d: d["state"].pop(0), "no state of"),
     "state that nobody keeps": (lambda d: d["state"][0].update(junk=torch.ones(1)), "has junk"),
     "no state at all": (lambda d: d.pop("state"), "needs 'state' and 'param_groups'"),
-    "another layout": (lambda d: d.update(layout="rank 0 of another"), "sharded_state_dict loads on any"),
+    "another layout": (lambda d: d.update(layout="rank 0 of another"), "which loads on any layout"),
 }
 
 

@@ -147,7 +147,9 @@ def _without(state: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        pytest.param(lambda s: s["param_groups"].pop(), "has 1 parameter groups, this optimizer 2", id="groups"),
+        pytest.param(
+            lambda s: s["param_groups"].pop(), "has 1 parameter groups, but this optimizer has 2", id="groups"
+        ),
         pytest.param(lambda s: s["param_groups"][0].update(name="x"), "state_dict has no group 'default'", id="name"),
         pytest.param(lambda s: s.update(layout="rank 0 of ab"), "saved on layout rank 0 of ab", id="layout"),
         pytest.param(lambda s: _without(s, "exp_avg_sq"), "lacks exp_avg_sq", id="other-rule"),

@@ -173,19 +173,21 @@ class CountsInAnAttribute(torch.optim.SGD):
         pytest.param(
             torch.optim.Adafactor,
             {},
-            "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); what can be saved "
-            "is a tensor of the parameter's shape, or one number as a tensor",
+            "Adafactor keeps 'row_var' as a tensor of shape (3, 1) for a parameter of shape (3, 4); allowed are "
+            "tensors of the parameter's shape, and 0-d tensors",
             id="reduced-state",
         ),
         pytest.param(
             CountsInItsGroup,
             {},
-            "CountsInItsGroup keeps param_groups[0]['k'] outside of its state by parameter, where nothing would be "
-            "saved; write it as a rule of ours",
+            "CountsInItsGroup keeps param_groups[0]['k'] outside of optimizer.state, where a checkpoint would "
+            "lose it; write it as a Formula or a Rule",
             id="group-state",
         ),
-        pytest.param(CountsInAnAttribute, {}, "CountsInAnAttribute keeps calls outside of its state", id="attribute"),
-        pytest.param(torch.optim.SGD, {"lr": 0.1}, "lr=0.1 is set in the OptimizerConfig instead", id="lr"),
+        pytest.param(
+            CountsInAnAttribute, {}, "CountsInAnAttribute keeps calls outside of optimizer.state", id="attribute"
+        ),
+        pytest.param(torch.optim.SGD, {"lr": 0.1}, "lr=0.1 cannot be fixed here; set it in OptimizerConfig", id="lr"),
         pytest.param(
             torch.optim.SGD, {"momentum": -1.0}, "cannot be stepped: Invalid momentum value: -1.0", id="value"
         ),
@@ -205,28 +207,28 @@ def test_a_class_that_cannot_be_a_rule_is_refused_at_once(cls: Any, options: dic
         pytest.param(
             torch.optim.NAdam,
             {"use_distributed_optimizer": True},
-            "use_distributed_optimizer=True: optimizer='theirs' is torch's NAdam behind an adapter, which works where "
-            "every rank keeps the whole state; set it to False, or use one of our own rules",
+            "use_distributed_optimizer=True: optimizer='theirs' wraps torch's NAdam, which needs the whole state on every "
+            "rank; set it to False, or use a built-in rule",
             id="flat-shards",
         ),
         pytest.param(
             torch.optim.NAdam,
             {"use_layer_wise_distributed_optimizer": True},
-            "use_layer_wise_distributed_optimizer=True: optimizer='theirs' is torch's NAdam behind an adapter, which "
-            "works where every rank keeps the whole state; set it to False, or use one of our own rules",
+            "use_layer_wise_distributed_optimizer=True: optimizer='theirs' wraps torch's NAdam, which needs the whole "
+            "state on every rank; set it to False, or use a built-in rule",
             id="layer-wise",
         ),
         pytest.param(
             torch.optim.Rprop,
             {},
-            "weight_decay=0.1: optimizer='theirs' is Rprop, which knows none; set 0.0",
+            "weight_decay=0.1: optimizer='theirs' is Rprop, which has none; set 0.0",
             id="weight-decay",
         ),
         pytest.param(
             torch.optim.NAdam,
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
             "exp_avg_dtype=torch.bfloat16: optimizer='theirs' is torch's NAdam, which keeps its state in "
-            "torch.float32; leave it at that",
+            "torch.float32; leave it at torch.float32",
             id="narrow-moments",
         ),
     ],
@@ -250,5 +252,7 @@ def test_state_that_appears_only_with_later_numbers_is_not_lost_in_silence() -> 
     optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD))
     optimizer.param_groups[0]["momentum"] = 0.9
     backward(model, 0)
-    with pytest.raises(ConfigError, match=r"keeps momentum_buffer with a group's present numbers, but not with those"):
+    with pytest.raises(
+        ConfigError, match=r"keeps momentum_buffer with a group's current hyper-parameters, but not with those"
+    ):
         optimizer.step()

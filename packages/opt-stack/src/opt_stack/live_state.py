@@ -1,4 +1,4 @@
-"""`Optimizer.state`: what `state_dict` holds of each parameter, as a mapping that reads and writes the live state."""
+"""`Optimizer.state`: a mapping that reads and writes the live state of each parameter."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -11,11 +11,11 @@ from opt_stack.sharded_state import Held
 
 
 class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
-    """State by parameter, under the names of `state_dict`, and as DTensors where parameters are.
+    """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
 
-    Reading makes a dict of tensors that share the state's memory, except `step` and main values joined from a
+    Reading returns a dict of tensors that share the state's memory, except `step` and main values joined from a
     remainder. Assigning a dict sets the parameter's whole state, as loading does. State exists from construction, so
-    the mapping is true even on a rank that holds no parameter, and nothing can be deleted.
+    the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
     """
 
     def __init__(self, held: Mapping[Tensor, Held], *, check: Callable[[], None] = lambda: None):
@@ -25,7 +25,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
         self._check()
         if param not in self._held:
-            return {}  # as torch's, which is a defaultdict; another rank holds it
+            return {}  # as with torch's defaultdict; another rank holds the state
         held = self._held[param]
         return ParamState(read_state(held.unit, held.piece), held)
 
@@ -36,7 +36,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
         load_state_(unit, piece, saved)
 
     def __delitem__(self, param: Tensor) -> None:
-        raise TypeError("the state of a parameter exists for as long as its optimizer; assign {} to reset it")
+        raise TypeError("the state of a parameter cannot be deleted; assign {} to optimizer.state[param] to reset it")
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._held)
@@ -62,7 +62,7 @@ class ParamState(PieceState):
 
     def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
         super().__init__(values)
-        self._held = held  # None where a trainer made a new one of our type, with moved tensors
+        self._held = held  # None if a trainer constructed a copy of this type, with moved tensors
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         changed = {**self, name: value}

@@ -1,4 +1,4 @@
-"""A state dict in torch's form, held against the optimizer it is for. Only `set_group_` changes anything: its group."""
+"""Match a state dict in torch's form with an optimizer. Only `set_group_` writes: to its group."""
 
 import copy
 import logging
@@ -16,20 +16,20 @@ from opt_stack.hooks import HOOKS
 logger = logging.getLogger("opt_stack")
 
 Group = Mapping[str, Any]
-HELD = ("params", "param_ids", "param_names")  # keys of a group that say what it holds, not how it is trained
+HELD = ("params", "param_ids", "param_names")  # keys of a group that list its parameters
 RULE = "optimizer"  # a group's key that names its rule; groups of torch's optimizers have none
-NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # what must be a number where a saved group has it
+NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # keys of a saved group that must be numbers
 
 
 def param_name(id: ParamId) -> str:
-    """A parameter's name in a state dict; the first chunk's are the module's own."""
+    """Return a parameter's name in a state dict; in the first chunk, its name in the module."""
     return id.name if id.chunk == 0 else f"model{id.chunk}.{id.name}"
 
 
 class _RankLocalGroup(dict[str, Any]):
-    """A packed group beside state that only this rank holds. Pickled, it is an OrderedDict.
+    """A packed group of a state dict that holds only this rank's part. It pickles as an OrderedDict.
 
-    `torch.distributed.checkpoint.state_dict` replaces `params` by names, which no longer tell the ranks' states apart.
+    `torch.distributed.checkpoint.state_dict` replaces `params` by names, which do not distinguish the parts of ranks.
     """
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -46,10 +46,9 @@ class _RankLocalGroup(dict[str, Any]):
 
 
 def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[dict[str, Any]]:
-    """Groups as torch saves them: `params` are indices over all groups, `param_names` the names at these.
+    """Return groups as torch saves them: `params` are indices over all groups, `param_names` the names at these.
 
-    `param_ids` is there because torch's flattened form asks for every key of a group, and empty because nobody reads
-    it.
+    `param_ids` is None: torch's flattened form needs every key of a group, but nothing reads this one.
     """
     packed, start = [], 0
     for group in groups:
@@ -63,30 +62,30 @@ def packed_groups(groups: Sequence[Group], *, rank_local: bool = False) -> list[
 
 
 def check_form(state_dict: Any, *, version: int, layout_id: str) -> None:
-    """Raises ValueError for what is no state dict, is of a newer version, or was saved on another layout."""
+    """Raise ValueError if `state_dict` is not a state dict, has a newer version, or was saved on another layout."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = ", ".join(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ValueError(f"state_dict needs 'state' and 'param_groups'; this has {found or 'nothing'}")
+        raise ValueError(f"state_dict needs 'state' and 'param_groups'; it has {found or 'nothing'}")
     saved_version = state_dict.get("version", version)
     if saved_version != version:
-        raise ValueError(f"state_dict has version {saved_version!r}; this release reads version {version}")
+        raise ValueError(f"state_dict has version {saved_version!r}; this release reads version {version} only")
     layouts = state_dict.get("layout", layout_id)
     layouts = [layouts] if isinstance(layouts, str) else list(layouts)
     if layout_id not in layouts:
         raise ValueError(
-            f"state_dict was saved on layout {', '.join(map(str, layouts))}, this optimizer has {layout_id}; "
-            "sharded_state_dict loads on any"
+            f"state_dict was saved on layout {', '.join(map(str, layouts))}, but this optimizer has {layout_id}; use "
+            "sharded_state_dict with opt_checkpoint, which loads on any layout"
         )
 
 
 def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
-    """The saved group of each of `groups`: by name where saved groups have names, else by position.
+    """Return the saved group of each of `groups`: by name if saved groups have names, else by position.
 
-    Raises ValueError for other groups, or hyper-parameters that are no numbers.
+    Raises ValueError if groups, their sizes or rules differ, or a hyper-parameter is not a number.
     """
     saved = list(state_dict["param_groups"])
     if len(saved) != len(groups):
-        raise ValueError(f"state_dict has {len(saved)} parameter groups, this optimizer {len(groups)}")
+        raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
     if all("name" in group for group in saved) and not _is_by_name(saved):
         by_name = {group["name"]: group for group in saved}
         missing = [group["name"] for group in groups if group["name"] not in by_name]
@@ -99,15 +98,15 @@ def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
 
 
 def _is_by_name(saved_groups: Sequence[Group]) -> bool:
-    """Whether `torch.distributed.checkpoint.state_dict` made these groups: as ours in number and order, with names
-    for indices. Their other entries may be of groups that were saved in another order."""
+    """Return whether `torch.distributed.checkpoint.state_dict` made these groups: in this optimizer's order, with names
+    for indices."""
     return any(isinstance(index, str) for group in saved_groups for index in group["params"])
 
 
 def _check_group(ours: Group, theirs: Group) -> None:
     if len(ours["params"]) != len(theirs["params"]):
         raise ValueError(
-            f"group {ours['name']!r} has {len(ours['params'])} parameters, the saved one {len(theirs['params'])}"
+            f"group {ours['name']!r} has {len(ours['params'])} parameters, but the saved group {len(theirs['params'])}"
         )
     if theirs.get(RULE, ours[RULE]) != ours[RULE]:
         raise ValueError(
@@ -122,10 +121,10 @@ def _check_group(ours: Group, theirs: Group) -> None:
 
 
 def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequence[Group]) -> dict[ParamId, Group]:
-    """Saved state by parameter: by name inside a group where names were saved, else by position.
+    """Return the saved state of each parameter: by name inside its group if names were saved, else by position.
 
-    Raises ValueError for a parameter that is not in its saved group, and, in a state dict of ours that has any state,
-    for a parameter with elements but without state.
+    Raises ValueError if a parameter is not in its saved group, or if a state dict of this class has state of some
+    parameters but not of this one.
     """
     is_replicated = "replicated" in state_dict.get("layout", ())
     complete = "version" in state_dict and bool(state_dict["state"]) and is_replicated
@@ -140,15 +139,15 @@ def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequen
             if index[name] in state_dict["state"]:
                 found[id] = state_dict["state"][index[name]]
             elif complete and param.numel():
-                raise ValueError(f"state_dict has no state of {name!r}, though of others; it is damaged")
+                raise ValueError(f"state_dict has no state of {name!r}, but of other parameters; it is incomplete")
     return found
 
 
 def saved_scaler(state_dict: Group, scaler: Scaler) -> dict[str, Any]:
-    """The saved loss scale, tried on a copy of `scaler`. Raises ValueError where it cannot be loaded."""
+    """Return the saved loss scale, after loading it into a copy of `scaler`. Raise ValueError if that fails."""
     saved = dict(state_dict.get("grad_scaler") or {})
     if saved and not scaler.state_dict():
-        logger.info("the saved loss scale is not used: this optimizer's does not change")
+        logger.info("the saved loss scale is ignored: this optimizer has a constant one")
         return {}
     try:
         if saved:
@@ -159,7 +158,7 @@ def saved_scaler(state_dict: Group, scaler: Scaler) -> dict[str, Any]:
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
-    """Takes over a saved group's hyper-parameters, not its hooks; a tensor is written in place: others may hold it."""
+    """Copy a saved group's hyper-parameters to `group`, but not its hooks. Tensors are written in place."""
     for key, value in saved.items():
         if key in HELD or key == HOOKS:
             continue

@@ -1,4 +1,4 @@
-"""The optimizer's state on the way to and from a checkpoint that fits any number of ranks."""
+"""The optimizer's state as sharded tensors, for checkpoints that load on any number of ranks."""
 
 import logging
 from collections import defaultdict
@@ -30,19 +30,19 @@ from opt_stack.local_state import RULE
 
 logger = logging.getLogger(__name__)
 VERSION = 1
-# What a group is follows from the run that loads it; only how it is trained is restored, by the same rule.
+# The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
 
 
 class Held(NamedTuple):
-    """This rank's piece of a parameter and the unit whose rule moves it."""
+    """This rank's piece of a parameter and the unit whose rule updates it."""
 
     unit: Unit
     piece: OwnedPiece
 
 
 class Described(NamedTuple):
-    """A parameter of the optimizer and what the model's sharded state says of it."""
+    """A parameter of the optimizer and its entry in the model's sharded state."""
 
     id: ParamId
     name: str  # in the checkpoint's groups; unique over the whole model
@@ -52,8 +52,8 @@ class Described(NamedTuple):
 def describe_params(
     model_sharded_state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[list[Described]]:
-    """The parameters of each group. Marks them in `model_sharded_state_dict` as having main values, by which `load`
-    goes on exactly in another precision.
+    """Return the parameters of each group. Marks them in `model_sharded_state_dict` as having main values, so that
+    `load` restores exact values in another precision.
 
     Raises:
         ValueError: a parameter is not in the model's sharded state.
@@ -77,7 +77,7 @@ def sharded_state(
     scaler: Scaler,
     everyone: Comm,
 ) -> dict[str, Any]:
-    """What `opt_checkpoint.save` and `load` take. All ranks call it together: groups name every rank's parameters."""
+    """Return the state for `opt_checkpoint.save` and `load`. Collective: groups name every rank's parameters."""
     state = {}
     for own, at in _held_entries(described, held):
         state[at] = read_piece(*held[own.id]).sharded(own.sharded)
@@ -88,7 +88,7 @@ def sharded_state(
         "groups": groups_to_saved(kept, _names_on_all_ranks(described, everyone)),
         "grad_scaler": scaler.state_dict(),
     }
-    return ScopedState(parts, replaces="optimizer.")  # several optimizers may stand in one state
+    return ScopedState(parts, replaces="optimizer.")  # one state may hold several optimizers
 
 
 def load_sharded_(
@@ -103,19 +103,20 @@ def load_sharded_(
     override: Mapping[str, Any] = NO_OVERRIDE,
     rules: Mapping[str, Rule],  # of this rank's units, by the groups' `optimizer`
 ) -> None:
-    """Sets everything from what `opt_checkpoint.load` gave back; all ranks call it together.
+    """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
 
     Raises:
-        ValueError: saved groups contradict each other on a parameter's new group or have impossible numbers, or a part
-            of a parameter's state was not loaded; on every rank, and nothing was set but what the load itself wrote.
+        ValueError: on every rank, if parameters of one group were saved with different hyper-parameters, a
+            hyper-parameter is not valid, or a part of a parameter's state was not loaded. Nothing has changed, except
+            tensors that the load itself wrote.
     """
     names = [[own.name for own in of_group] for of_group in described]
     saved = _of_same_rule(loaded["groups"], groups, names)
-    mine = [(held[own.id], loaded["state"].get(at, {})) for own, at in _held_entries(described, held)]
-    mine += [(held[own.id], {}) for own in _flat(described) if own.id in held and _is_empty(own)]
+    pieces = [(held[own.id], loaded["state"].get(at, {})) for own, at in _held_entries(described, held)]
+    pieces += [(held[own.id], {}) for own in _flat(described) if own.id in held and _is_empty(own)]
     error: ValueError | None = None
     try:
-        for (unit, piece), values in mine:
+        for (unit, piece), values in pieces:
             check_loaded(unit, piece, values)
         untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
         apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
@@ -126,7 +127,7 @@ def load_sharded_(
     _warn_of_another_rule(loaded, groups, names)
     _warn_of_other_hooks(loaded["groups"], groups, names)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
-    for (unit, piece), values in mine:
+    for (unit, piece), values in pieces:
         read_piece(unit, piece).take_(values)
     if loaded["grad_scaler"]:
         scaler.load_state_dict(loaded["grad_scaler"])
@@ -135,7 +136,7 @@ def load_sharded_(
 def _warn_of_another_rule(
     loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> None:
-    """Two rules may call different things by one name: second moments of SOAP are in a basis of its own."""
+    """Log a warning for state of another rule: a name may mean something else, as SOAP's moments in its eigenbasis."""
     saved = loaded["groups"]
     then = {n: group.get(RULE) for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
     moved: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -151,7 +152,7 @@ def _warn_of_another_rule(
 def _warn_of_other_hooks(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> None:
-    """Once for each current group and each other hooks that parameters of it were saved with."""
+    """Log a warning for each current group and each set of other hooks that its parameters were saved with."""
     then = {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
     for group, own in zip(groups, names, strict=True):
         of_group = {str(then[name].get(HOOKS)): then[name] for name in own if name in then}
@@ -162,8 +163,8 @@ def _warn_of_other_hooks(
 def _of_same_rule(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Saved groups less the parameters that another rule moves now: its learning rate means nothing to this one. None
-    where none were saved, as in converted checkpoints. Hooks are this run's."""
+    """Return the saved groups without hooks and without parameters that another rule updates now, because learning
+    rates of one rule do not fit another. Empty if no groups were saved, as in converted checkpoints."""
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [
         [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
@@ -176,9 +177,9 @@ def _of_same_rule(
 def _held_entries(
     described: Sequence[Sequence[Described]], held: Mapping[ParamId, Held]
 ) -> Iterator[tuple[Described, str]]:
-    """What is saved of this rank's pieces, with a place in the state of its own: two model chunks may share a key.
+    """Yield the parameters whose state this rank saves, with a unique name: two model chunks may share a key.
 
-    A parameter without elements has no state on most layouts, and so is saved on none.
+    A parameter without elements has no state on most layouts, so its state is not saved on any.
     """
     places: set[str] = set()
     for own in _flat(described):
@@ -198,13 +199,13 @@ def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:
 
 
 def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """The parameter's key; with its place among the layers or experts that are stacked under one key."""
+    """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
     if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
         return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
     return sharded.key
 
 
 def _names_on_all_ranks(described: Sequence[Sequence[Described]], everyone: Comm) -> list[list[str]]:
-    mine = [[own.name for own in of_group] for of_group in described]
-    told = everyone.gather_objects(mine)
-    return [list(dict.fromkeys(name for of_rank in told for name in of_rank[group])) for group in range(len(mine))]
+    local = [[own.name for own in of_group] for of_group in described]
+    per_rank = everyone.gather_objects(local)
+    return [list(dict.fromkeys(name for of_rank in per_rank for name in of_rank[at])) for at in range(len(local))]

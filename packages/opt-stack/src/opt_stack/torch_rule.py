@@ -1,8 +1,8 @@
-"""Any `torch.optim` class as a rule: its update on whole parameters, its state declared, saved and loaded like ours.
+"""`torch_rule`: any `torch.optim` class as a rule for whole parameters, with state that is saved and loaded as usual.
 
-What a class keeps is found by trying it on a small parameter. Its own step count is not kept twice: it is the step's.
-Nor is a count that it keeps in its groups. A class that keeps anything else in its groups, in attributes or as plain
-numbers is refused: that would be lost.
+The state of a class is found by stepping it on a small parameter. Its step count, in its state or its groups, is not
+stored separately: it equals the count of the piece. A class that keeps anything else in its groups, in attributes or as
+plain numbers is refused, because a checkpoint would lose it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,30 +20,31 @@ from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 from opt_stack.built_in import RuleEntry
 
-OF_THE_CONFIG = ("lr", "weight_decay")  # numbers that the configuration and the groups give
-OF_THE_GROUP = ("betas", "eps", "momentum")  # numbers that a group may have for itself
+OF_THE_CONFIG = ("lr", "weight_decay")  # read from the configuration and the groups
+OF_THE_GROUP = ("betas", "eps", "momentum")  # read from the groups
 STEP = "step"
 GROUP_STEP = f"param_groups[0][{STEP!r}]"
 PROBE_SHAPES = ((3, 4), (5,))
-PROBE_STEPS = 2  # a class may keep something new only from its second step
+PROBE_STEPS = 2  # a class may add state in its second step
 
 
 def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> RuleEntry:
-    """A rule for `Registry.with_rule` that updates as `cls(params, lr=..., weight_decay=..., **options)` does.
+    """Return a rule for `Registry.with_rule` that updates as `cls(params, lr=..., weight_decay=..., **options)` does.
 
-    lr and weight_decay come from the configuration and are read from the groups at every step; so are betas, eps and
-    momentum, which start from `options` or the class's defaults. Other options are fixed. The class is built anew for
-    every group at every step: it costs some Python for each parameter, and cannot be captured in a CUDA graph.
+    At every step, lr and weight_decay are read from the groups, where they start from the configuration; so are betas,
+    eps and momentum, which start from `options` or the class's defaults. Other options are fixed. The class is
+    constructed again for every group at every step, which costs Python time for each parameter and cannot be captured
+    in a CUDA graph.
 
     Raises:
-        ConfigError: the class cannot be stepped without a closure, has no lr, or keeps state that could not be saved.
-            Later, where a configuration asks for the rule: sharded state, narrow moments, or a weight decay that the
-            class does not know.
+        ConfigError: the class cannot be stepped without a closure, has no lr, or keeps state that cannot be saved. When
+            an optimizer is built with the rule: state is sharded, moments are narrow, or weight_decay is set and the
+            class has none.
     """
     taken = [option for option in options if option in OF_THE_CONFIG]
     if taken:
         raise ConfigError(
-            f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} is set in the OptimizerConfig instead"
+            f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} cannot be fixed here; set it in OptimizerConfig"
         )
     kept = _kept_by(name, cls, options)
     numbers = {number: kept.defaults[number] for number in OF_THE_GROUP if number in kept.defaults}
@@ -60,7 +61,7 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
         if config.weight_decay and "weight_decay" not in rule.numbers:
             raise ConfigError(
-                f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which knows none; set 0.0"
+                f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which has none; set 0.0"
             )
         return numbers
 
@@ -74,34 +75,34 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRule:
-    """The update of one `torch.optim` class. `update_` reads of `Hyper` what `numbers` names, and the step."""
+    """The update of one `torch.optim` class. `update_` reads the step and the hyper-parameters in `numbers`."""
 
     name: str
     cls: type[torch.optim.Optimizer]
     options: Mapping[str, Any]
     numbers: tuple[str, ...]
     state_specs: tuple[StateSpec, ...]
-    step_type: type[Any] | None  # of the step count the class keeps in its state; None: it keeps none
+    step_type: type[Any] | None  # type of the step count in the state of the class; None: it has no step count
     counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
 
     @property
     def needs(self) -> Needs:
-        return Needs.ELEMENTS  # where they lie is `_checked`'s business: never in shards
+        return Needs.ELEMENTS  # `_checked` refuses shards
 
     @property
     def codecs(self) -> Mapping[str, StateCodec]:
-        """All state is stored as it is."""
+        """No state is encoded."""
         return {}
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """Zeros, which nobody reads: at its first step the class makes its own state, and that is kept.
+        """Return zeros as placeholders. They are not read: the class makes its state in its first step.
 
-        Raises ConfigError for a parameter that the class refuses, or that is cut already.
+        Raises ConfigError for a parameter that the class refuses, or that is not a plain tensor.
         """
         if type(main) not in (Tensor, nn.Parameter):
             raise ConfigError(
                 f"optimizer={self.name!r} updates plain tensors, but a parameter is a {type(main).__name__}; use a "
-                "rule of ours for it, or keep it whole"
+                "built-in rule for it, or do not shard it"
             )
         try:
             self.cls([torch.empty_like(main, device="meta")], **self.options)
@@ -121,7 +122,7 @@ class TorchRule:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        """One step of the class for each batch. The host reads the skip flag and the numbers."""
+        """Take one step of the class for each batch. The host reads the skip flag and the hyper-parameters."""
         if skip is not None and bool(skip):
             return
         for hyper, works in batches:
@@ -138,7 +139,7 @@ class TorchRule:
                 self._keep_(work, main, optimizer.state[main])
 
     def _state(self, work: Work, main: Tensor, *, steps: int) -> dict[str, Any]:
-        """The state of a parameter as the class knows it, after `steps` steps."""
+        """Return the state of a parameter in the form of the class, after `steps` steps."""
         state: dict[str, Any] = dict(work.state)
         if self.step_type is not None and issubclass(self.step_type, Tensor):
             state[STEP] = torch.tensor(float(steps), device=self._scalar_device(main))
@@ -147,12 +148,12 @@ class TorchRule:
         return state
 
     def _keep_(self, work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
-        """Writes what the class left in `state` and `main` to where it belongs."""
+        """Write the state and main values that the class has updated back to the work."""
         undeclared = {key for key, value in state.items() if value is not None} - {s.name for s in self.state_specs}
         if undeclared - {STEP}:
             raise ConfigError(
-                f"optimizer={self.name!r} keeps {', '.join(sorted(undeclared - {STEP}))} with a group's present "
-                "numbers, but not with those it was made with; give them to torch_rule, as in "
+                f"optimizer={self.name!r} keeps {', '.join(sorted(undeclared - {STEP}))} with a group's current "
+                "hyper-parameters, but not with those it was registered with; pass them to torch_rule, as in "
                 f"torch_rule({self.name!r}, {self.cls.__name__}, momentum=...)"
             )
         for spec in self.state_specs:
@@ -164,13 +165,13 @@ class TorchRule:
             work.out.copy_(main)
 
     def _scalar_device(self, main: Tensor) -> torch.device:
-        """torch keeps scalars on the host, unless its class was told to run without it."""
+        """Return the device of scalar state: the host, as in torch, unless the class is capturable or fused."""
         on_device = self.options.get("capturable") or self.options.get("fused")
         return main.device if on_device else torch.device("cpu")
 
 
 def _main(work: Work) -> Tensor:
-    """The main values as a tensor of their own `grad`; they share the work's memory, unless they had to be joined."""
+    """Return the main values as a detached tensor, in the work's memory unless joined from a remainder."""
     if work.main is not None:
         return work.main.detach()
     assert work.out is not None
@@ -190,20 +191,20 @@ def _numbers(hyper: Hyper, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
-    """The rule, where the configuration lets it work on whole parameters, in its own numbers."""
+    """Return the rule. Raise ConfigError if the configuration shards its parameters or narrows its state."""
     if not isinstance(config.sharding, Replicated):
         flag = "use_distributed_optimizer"
         if config.use_layer_wise_distributed_optimizer:
             flag = "use_layer_wise_distributed_optimizer"
         raise ConfigError(
-            f"{flag}=True: optimizer={rule.name!r} is torch's {rule.cls.__name__} behind an adapter, which works where "
-            "every rank keeps the whole state; set it to False, or use one of our own rules"
+            f"{flag}=True: optimizer={rule.name!r} wraps torch's {rule.cls.__name__}, which needs the whole state on "
+            "every rank; set it to False, or use a built-in rule"
         )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(config, field) is not torch.float32:
             raise ConfigError(
                 f"{field}={getattr(config, field)}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which "
-                "keeps its state in torch.float32; leave it at that"
+                "keeps its state in torch.float32; leave it at torch.float32"
             )
     return rule
 
@@ -212,7 +213,7 @@ def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
 
 
 class _Kept(NamedTuple):
-    """What a class was seen to keep of a parameter."""
+    """The state that a class was found to keep for a parameter."""
 
     specs: tuple[StateSpec, ...]
     step_type: type[Any] | None
@@ -221,15 +222,15 @@ class _Kept(NamedTuple):
 
 
 def _kept_by(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> _Kept:
-    """What `cls` keeps. Raises ConfigError where that is not the same for all shapes, or could not be saved."""
+    """Find the state that `cls` keeps. Raise ConfigError if it depends on the shape or cannot be saved."""
     matrix, vector = PROBE_SHAPES
     kept = _probe(name, cls, options, matrix)
     try:
         of_vector = _probe(name, cls, options, vector)
     except ConfigError:
-        return kept  # a class for matrices only; `init_state` refuses the rest
+        return kept  # a class for matrices only; `init_state` refuses other parameters
     if of_vector[:3] != kept[:3]:
-        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps other state of vectors than of matrices")
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps different state for vectors and matrices")
     return kept
 
 
@@ -246,15 +247,15 @@ def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, An
             f"torch_rule({name!r}): {cls.__name__}({dict(options)}) cannot be stepped: {error}"
         ) from error
     if "lr" not in optimizer.defaults:
-        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} has no lr, which a group would set")
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} has no lr in its defaults")
     after = _outside(optimizer)
     changed = [key for key in after if before.get(key) != after[key]]
     counts_in_group = after.get(GROUP_STEP) == repr(PROBE_STEPS) and GROUP_STEP in changed
     changed = [key for key in changed if not (counts_in_group and key == GROUP_STEP)]
     if changed:
         raise ConfigError(
-            f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of its state by parameter, where "
-            "nothing would be saved; write it as a rule of ours"
+            f"torch_rule({name!r}): {cls.__name__} keeps {', '.join(changed)} outside of optimizer.state, where a "
+            "checkpoint would lose it; write it as a Formula or a Rule"
         )
     specs, step_type = [], None
     for key, value in optimizer.state[param].items():
@@ -270,15 +271,15 @@ def _spec(name: str, cls: type, key: str, value: Any, shape: tuple[int, ...]) ->
         return StateSpec(name=key, dtype=value.dtype)
     if isinstance(value, Tensor) and value.dim() == 0:
         return StateSpec(name=key, kind=StateKind.SCALAR, dtype=value.dtype)
-    told = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {told} for a parameter of shape {shape}; what can be "
-        "saved is a tensor of the parameter's shape, or one number as a tensor"
+        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {kind} for a parameter of shape {shape}; allowed are "
+        "tensors of the parameter's shape, and 0-d tensors"
     )
 
 
 def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What the optimizer holds beside its state by parameter, as text: numbers, flags and small tensors."""
+    """Return what the optimizer holds outside of its `state`, as text: numbers, flags and small tensors."""
     plain = (bool, int, float, str, Tensor)
     found = {f"param_groups[0][{key!r}]": value for key, value in optimizer.param_groups[0].items()}
     found |= vars(optimizer)
