@@ -207,8 +207,8 @@ def test_a_class_that_cannot_be_a_rule_is_refused_at_once(cls: Any, options: dic
         pytest.param(
             torch.optim.NAdam,
             {"use_distributed_optimizer": True},
-            "use_distributed_optimizer=True: optimizer='theirs' wraps torch's NAdam, which needs the whole state on every "
-            "rank; set it to False, or use a built-in rule",
+            "use_distributed_optimizer=True: optimizer='theirs' wraps torch's NAdam, which needs the whole state on "
+            "every rank; set it to False, or use a built-in rule",
             id="flat-shards",
         ),
         pytest.param(
