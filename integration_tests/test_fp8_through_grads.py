@@ -147,7 +147,7 @@ def test_a_plain_module_has_no_gradient_buffer_to_reuse() -> None:
 
 def test_other_recipes_are_refused() -> None:
     def rank_main(comm: Comm) -> None:
-        with pytest.raises(StorageError, match="but parameters are kept by the recipe 'blockwise'"):
+        with pytest.raises(StorageError, match="but fp8 parameters have the recipe 'blockwise'"):
             wrapped(comm, "blockwise", **{REUSE: True})
 
     run_threads(2, rank_main)

@@ -272,7 +272,7 @@ def test_gradients_are_taken_into_main_grad_in_its_own_dtype() -> None:
     bind_main_grad(param, torch.zeros(3))
     for _ in range(2):
         param.grad = torch.full((3,), 0.5, dtype=torch.bfloat16)
-        take_grad_(param)
+        take_grad_(param, "param")
     assert main_grad(param).tolist() == [1.0, 1.0, 1.0]
     assert param.grad is None
 
@@ -290,7 +290,7 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     bind_main_grad(param, torch.zeros(1))
     param.grad_added_to_main_grad, param.zero_out_wgrad = added, zero_out
     param.grad = torch.ones(1)
-    take_grad_(param)
+    take_grad_(param, "param")
     assert main_grad(param).item() == expected
     begin_accumulation(param, main_grad(param))
     assert not param.grad_added_to_main_grad
@@ -300,8 +300,10 @@ def test_sparse_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.ones(4, 2))
     bind_main_grad(weight, torch.zeros(4, 2))
     nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match=r"torch.sparse_coo; buffers take dense ones"):
-        take_grad_(weight)
+    with pytest.raises(
+        ValueError, match=r"gradient of .weight. is torch.sparse_coo; dense \(torch.strided\) gradients"
+    ):
+        take_grad_(weight, "weight")
 
 
 def test_unbinding_leaves_nothing_behind() -> None:

@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "means of sums": (
         lambda: wrap(Config(average_in_collective=True), per_token=True),
-        "average_in_collective=True takes means, calculate_per_token_loss sums; choose one",
+        "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False",
     ),
     "hooks without overlap": (
         lambda: wrap(SHARDED).enable_forward_pre_hook(),

@@ -280,7 +280,7 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
         lambda: finalize_model_grads(
             [DistributedDataParallel(CONFIGS["flat"], nn.Linear(2, 2), groups=over(Alone()))], torch.tensor(1)
         ),
-        "takes means; wrap it with calculate_per_token_loss=True",
+        "averages gradients; wrap it with calculate_per_token_loss=True",
     ),
     "biases that flee the balance": (
         lambda: finalize_model_grads([], router_bias_update_rate=-0.1),

@@ -1,4 +1,4 @@
-"""`finalize_model_grads`: what a parallel model's gradients need between backward and step."""
+"""`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from opt_distributed.routers import update_router_biases_
 from opt_paramgroups import ParamMeta
 
 QK_NORMS = ("q_layernorm", "k_layernorm")
-"""In the names of norms that every tensor-parallel rank applies to its own heads."""
+"""Parts of the names of norms that every tensor-parallel rank applies to its own heads."""
 ROUTER_BIAS_UPDATE_RATE = 1e-3
-"""The reference's, and that of the paper (see `routers`)."""
+"""The default of Megatron-Core and of the paper (see `routers`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The ranks that hold other parts of the same model; a world of one where there are none."""
+    """The ranks that hold other parts of the same model; worlds of one if there are none."""
 
     tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of dense parameters
     expert_tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of experts
@@ -33,7 +33,7 @@ class Peers:
 
     @classmethod
     def of_groups(cls, groups: ProcessGroups | None) -> "Peers":
-        """From process groups by role; None: no such peers."""
+        """Derive the peers from process groups by role. None: there are none."""
         if groups is None:
             return cls()
         return cls(
@@ -54,35 +54,36 @@ def finalize_model_grads(
     qk_layernorm: bool = False,
     router_bias_update_rate: float = ROUTER_BIAS_UPDATE_RATE,
 ) -> None:
-    """Completes gradients, on every rank alike: writes the gradient buffers of `model_chunks`, and routers' biases.
+    """Complete the gradients. Collective. Writes the gradient buffers of `model_chunks`, and biases of routers.
 
     In this order:
 
-    1. finishes the data-parallel reduction;
-    2. sums over all stages, and over the chunks of a stage, what all of them hold (`pipeline_parallel` parameters);
-    3. sums over tensor-parallel ranks what is partial there (`sequence_parallel` parameters; norms of queries and keys
-       where `qk_layernorm` is set) and averages what is kept equal (`average_gradients_across_tp_domain`);
-    4. sums the tied embedding (`shared_embedding`) and the position embedding (`shared_position_embedding`) over the
+    1. finish the data-parallel reduction;
+    2. sum `pipeline_parallel` parameters, which all stages hold, over the stages and over the chunks of a stage;
+    3. over tensor-parallel ranks, sum partial gradients (`sequence_parallel` parameters, and norms of queries and keys
+       with `qk_layernorm`), and average gradients of `average_gradients_across_tp_domain` parameters;
+    4. sum the tied embedding (`shared_embedding`) and the position embedding (`shared_position_embedding`) over the
        stages that hold them;
-    5. moves the biases of routers that balance their experts (`routers.update_router_biases_`);
-    6. divides by the number of tokens.
+    5. update the biases of routers that balance their experts (`routers.update_router_biases_`);
+    6. divide by the number of tokens.
 
-    Parameters say what they are by attributes of these names, set before they are wrapped. Only this rank's own parts
-    travel: peers shard alike, so they own the same parts, and what several stages hold is alone in its bucket.
+    Parameters are marked by attributes of these names, set before they are wrapped. Every rank sends only the parts
+    that it owns. These match, because peers shard equally, and a parameter that several stages hold is alone in its
+    bucket.
 
     Args:
         model_chunks: the chunks of this rank.
-        num_tokens: tokens in this rank's losses of the iteration, a number or a tensor, () or (1,), which is not
-            written; read on the last stage only. None: losses were means.
-        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd`, `pp` are read), or ready `Peers`.
-        qk_layernorm: parameters with `q_layernorm` or `k_layernorm` in their names are applied to each rank's own
-            heads, so that their gradients are partial also without sequence parallelism.
-        router_bias_update_rate: how far a router's biases move; 0 leaves them as they are.
+        num_tokens: tokens in this rank's losses of the iteration, a number or a tensor of shape () or (1,). Only the
+            value on the last stage is used. None: losses are means.
+        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd` and `pp` are used), or `Peers`.
+        qk_layernorm: each rank applies parameters with `q_layernorm` or `k_layernorm` in their names to its own heads,
+            so that their gradients are partial even without sequence parallelism.
+        router_bias_update_rate: the change of a router's biases in each step; 0 leaves them unchanged.
 
     Raises:
-        ValueError: a chunk is not wrapped; `num_tokens` is given for chunks that take means, which would divide twice;
-            `router_bias_update_rate` is below 0.
-        CollectiveError: a reduction failed, or ran into the group's timeout.
+        ValueError: a chunk is not wrapped; `num_tokens` is given, but a chunk averages gradients already, so that they
+            would be divided twice; `router_bias_update_rate` is below 0.
+        CollectiveError: a reduction failed, or exceeded the timeout of its group.
     """
     chunks = tuple(model_chunks)
     _check(chunks, num_tokens)
@@ -103,9 +104,9 @@ def finalize_model_grads(
 
 
 def _is_partial(meta: ParamMeta, *, is_expert: bool, qk_layernorm: bool) -> bool:
-    """What is both is averaged, as in the reference."""
-    says_so = meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))
-    return meta.is_expert == is_expert and says_so and not meta.average_gradients_across_tp
+    """A gradient marked both partial and averaged is averaged, as in Megatron-Core."""
+    is_marked = meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))
+    return meta.is_expert == is_expert and is_marked and not meta.average_gradients_across_tp
 
 
 def _is_equal(meta: ParamMeta, *, is_expert: bool) -> bool:
@@ -114,11 +115,11 @@ def _is_equal(meta: ParamMeta, *, is_expert: bool) -> bool:
 
 class _Owned(NamedTuple):
     name: str  # of the parameter in its chunk
-    grad: Tensor  # what this rank owns of it, a view
+    grad: Tensor  # the part that this rank owns, a view
 
 
 def _owned(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[_Owned]:
-    """What this rank owns of some parameters' gradients, in the order of the layouts."""
+    """The parts that this rank owns of the chosen parameters' gradients, in the order of the layouts."""
     for chunk in chunks:
         for buffer in chunk.synced_buffers:
             for piece in buffer.owned():
@@ -131,7 +132,7 @@ def _grads(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMet
 
 
 def _sum_over_stages_(chunks: Sequence[DistributedDataParallel], stages: Comm) -> None:
-    """Parameters of one name are one parameter, in all chunks of all stages."""
+    """Sum gradients of `pipeline_parallel` parameters with equal names, over all chunks of all stages."""
     copies: dict[str, list[Tensor]] = {}
     for name, grad in _owned(chunks, lambda meta: meta.pipeline_parallel):
         copies.setdefault(name, []).append(grad)
@@ -145,7 +146,7 @@ def _sum_over_stages_(chunks: Sequence[DistributedDataParallel], stages: Comm) -
 
 
 def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int, peers: Peers) -> None:
-    """A batch without any token leaves its gradients, which are zeros then, as they are."""
+    """Divide gradients by the total number of tokens, or by 1 if there are none."""
     device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
     total = torch.as_tensor(num_tokens, device=device).detach().to(torch.float32, copy=True)
     peers.stages.broadcast_(total, src=peers.stages.size - 1)
@@ -157,7 +158,7 @@ def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Te
 
 
 def _replicas(chunks: Sequence[DistributedDataParallel]) -> Sequence[Comm]:
-    """The data-parallel ranks: over one, then the other."""
+    """The groups of data-parallel ranks, over which sums are taken in order."""
     return [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
 
 
@@ -170,5 +171,6 @@ def _check(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int |
             )
         if num_tokens is not None and not chunk.calculate_per_token_loss:
             raise ValueError(
-                f"num_tokens was given, but model chunk {index} takes means; wrap it with calculate_per_token_loss=True"
+                f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
+                "calculate_per_token_loss=True"
             )

@@ -1,4 +1,4 @@
-"""What replicas must have in common before the first collective that one of them would miss."""
+"""Checks that replicas have equal layouts and configurations, before their first collective on buffers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,15 +10,15 @@ from opt_distributed.layout import LayoutError
 
 
 def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
-    """Every replica's value, in the same order on every rank, instance by instance."""
+    """Gather the values of all replicas, in the same order on every rank, instance by instance."""
     return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
 
 
 def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
-    """What a configuration says by itself, and what only the groups and the loss decide about it.
+    """Check a configuration by itself, and against the process groups and the kind of loss.
 
     Raises:
-        ValueError: a field that does not go with the groups or with the loss.
+        ValueError: a field contradicts another one, the groups, or the loss.
     """
     config.validate()  # fields may have been assigned since it was built
     instances = roles.dense.inter.size
@@ -30,53 +30,56 @@ def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_tok
     if config.reduce_scatter_with_fp32_accumulation and not config.use_distributed_optimizer:
         raise ValueError("reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True")
     if config.average_in_collective and per_token:
-        raise ValueError("average_in_collective=True takes means, calculate_per_token_loss sums; choose one")
+        raise ValueError(
+            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
+        )
 
 
 class Facts(NamedTuple):
-    """What must be equal on all replicas of one family of parameters."""
+    """Values that must be equal on all replicas of one family of parameters."""
 
     axes: Axes
     by_name: Mapping[str, str]
 
 
 class _Report(NamedTuple):
-    """One rank's part in a verdict."""
+    """What one rank reports to the others."""
 
-    error: str | None  # this rank's own
-    heard: str | None  # what another family's replicas refused
+    error: str | None  # of this rank
+    forwarded: str | None  # the refusal of another family's replicas
     by_name: Mapping[str, str]
 
 
 def agree_on(facts: Sequence[Facts], error: Exception | None, *, peers: Sequence[Comm] = ()) -> None:
-    """Raises on every rank that is connected through `facts` or `peers` if any of them has an error, or facts differ.
+    """Raise on all ranks that are connected through `facts` or `peers` if one of them has an error, or facts differ.
 
-    Every rank passes on what it heard before it raises, so that no rank waits for one that has raised.
+    Every rank forwards refusals before it raises, so that no rank waits for one that has raised.
 
     Raises:
-        LayoutError: another rank's error, or what differs, and on which ranks. This rank raises its own error.
+        LayoutError: quotes the error of another rank, or says what differs on which ranks. If this rank has an error,
+            that is raised instead.
     """
     own = None if error is None else str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    heard: str | None = None
+    refusal: str | None = None
     for axes, by_name in facts:
-        reports = from_all_replicas(axes, _Report(own, heard, dict(by_name)))
-        heard = heard or _refusal(reports)
+        reports = from_all_replicas(axes, _Report(own, refusal, dict(by_name)))
+        refusal = refusal or _refusal(reports)
     for comm in peers:
-        refusals = comm.gather_objects(heard)
-        heard = heard or next((refusal for refusal in refusals if refusal is not None), None)
+        refusals = comm.gather_objects(refusal)
+        refusal = refusal or next((one for one in refusals if one is not None), None)
     if error is not None:
         raise error
-    if heard is not None:
-        raise LayoutError(heard)
+    if refusal is not None:
+        raise LayoutError(refusal)
 
 
 def _refusal(reports: Sequence[_Report]) -> str | None:
     for rank, report in enumerate(reports):
         if report.error is not None:
             return f"data-parallel rank {rank} refused: {report.error}"
-    heard = next((report.heard for report in reports if report.heard is not None), None)
-    if heard is not None:
-        return heard
+    forwarded = next((report.forwarded for report in reports if report.forwarded is not None), None)
+    if forwarded is not None:
+        return forwarded
     first = reports[0].by_name
     different = [rank for rank, report in enumerate(reports) if report.by_name != first]
     if not different:

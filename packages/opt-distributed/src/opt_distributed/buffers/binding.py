@@ -1,8 +1,8 @@
-"""The only place that hangs something on a parameter: `main_grad`, and the flags of fused weight-gradient kernels.
+"""Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. No other file sets any.
 
-Such a kernel adds its product straight into ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and
-returns a gradient of any content to autograd, so that hooks still run. What it returned is dropped, or, where the
-kernel also set ``param.zero_out_wgrad = True`` because it holds zeros, added.
+Such a kernel adds its product directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and
+returns an arbitrary gradient to autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel
+also set ``param.zero_out_wgrad = True`` because it is zero, added.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from opt_paramgroups import ParamId
 
 
 class GradientError(RuntimeError):
-    """Gradients that arrived at the wrong time, in the wrong tensor, or that a check rejected."""
+    """A gradient arrived at the wrong time or in the wrong tensor, or a check rejected it."""
 
 
 class UnusableGradientError(GradientError):
-    """Gradients that must not be used, although their reduction is complete: no rank waits for the one that raises."""
+    """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
 
 
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
-    """Sets ``param.main_grad``: a view of a gradient buffer in its shape, where its gradient accumulates."""
+    """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
@@ -34,12 +34,12 @@ def main_grad(param: nn.Parameter) -> Tensor:
 
 
 def is_bound(param: nn.Parameter) -> bool:
-    """Whether its gradient accumulates in a buffer, so that ``param.grad`` stays empty."""
+    """Whether the gradient accumulates in a buffer, so that ``param.grad`` stays None."""
     return getattr(param, "main_grad", None) is not None
 
 
 def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
-    """Raises ValueError where a gradient accumulates elsewhere already: it would be added there, and again here."""
+    """Raise ValueError if a gradient accumulates in another buffer already: it would be added to both."""
     bound = [str(id) for id, param in params.items() if is_bound(param)]
     if bound:
         raise ValueError(
@@ -49,22 +49,22 @@ def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
 
 
 def begin_accumulation(param: nn.Parameter, view: Tensor) -> None:
-    """Binds `view` again, and resets the fused kernels' flag and what a failed backward left in ``param.grad``."""
+    """Bind `view` again; reset the flag of fused kernels, and ``param.grad``, which a failed backward may have left."""
     param.grad = None
     bind_main_grad(param, view)
 
 
 def is_rebound(param: nn.Parameter, view: Tensor) -> bool:
-    """Whether ``param.main_grad`` is another tensor than the view of the buffer."""
+    """Whether ``param.main_grad`` is a tensor other than the view of the buffer."""
     return getattr(param, "main_grad", None) is not view
 
 
 @torch.no_grad()
 def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
-    """Writes `view`: the tensor that the caller bound to ``param.main_grad`` in its place, if any; binds `view` again.
+    """If the caller bound another tensor to ``param.main_grad``, copy it to `view`, and bind `view` again.
 
-    Megatron-Core's callers rescale with ``param.main_grad = param.main_grad * factor``. The buffer is what is reduced,
-    so the value moves there.
+    Callers of Megatron-Core rescale with ``param.main_grad = param.main_grad * factor``. Reductions use the buffer, so
+    the value must be copied there.
 
     Raises:
         GradientError: ``param.main_grad`` is not a tensor of the parameter's shape.
@@ -73,9 +73,9 @@ def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
     if current is view:
         return
     if not isinstance(current, Tensor) or current.shape != view.shape:
-        found = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
+        given = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
         raise GradientError(
-            f"main_grad of {name} was replaced by {found}; it must be a tensor of shape {tuple(view.shape)}: write "
+            f"main_grad of {name} was replaced by {given}; it must be a tensor of shape {tuple(view.shape)}: write "
             "into it (param.main_grad.mul_(2)), or assign a tensor of that shape"
         )
     view.copy_(current.detach().clone())  # a clone: `current` may be another view of the same memory
@@ -83,10 +83,10 @@ def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
 
 
 @torch.no_grad()
-def take_grad_(param: nn.Parameter) -> None:
-    """Adds ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drops ``param.grad``.
+def take_grad_(param: nn.Parameter, name: str) -> None:
+    """Add ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drop ``param.grad``.
 
-    The sum is outside of autograd, also where ``backward(create_graph=True)`` made a graph of the gradient.
+    Autograd does not record the sum, even if ``backward(create_graph=True)`` gave the gradient a graph.
 
     Raises:
         ValueError: the gradient is sparse.
@@ -95,7 +95,10 @@ def take_grad_(param: nn.Parameter) -> None:
     if grad is None:
         return
     if grad.layout is not torch.strided:
-        raise ValueError(f"a gradient is {grad.layout}; buffers take dense ones (nn.Embedding(sparse=False))")
+        raise ValueError(
+            f"gradient of {name!r} is {grad.layout}; dense (torch.strided) gradients are allowed: build nn.Embedding "
+            "and nn.EmbeddingBag with sparse=False"
+        )
     fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
     if not fused:
         main_grad(param).add_(grad)
@@ -103,7 +106,7 @@ def take_grad_(param: nn.Parameter) -> None:
 
 
 def unbind(param: nn.Parameter) -> None:
-    """Removes what `bind_main_grad` set."""
+    """Remove the attributes that `bind_main_grad` set."""
     for name in ("main_grad", "grad_added_to_main_grad"):
         if hasattr(param, name):
             delattr(param, name)

@@ -1,4 +1,4 @@
-"""The buffers of one model chunk: planned, allocated, and agreed on by all replicas."""
+"""The buffers of one model chunk: planned, allocated, and compared between replicas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ class ChunkBuffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSpec:
-    """What decides how the gradients and parameters of a chunk are kept and reduced."""
+    """Everything that determines how the gradients and parameters of a chunk are stored and reduced."""
 
     config: DistributedDataParallelConfig
     params: Mapping[ParamId, nn.Parameter]
@@ -42,10 +42,10 @@ class ChunkSpec:
 
 
 def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
-    """The buffers of a chunk; an error of one rank, or a difference between ranks, is every rank's error.
+    """Create the buffers of a chunk. Collective: an error on one rank, or a difference, is raised on every rank.
 
     Raises:
-        LayoutError, StorageError, ValueError: as `DistributedDataParallel` does.
+        LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
     """
     buffers: tuple[ChunkBuffer, ...] = ()
     error = None
@@ -54,7 +54,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
         check_unbound(spec.params)
         check_gathered_in_fp8(spec.config, spec.metas)
         buffers = tuple(_make_buffer(spec, plan) for plan in _plans(spec))
-    except Exception as caught:  # of any kind, running out of memory too: the other ranks wait for the verdict
+    except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
         error = caught
     plans = [buffer.plan for buffer in buffers]
     families = ((spec.roles.dense, False), (spec.roles.expert, True))
@@ -64,7 +64,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
 
 
 def _facts(spec: ChunkSpec, plans: Sequence[BufferPlan], *, is_expert: bool) -> dict[str, str]:
-    """What all replicas of a family must have equal: configuration, kind of loss, order and layout of buffers."""
+    """Values that must be equal on all replicas of a family: configuration, kind of loss, order and layouts."""
     facts = {field.name: repr(getattr(spec.config, field.name)) for field in fields(spec.config)}
     facts["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
     layouts = {str(plan.key): plan.layout.fingerprint()[:16] for plan in plans if plan.key.is_expert == is_expert}

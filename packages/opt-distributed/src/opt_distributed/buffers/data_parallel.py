@@ -340,7 +340,7 @@ class DistributedDataParallel(nn.Module):
         assert isinstance(param, nn.Parameter)
         self.grad_sync.check_accumulating(id)
         adopt_main_grad_(param, accumulator, str(id))
-        take_grad_(param)
+        take_grad_(param, str(id))
         self.grad_sync.note(id)
 
 

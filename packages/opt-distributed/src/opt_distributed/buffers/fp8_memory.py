@@ -1,4 +1,4 @@
-"""Parameters in fp8 in a buffer: one byte an element is all that is gathered, and scales where these belong to runs."""
+"""fp8 parameters in a buffer: gathers send one byte an element, and scales if these belong to runs of elements."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from opt_paramgroups import ParamId, ParamMeta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Memory:
-    """The codes of a buffer's parameters, which these have moved into; a `ParamWire`.
+    """The codes of a buffer's parameters, which use it as their memory; a `ParamWire`.
 
-    Scales of whole tensors and of squares follow on each rank from the largest magnitudes, over all ranks, which the
-    step has found before; only those of runs are gathered here.
+    Every rank computes scales of whole tensors and of square blocks from the largest magnitudes over all ranks, which
+    the step reduces before. Only scales of runs are gathered here.
     """
 
     layout: Layout
@@ -49,15 +49,15 @@ class Fp8Memory:
 def move_fp8_in(
     layout: Layout, params: Mapping[ParamId, nn.Parameter], *, device: torch.device, allocate: Allocate
 ) -> Fp8Memory:
-    """Moves the codes of `params` into a buffer.
+    """Move the codes of `params` into a buffer.
 
     Raises:
-        StorageError: parameters of several recipes, or a layout that cuts through runs that share a scale.
+        StorageError: parameters have several recipes, or the layout cuts runs that share a scale.
     """
     found = {id: q for id, param in params.items() if (q := quantized(param)) is not None}
     recipes = {q.recipe.name: q.recipe for q in found.values()}
     if len(recipes) > 1:
-        raise StorageError(f"parameters are kept in fp8 by the recipes {', '.join(recipes)}; use one for all of them")
+        raise StorageError(f"fp8 parameters have the recipes {', '.join(recipes)}; use one for all of them")
     run = next((recipe.run for recipe in recipes.values()), 0)
     _check_runs(layout, run)
     codes = allocate(layout.numel, dtype=torch.uint8, device=device)
@@ -69,7 +69,7 @@ def move_fp8_in(
 
 
 def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[ParamId, ParamMeta]) -> None:
-    """Raises StorageError for parameters in fp8 in a wrapper that shards and was not told to gather them so."""
+    """Raise StorageError if a wrapper shards fp8 parameters without fp8_param_gather."""
     stored = [id for id, meta in metas.items() if meta.codes is not None]
     if stored and config.use_distributed_optimizer and not config.fp8_param_gather:
         raise StorageError(
@@ -79,13 +79,13 @@ def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[
 
 
 def _check_runs(layout: Layout, run: int) -> None:
-    """Cuts fall on multiples of `run` from the buffer's start and from each parameter's."""
+    """Check that cuts are multiples of `run`, counted from the buffer's start and from that of each parameter."""
     if run and any(bucket.start % run or bucket.shard_numel(layout.num_shards) % run for bucket in layout.buckets):
         cuts = True
     else:
         cuts = bool(run) and any(slot.start % run for slot in layout.slots())
     if cuts:
         raise StorageError(
-            f"the layout cuts through runs of {run} elements that share a scale; give DistributedDataParallel a "
+            f"the layout cuts runs of {run} elements that share a scale; give DistributedDataParallel a "
             f"shard_multiple that is a multiple of {run}"
         )

@@ -1,8 +1,8 @@
-"""mxfp8 parameters gathered through the gradient buffer: bf16 values travel, and every rank quantises them on arrival.
+"""mxfp8 parameters gathered through the gradient buffer: bf16 values are sent, and every rank quantises them.
 
-For tensors that keep two sets of codes, by rows and by columns, of which neither follows from the other. The values
-lie in the memory of gradients that the step has used up, so that no other buffer is needed. From then on until
-`zero_grad_buffer` these gradients are gone: a step that would use them again is refused.
+This is for tensors that keep two sets of codes, by rows and by columns, of which neither follows from the other. The
+values overwrite gradients that the step has used, so that no other buffer is needed. Until `zero_grad_buffer`, a step
+that would use these gradients again is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,13 +22,13 @@ from opt_paramgroups import ParamId
 
 @dataclass(slots=True, kw_only=True)
 class Fp8ThroughGrads:
-    """A `ParamWire`. `stage_` fills the memory, `stages` gathers a bucket of it, once for each filling."""
+    """A `ParamWire`. `stage_` fills the memory; `stages` gathers one bucket of it, once after each `stage_`."""
 
     layout: Layout
     params: Mapping[ParamId, QuantizedParam]
     grad_data: Tensor  # (layout.numel,), two bytes an element or more
     is_staged: ClassVar[bool] = True
-    _filled: set[int] = field(default_factory=set)  # buckets that have not been gathered since
+    _filled: set[int] = field(default_factory=set)  # buckets that have not been gathered since `stage_`
 
     @property
     def values(self) -> Tensor:
@@ -36,7 +36,7 @@ class Fp8ThroughGrads:
         return self.grad_data.view(torch.bfloat16)[: self.layout.numel]
 
     def stage_(self, mains: Mapping[ParamId, tuple[int, Tensor]]) -> None:
-        """Writes this rank's main values, by parameter with the first element's number, over the gradients."""
+        """Write this rank's main values over the gradients. `mains`: by parameter, its first element and values."""
         starts = {slot.id: slot.start for slot in self.layout.slots()}
         values = self.values
         for id, (first, main) in mains.items():
@@ -45,7 +45,7 @@ class Fp8ThroughGrads:
         self._filled = set(range(len(self.layout.buckets)))
 
     def stages(self, index: int, comm: Comm) -> Iterator[Pending]:
-        """Writes the parameters of a bucket, and zeros where their values were; nothing that was gathered already."""
+        """Write the parameters of a bucket, then zeros over their values. Does nothing if it was gathered already."""
         if index not in self._filled:
             return
         self._filled.discard(index)
@@ -60,15 +60,15 @@ class Fp8ThroughGrads:
 
 
 def through_grads(layout: Layout, params: Mapping[ParamId, nn.Parameter], grad_data: Tensor) -> Fp8ThroughGrads:
-    """The wire of a buffer whose parameters keep memory of their own.
+    """Create the wire of a buffer whose parameters keep their own memory.
 
     Raises:
-        StorageError: parameters of another recipe than mxfp8.
+        StorageError: a parameter has a recipe other than mxfp8.
     """
     found = {id: q for id, param in params.items() if (q := quantized(param)) is not None}
     other = next((q.recipe.name for q in found.values() if q.recipe.name != "mxfp8"), None)
     if other is not None:
         raise StorageError(
-            f"reuse_grad_buf_for_mxfp8_param_ag=True, but parameters are kept by the recipe {other!r}; set it to False"
+            f"reuse_grad_buf_for_mxfp8_param_ag=True, but fp8 parameters have the recipe {other!r}; set it to False"
         )
     return Fp8ThroughGrads(layout=layout, params=found, grad_data=grad_data)

@@ -1,6 +1,6 @@
-"""Gradients that are much larger than those of the first iterations, found before they are summed over ranks.
+"""Detection of gradients that are much larger than those of the first iterations, before they are summed over ranks.
 
-As Megatron-Core's `check_for_large_grads` (`rerun_state_machine.is_unexpectedly_large`): the limit is ten times the
+Like Megatron-Core's `check_for_large_grads` (`rerun_state_machine.is_unexpectedly_large`): the limit is ten times the
 largest norm of a bucket in the first hundred iterations. Here the norms are the largest over ranks, so that all ranks
 have one limit and one verdict, and the limit counts iterations rather than buckets.
 """
@@ -23,9 +23,9 @@ THRESHOLD = 10.0
 
 
 class LargestNorm:
-    """The L2 norm of a bucket's gradients on the rank where it is largest: on its way from construction on.
+    """The largest L2 norm of a bucket's gradients over ranks. Its reduction starts on construction.
 
-    It starts with the bucket's reduction, so that all ranks launch both in one order.
+    It is created when the bucket's reduction starts, so that all ranks launch both in one order.
     """
 
     def __init__(self, grads: Tensor, axes: Axes, what: str, *, device: Device):
@@ -35,12 +35,12 @@ class LargestNorm:
         self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
 
     def advance(self) -> None:
-        """Goes on to the other optimizer instances, if there are any."""
+        """Start the reduction over other optimizer instances, if there are any."""
         if self._is_staged:
             self._flight.advance()
 
     def finish(self) -> Tensor:
-        """(1,) float64, on the device of the gradients. Infinite and NaN norms count as 0."""
+        """Return the norm, (1,) float64 on the device of the gradients. Infinite and NaN norms count as 0."""
         self._flight.finish()
         return self._norm
 
@@ -51,9 +51,9 @@ class LargestNorm:
 
 
 class Measured(Protocol):
-    """What is read of a bucket."""
+    """The part of a bucket that is used here."""
 
-    norm: Tensor | None  # (1,) `LargestNorm` of the iteration that was reduced; None before
+    norm: Tensor | None  # (1,) result of `LargestNorm`; None before the reduction
 
     @property
     def name(self) -> str:
@@ -62,10 +62,10 @@ class Measured(Protocol):
 
 
 class LargeGrads:
-    """The norms of the first iterations of one family of buckets, and the limit that follows from them.
+    """The limit of one family of buckets, from the norms of their first iterations.
 
-    The limit is learned anew after a resume. Norms that are not finite are left to `check_for_nan_in_grad` and to loss
-    scaling.
+    It is not saved: after a resume it is learned again. Infinite and NaN norms are ignored, because
+    `check_for_nan_in_grad` and loss scaling detect them.
     """
 
     def __init__(self, buckets: Sequence[Measured]):
@@ -74,9 +74,9 @@ class LargeGrads:
         self.largest = 0.0  # norm in the first iterations
 
     def verdict(self) -> UnusableGradientError | None:
-        """What is wrong with the iteration whose buckets were reduced; the same on all ranks that reduced them.
+        """Return the error if a norm of the reduced iteration is too large. The same on all ranks that reduced it.
 
-        The host reads one number, in the step. An iteration without any gradient teaches nothing.
+        The host reads one number, in the step. Iterations without gradients are not counted.
         """
         norms = [bucket.norm for bucket in self.buckets if bucket.norm is not None]
         if not norms:

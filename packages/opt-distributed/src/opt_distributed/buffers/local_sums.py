@@ -1,4 +1,4 @@
-"""fp32 sums of narrow gradients on this rank: what a parameter's microbatches add up to before it is sent."""
+"""Local fp32 accumulation of 16-bit gradients over microbatches, before they are reduced over ranks."""
 
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -19,10 +19,10 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 
 
 class LocalSums:
-    """One fp32 tensor for the gradients of many parameters; `views` are where they accumulate, in their shapes.
+    """One fp32 tensor in which the gradients of many parameters accumulate: `views`, in their shapes.
 
-    Before its reduction, a gradient is rounded once to the dtype in which it travels, and the memory here is free for
-    the next iteration. Only sums over microbatches gain: a single backward pass gives the bits of plain accumulation.
+    Before the reduction, each gradient is rounded once to the dtype of the buffer. This only improves sums over
+    microbatches: a single backward pass gives the same bits as accumulation in the buffer.
     """
 
     def __init__(self, params: Sequence[ParamShape], device: torch.device):
@@ -36,14 +36,14 @@ class LocalSums:
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Begins an iteration. Takes the memory back if it was given away."""
+        """Begin an iteration with zeros. Allocates the memory again if it was freed."""
         if self._is_released:
             self._is_released = False
             self._queues.take_back_(self._data)
         self._data.zero_()
 
     def release_(self) -> None:
-        """Gives the memory back until `zero_`; the views are unreadable until then."""
+        """Free the memory until `zero_`. The views must not be used until then."""
         if not self._is_released:
             self._is_released = True
             self._queues.release_(self._data)
@@ -52,6 +52,6 @@ class LocalSums:
 def local_sums(
     params: Sequence[ParamShape], patterns: Collection[str], *, grad_dtype: torch.dtype, device: torch.device
 ) -> LocalSums:
-    """The sums of the parameters whose names match; of none where gradients are fp32 (or wider) in their buffer."""
+    """Create the sums of parameters whose names match; of none if their gradient buffer is fp32 or wider."""
     is_narrow = torch.finfo(grad_dtype).bits < 32
     return LocalSums([param for param in params if is_narrow and matches(param.id.name, patterns)], device)

@@ -1,4 +1,4 @@
-"""Infinite and NaN gradients, found bucket by bucket before they are summed over ranks, without a wait in backward."""
+"""Detection of infinite and NaN gradients in each bucket before it is reduced, without a host wait in backward."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,10 +14,10 @@ from opt_paramgroups import ParamId
 
 
 class NonfiniteGrads:
-    """Which gradients of a bucket are not finite here, and whether any is on another rank: on its way from construction
-    on, and read in the step.
+    """Which gradients of a bucket are not finite on this rank, and whether any is not finite on any rank.
 
-    It starts with the bucket's reduction, so that all ranks launch both in one order.
+    The check starts on construction, with the bucket's reduction, so that all ranks launch both in one order. The step
+    reads its result.
     """
 
     def __init__(self, grads: Mapping[ParamId, Tensor], axes: Axes, name: str, *, device: Device):
@@ -30,17 +30,17 @@ class NonfiniteGrads:
         self._flight = InFlight(self._stages(axes), f"check of {name}", device=device, is_staged=self._is_staged)
 
     def advance(self) -> None:
-        """Goes on to the other optimizer instances, if there are any."""
+        """Start the reduction over other optimizer instances, if there are any."""
         if self._is_staged:
             self._flight.advance()
 
     def finish(self) -> Tensor:
-        """(1,) float32, on the device of the gradients: one where a rank has found any."""
+        """Return (1,) float32 on the device of the gradients: 1 if any rank has a gradient that is not finite."""
         self._flight.finish()
         return self._found
 
     def problem(self) -> UnusableGradientError:
-        """What is wrong, where any was found. The host waits for this rank's part."""
+        """The error, given that some gradient is not finite. The host waits for the flags of this rank."""
         flags = HostCopy(self._flags, self._device).wait().tolist()
         bad = [str(id) for id, flag in zip(self._ids, flags, strict=False) if flag]
         if bad:
@@ -54,7 +54,7 @@ class NonfiniteGrads:
 
 
 def are_bad(checks: Sequence[NonfiniteGrads], device: Device) -> list[bool]:
-    """For each check, which are complete, whether any rank has found anything. The host waits once for all."""
+    """For each check, whether any rank has a gradient that is not finite. The host waits once for all of them."""
     if not checks:
         return []
     found = HostCopy(torch.cat([check.finish() for check in checks]), device).wait()
@@ -62,7 +62,7 @@ def are_bad(checks: Sequence[NonfiniteGrads], device: Device) -> list[bool]:
 
 
 def _flags(grads: Sequence[Tensor], *, like: Tensor) -> Tensor:
-    """(max(len(grads), 1),) float32: one for each gradient with an element that is not finite."""
+    """(max(len(grads), 1),) float32: 1 for each gradient with an element that is not finite, else 0."""
     if not grads:
         return torch.zeros(1, dtype=torch.float32, device=like.device)
     largest = torch.stack(torch._foreach_norm(list(grads), torch.inf))

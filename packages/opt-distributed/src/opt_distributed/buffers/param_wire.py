@@ -1,4 +1,4 @@
-"""How a bucket's parameters travel from the ranks that own shards of them to all ranks."""
+"""`ParamWire`: how the parameters of a bucket get from the ranks that own shards of them to all ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from opt_distributed.layout import Layout
 
 
 class ParamWire(Protocol):
-    """Completes the parameters of a bucket: a recipe of stages for `InFlight`, as `wire.Wire` is for gradients."""
+    """Completes the parameters of a bucket in stages, which `InFlight` runs; for gradients there is `wire.Wire`."""
 
     @property
     def is_staged(self) -> bool:
-        """Whether something is left to do when the first collective is done."""
+        """Whether work is left after the first collective."""
         ...
 
     def stages(self, index: int, comm: Comm) -> Iterator[Pending]:
-        """Writes the parameters of bucket `index`: every rank's shard."""
+        """Write the parameters of bucket `index`: the shards of all ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GatherInPlace:
-    """An all-gather in the buffer that the parameters themselves lie in."""
+    """An in-place all-gather in the memory of the parameters."""
 
     layout: Layout
     data: Tensor  # (layout.numel,)
@@ -37,7 +37,7 @@ class GatherInPlace:
 
 
 def gather_part(layout: Layout, data: Tensor, index: int, comm: Comm, *, per: int = 1) -> Pending:
-    """Starts the all-gather of bucket `index` of `data`, which has one element for each `per` of the layout's."""
+    """Start the all-gather of bucket `index` in `data`, which has one element for each `per` elements of the layout."""
     bucket = layout.buckets[index]
     shard = bucket.shard(comm.rank if layout.num_shards > 1 else 0, layout.num_shards)
     full = data[bucket.start // per : bucket.stop // per]

@@ -1,4 +1,4 @@
-"""What of a parameter lies in memory: its values, or the codes of one in fp8."""
+"""The stored form of a parameter: its values, or its codes if it is in fp8."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,22 +16,22 @@ __all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", 
 
 
 class StorageError(ValueError):
-    """Parameters that cannot share one buffer, or a buffer used out of turn."""
+    """Parameters cannot be stored in one buffer, or have left the memory that updates write to."""
 
 
 def stored_dtype(param: Tensor) -> torch.dtype:
-    """Of what is stored: float8_e4m3fn for a parameter in fp8, which appears in another dtype."""
+    """The stored dtype: float8_e4m3fn for an fp8 parameter, whose `dtype` is another one."""
     return FP8 if is_quantized(param) else param.dtype
 
 
 def address(param: Tensor) -> int:
-    """Where its values or codes lie."""
+    """The address of its values or codes."""
     found = quantized(param)
     return param.data_ptr() if found is None else found.codes.data_ptr()
 
 
 def stored_bytes(param: Tensor) -> Tensor | None:
-    """(n,) uint8: all that is stored of a parameter in fp8, copied; None for any other."""
+    """(n,) uint8: a copy of everything that is stored of an fp8 parameter; None for others."""
     found = quantized(param)
     if found is None:
         return None
@@ -44,7 +44,7 @@ def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: in
     """`opt_paramgroups.describe`, with the dtype of the codes where a parameter is stored in fp8.
 
     Raises:
-        ConfigError: a DTensor of fp8 parts.
+        ConfigError: a DTensor has fp8 parts.
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
     metas = describe(model_chunks, model_chunk_offset=model_chunk_offset)

@@ -1,4 +1,4 @@
-"""One buffer of a wrapped chunk, as the step sees it: where its gradients come from and its parameters go."""
+"""`SyncedBuffer`: one buffer of a wrapped chunk, as a `Source` of the step."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ from opt_paramgroups import ParamId
 
 
 class Chunk(Protocol):
-    """What a buffer asks of the wrapper that it belongs to."""
+    """The part of the wrapper that its buffers use."""
 
     def finish_grad_sync(self) -> None: ...
 
@@ -25,7 +25,7 @@ class Chunk(Protocol):
 
 
 class SyncedBuffer:
-    """One buffer of a wrapped chunk, as the step meets it: a `Source` whose gradients are means already."""
+    """One buffer of a wrapped chunk: a `Source` whose gradients are means already."""
 
     grad_scale = 1.0
     unresolved: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
@@ -36,7 +36,7 @@ class SyncedBuffer:
         memory: ParamAndGradBuffer,
         axes: Axes,
         chunk: Chunk,
-        together: Sequence[ParamAndGradBuffer],  # the buffers that are published in one step, this one among them
+        together: Sequence[ParamAndGradBuffer],  # the buffers that a step publishes, including this one
     ):
         self.plan, self.memory, self.axes = plan, memory, axes
         self._chunk = chunk
@@ -44,11 +44,11 @@ class SyncedBuffer:
 
     @property
     def params(self) -> Mapping[ParamId, nn.Parameter]:
-        """The parameters that live here."""
+        """The parameters of the buffer."""
         return self.memory.params
 
     def reduce_(self) -> None:
-        """Completes the reduction of the whole chunk's gradients; a second call in an iteration changes nothing."""
+        """Complete the reduction of all gradients of the chunk. A second call in an iteration does nothing."""
         self._chunk.finish_grad_sync()
 
     def flags(self) -> Tensor:
@@ -56,37 +56,37 @@ class SyncedBuffer:
         return torch.empty(0, dtype=torch.float64)
 
     def resolve_(self, flags: Tensor) -> None:
-        """Nothing is in doubt."""
+        """Do nothing: every parameter has a gradient."""
 
     def unused(self) -> Collection[ParamId]:
-        """None: zeros are a gradient too."""
+        """None: zeros in the buffer are gradients."""
         return ()
 
     def moved(self) -> ParamId | None:
-        """A parameter that has left the buffer; None if none has."""
+        """A parameter that has left the buffer; None if all are in it."""
         return self.memory.moved()
 
     def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
-        """Reads what `grad` gives, at every step anew: the same view."""
+        """Create a function that returns `grad(id, of_param)`, which is the same view in every step."""
         view = self.grad(id, of_param)
         return lambda: view
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor:
-        """The reduced gradient of these flat elements, which this rank must own; whole parameters in their shape."""
+        """The reduced gradient of these flat elements, which this rank must own; in the parameter's shape if whole."""
         return self.memory.grad_piece(id, of_param)
 
     def publish_(self) -> None:
-        """Reports that this rank's parameters have been written; gathers start with the last buffer of the step."""
+        """Report that this rank's parameters have been written. Gathers start with the last buffer of the step."""
         if self.memory.wire is not None:
             self._chunk.publish(self.memory, together=self._together)
 
     @property
     def through_grads(self) -> Fp8ThroughGrads | None:
-        """The wire of parameters that travel in the memory of the gradients; None where they do not."""
+        """The wire of parameters that are gathered through the gradients' memory; None if they are not."""
         return self.memory.wire if isinstance(self.memory.wire, Fp8ThroughGrads) else None
 
     def lend_grads_(self) -> None:
-        """Gives the gradients' memory to the parameters, until the next iteration.
+        """Lend the gradients' memory to the parameters, until the next iteration.
 
         Raises:
             GradientError: gradients have been added since the last step.
@@ -94,20 +94,20 @@ class SyncedBuffer:
         self._chunk.lend_grads(self.memory)
 
     def owned(self) -> Iterator[Piece]:
-        """What this rank owns of the parameters; all of them where the buffer is replicated."""
+        """The pieces of the parameters that this rank owns; all of them if the buffer is replicated."""
         layout = self.plan.layout
         rank = self.axes.dp.rank if layout.num_shards > 1 else 0
         return (owned.piece for owned in layout.owned(rank))
 
     def published_with(self, buffers: Sequence["SyncedBuffer"]) -> "SyncedBuffer":
-        """The same buffer for a step that publishes `buffers` and no others of the chunk.
+        """Return this buffer for a step that publishes only `buffers` of the chunk.
 
-        Dense buffers do not wait for experts: a replica without experts would start their gathers earlier than others.
+        Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
         together = [one.memory for one in buffers if one.plan.key.is_expert == self.plan.key.is_expert]
         return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
 
     def results(self) -> Iterator[Tensor]:
-        """What this rank holds of the reduced gradients: a view for each bucket."""
+        """This rank's part of the reduced gradients: a view for each bucket."""
         for index in range(len(self.plan.layout.buckets)):
             yield self.memory.result(index, self.axes.dp.rank)

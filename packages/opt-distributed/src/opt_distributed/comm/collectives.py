@@ -175,7 +175,7 @@ def agreed(comm: Comm, make: Callable[[], Made]) -> Made:
         made = make()
     except Exception as error:  # of any kind, because the other ranks wait in `agree`
         agree(comm, error)
-        raise AssertionError("agree() did not raise this rank's error") from error
+        raise AssertionError("an error of this rank was not raised by the agreement") from error
     agree(comm, None)
     return made
 
