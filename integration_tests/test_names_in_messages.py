@@ -27,9 +27,10 @@ TORCH = (
 )
 # Plurals, and names that belong to other projects' files, optimizers and trainers.
 ELSEWHERE = """
-    NaN ParamKeys ShardedObjects ShardedTensors adjust_lr_fn base_model_chunks data_offsets dp_reshardable
-    dp_group_idx_0.gbuf_idx_0.dtype_ flatten_optimizer_state_dict fully_reshardable metadata.json my_project.model
-    ns_coefficients parallel_state prepare quantized_model_init shard_OFFSET_SHAPE TransformerEngine
+    NaN ParamKeys ShardedObjects ShardedTensors adjust_lr_fn base_model_chunks checkpoint.exclude_from_loading
+    data_offsets dp_group_idx_0.gbuf_idx_0.dtype_ dp_reshardable flatten_optimizer_state_dict fully_reshardable
+    metadata.json my_project.model ns_coefficients parallel_state prepare quantized_model_init shard_OFFSET_SHAPE
+    TransformerEngine
 """
 
 
