@@ -88,10 +88,12 @@ ROLE = (
     "pg_collection lacks mp (tensor and pipeline ranks that hold one copy of the dense model): needed always; set a "
     "role to None if it has only one rank"
 )
-STRANGER = "group 'group 1' has a parameter of shape (3,): no trainable parameter of model_chunks"
+STRANGER = (
+    "group 'group 1' has a parameter of shape (3,): it is not a trainable parameter of model_chunks; leave it out"
+)
 NOTHING = "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 DIFFERENT = (
-    "data-parallel ranks [1] planned another step than rank 0: config, overrides and model must be equal on all ranks "
+    "data-parallel ranks [1] have another plan than rank 0: config, overrides and model must be equal on all ranks "
     "that share parameters; head.bias is trained on rank 0 only"
 )
 CONFLICT = (

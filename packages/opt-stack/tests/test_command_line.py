@@ -119,7 +119,7 @@ def test_what_is_refused_says_why_and_exits_with_2(
 def test_a_world_of_no_ranks_is_no_world(config: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["plan", config(), "--world", "0"])
-    assert "'0' is no number of ranks; give 1 or more" in capsys.readouterr().err
+    assert "'0' is not a number of ranks; pass 1 or more" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module(config: Any, tmp_path: Path) -> None:

@@ -190,14 +190,14 @@ def test_a_number_of_a_rules_own_is_saved_and_loaded() -> None:
     [
         (
             {"alpha": 1.0, "beta": 0.9},
-            "optimizer='powered': RuleEntry.hyper gives 'beta', which its rule never reads; allowed are betas, eps, "
+            "optimizer='powered': RuleEntry.hyper returns 'beta', which its rule never reads; allowed are betas, eps, "
             "momentum, alpha. Did you mean betas? A rule reads further numbers from Hyper.own if it names them: "
             "hyper_names = ('beta',)",
         ),
         (
             {},
-            "optimizer='powered': its rule reads 'alpha' (hyper_names), but RuleEntry.hyper gives no value for it; "
-            "return one that groups start from",
+            "optimizer='powered': its rule reads 'alpha' (hyper_names), but RuleEntry.hyper returns no value for it; "
+            "return the initial value of groups",
         ),
     ],
     ids=["never read", "missing"],

@@ -322,8 +322,8 @@ def test_main_values_follow_weights_that_were_loaded_from_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (..., "state_dict holds no '0.weight' of model chunk 0"),
-        (None, "state_dict's '0.weight' of model chunk 0 is a NoneType; a tensor of shape (7, 5) is needed"),
+        (..., "state_dict lacks '0.weight' of model chunk 0"),
+        (None, "state_dict's '0.weight' of model chunk 0 is a NoneType; it must be a tensor of shape (7, 5)"),
         (torch.ones(3), "state_dict's '0.weight' of model chunk 0 has shape (3,); the parameter's is (7, 5)"),
         (torch.ones(5, 7), "state_dict's '0.weight' of model chunk 0 has shape (5, 7); the parameter's is (7, 5)"),
     ],

@@ -132,7 +132,7 @@ def test_a_state_of_another_data_parallel_group_is_refused() -> None:
         ),
         pytest.param(
             {"model_parallel_group": "a group"},
-            "data_parallel_group=None beside other groups: give the ranks that hold the same parameters",
+            "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters",
             id="no-data-parallel-group",
         ),
     ],

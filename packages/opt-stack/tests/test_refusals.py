@@ -203,23 +203,24 @@ GROUPS = {
     "no params": ([{"lr": 1.0}], "param_groups[0] is dict; must be a dict with 'params'"),
     "a stranger": (
         [{"params": [nn.Parameter(torch.zeros(3))]}],
-        "group 'group 0' has a parameter of shape (3,): no trainable parameter of model_chunks",
+        "group 'group 0' has a parameter of shape (3,): it is not a trainable parameter of model_chunks; leave it out",
     ),
     "a frozen one": (
         [{"params": [nn.Parameter(torch.zeros(3), requires_grad=False)], "name": "last"}],
-        "group 'last' has a parameter of shape (3,), which is frozen: no trainable parameter of model_chunks",
+        "group 'last' has a parameter of shape (3,), which is frozen: it is not a trainable parameter of model_chunks; "
+        "leave it out",
     ),
     "no tensor": (
         [{"params": ["0.weight"]}],
-        "group 'group 0' has a parameter '0.weight': no trainable parameter of model_chunks",
+        "group 'group 0' has a parameter '0.weight': it is not a trainable parameter of model_chunks; leave it out",
     ),
     "one in two groups": (
         [{"params": [MODEL[0].weight]}, {"params": [MODEL[0].weight]}],
-        "parameter '0.weight' is in group 'group 0' and in 'group 1'; one is allowed",
+        "parameter '0.weight' is in group 'group 0' and in 'group 1'; it must be in one",
     ),
     "one name twice": (
         [{"params": [MODEL[0].weight], "name": "a"}, {"params": [MODEL[0].bias], "name": "a"}],
-        "param_groups: two groups are called 'a'; a name is what a checkpoint finds a group by",
+        "param_groups: two groups have name='a'; names must be unique: checkpoints find groups by name",
     ),
     "an unknown optimizer": (
         [{"params": [MODEL[0].weight], "optimizer": "sdg"}],

@@ -1,4 +1,4 @@
-"""python -m opt_stack plan | groups CONFIG: what a configuration means, before anything is built."""
+"""python -m opt_stack plan | groups CONFIG: show the plan or the parameter groups of a configuration."""
 
 import argparse
 import sys
@@ -15,11 +15,11 @@ from opt_stack.plan import Plan, short
 from opt_stack.planner import WorldSizes
 from opt_stack.registry import Registry
 
-REFUSED = 2  # the exit status where a configuration or a model cannot be had
+REFUSED = 2  # exit status for a configuration or a model that is not valid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and prints to stdout; where it is refused, says why on stderr and returns 2."""
+    """Run one command and print its result. On a ConfigError or OSError, print it to stderr and return 2."""
     options = _parser().parse_args(arguments)
     try:
         config = load_config(options.config, section=options.section)
@@ -37,31 +37,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m opt_stack", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="who updates what, where, in which numbers, in how many bytes")
+    plan = commands.add_parser("plan", help="which rule updates what, where, in which dtypes, with how many bytes")
     groups = commands.add_parser("groups", help="the parameter groups of a model")
     for command in (plan, groups):
         command.add_argument("config", help="an OptimizerConfig as a .toml, .json or .yaml file")
         command.add_argument(
-            "--section", default="", help="the table of that file that holds it, such as train.optimizer"
+            "--section", default="", help="the table of the file that holds it, such as train.optimizer"
         )
         command.add_argument(
-            "--device", choices=("meta", "cpu"), default="meta", help="where the factory makes the model"
+            "--device", choices=("meta", "cpu"), default="meta", help="the device on which the factory makes the model"
         )
     plan.add_argument("--model", metavar="module:factory", help="a callable that returns a module, or a list of chunks")
     plan.add_argument("--world", type=_count, default=1, help="data-parallel ranks (1)")
-    plan.add_argument("--rank", type=int, help="also tell what this one of them holds")
+    plan.add_argument("--rank", type=int, help="also list what this rank holds")
     groups.add_argument("--model", metavar="module:factory", required=True)
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks; pass 1 or more")
     return int(text)
 
 
 def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Registry) -> str:
-    """What is printed of a model. On the meta device a factory of any size costs no memory."""
+    """Return the text for a model. On the meta device, a model of any size needs no memory."""
     with torch.device(options.device):
         chunks = model_chunks_of(options.model)
     groups = get_param_groups(chunks, config, with_matrix_rule(config, None, rules))
@@ -77,7 +77,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
 
 
 def _rank_lines(plan: Plan, rank: int) -> Iterator[str]:
-    """What one data-parallel rank keeps and updates."""
+    """Yield the lines on what one data-parallel rank keeps and updates."""
     yield f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"
     for buffer in plan.buffers:
         owned = list(buffer.layout.owned(rank % buffer.layout.num_shards))

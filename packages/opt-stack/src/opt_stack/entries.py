@@ -1,4 +1,4 @@
-"""Entries of parameter groups: which of them something reads. An entry that nothing reads is refused."""
+"""Check the entries of parameter groups: an entry that no rule, scheduler or optimizer reads is refused."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
 from opt_stack.built_in import RuleEntry
 
 HYPER_KEYS = ("betas", "eps", "momentum")
-"""The numbers that any rule may read of a group, besides lr and weight_decay."""
+"""The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
 
 _STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
@@ -27,41 +27,41 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "dampening": (0,),
     }
 )
-"""Entries of the groups of torch's optimizers, with the values under which they ask for nothing else than is done."""
+"""Entries of the groups of torch's optimizers, with the values that have no effect."""
 
 
 def hyper_names(rule: Rule) -> tuple[str, ...]:
-    """The names of the numbers that `rule` reads from `Hyper.own`: its attribute `hyper_names`, if it has one."""
+    """Return the hyper-parameters that `rule` reads from `Hyper.own`: its attribute `hyper_names`, if any."""
     names: tuple[str, ...] = getattr(rule, "hyper_names", ())
     return names
 
 
 def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
-    """What `entry.hyper` puts into groups.
+    """Return the hyper-parameters that `entry.hyper` adds to groups.
 
     Raises:
-        ConfigError: a name that never reaches the rule, or one that the rule declares and `hyper` does not give.
+        ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
     """
     hyper, own = entry.hyper(config), hyper_names(rule)
     allowed = (*HYPER_KEYS, *own)
     for name in hyper:
         if name not in allowed:
             raise ConfigError(
-                f"optimizer={entry.name!r}: RuleEntry.hyper gives {name!r}, which its rule never reads; allowed are "
+                f"optimizer={entry.name!r}: RuleEntry.hyper returns {name!r}, which its rule never reads; allowed are "
                 f"{', '.join(allowed)}.{did_you_mean(name, allowed)} A rule reads further numbers from Hyper.own if "
                 f"it names them: hyper_names = ({name!r},)"
             )
     missing = [name for name in own if name not in hyper]
     if missing:
         raise ConfigError(
-            f"optimizer={entry.name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper gives no "
-            "value for it; return one that groups start from"
+            f"optimizer={entry.name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper returns "
+            "no value for it; return the initial value of groups"
         )
     return hyper
 
 
 def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
-    """Raises ConfigError for a number of a group that its rule, a formula, does not allow. lr may be None."""
+    """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its formula. lr may be None."""
     if isinstance(rule, ElementwiseRule):
         try:
             rule.check_numbers({name: value for name, value in group.items() if value is not None})
@@ -72,9 +72,9 @@ def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
 def check_loaded_numbers(
     loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
 ) -> None:
-    """Raises ConfigError for a number of a loaded group, beside the group that takes it, that no run could have saved.
+    """Raise ConfigError if a hyper-parameter of a loaded group is not valid. `loaded` are pairs (group, saved group).
 
-    `rules` are this rank's, by the groups' `optimizer`: those that are formulas say what they allow.
+    `rules` are those of this rank, by the groups' `optimizer`; elementwise rules define their own bounds.
     """
     for group, saved in loaded:
         rule = rules.get(group["optimizer"])
@@ -90,20 +90,20 @@ def check_loaded_numbers(
 
 
 def _is_possible(key: str, value: float, *, is_declared: bool) -> bool:
-    """Whether a number is finite and, where its rule did not check the bounds, within the usual ones."""
+    """Return whether a number is finite and, unless its rule declares other bounds, within the usual ones."""
     return math.isfinite(value) and (is_declared or (value >= 0 and (key != "betas" or value < 1)))
 
 
 def check_entries(
     groups: Sequence[Mapping[str, Any]],
-    read_by: Mapping[str, Collection[str]],  # for each optimizer, the numbers that its rule reads
+    read_by: Mapping[str, Collection[str]],  # for each optimizer, the hyper-parameters that its rule reads
     *,
     decoupled: bool,  # OptimizerConfig.decoupled_weight_decay
     extra_group_keys: Collection[str] = (),
 ) -> None:
-    """Raises ConfigError with every entry of `groups` that neither a scheduler, the factory nor a rule reads.
+    """Raise ConfigError naming every entry of `groups` that no scheduler, rule or this package reads.
 
-    One override may cover parameters of several rules: what one of them reads, the others may carry.
+    One override may cover parameters of several rules: an entry that one of them reads is allowed in all groups.
     """
     used = {key for group in groups for key in group if key in read_by[group["optimizer"]]}
     problems = [

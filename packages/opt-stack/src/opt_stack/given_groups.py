@@ -1,4 +1,4 @@
-"""Groups that the caller made: checked against the model, and completed by what a step reads of a group."""
+"""The caller's parameter groups: check them against the model, and add the entries that a step reads."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,12 +17,12 @@ def complete_groups(
     params: Mapping[ParamId, nn.Parameter],
     metas: Mapping[ParamId, ParamMeta],
 ) -> list[dict[str, Any]]:
-    """New groups with every entry that `get_param_groups` gives: the caller's own where there are any, else the
-    configuration's. The groups may leave parameters of the model out; those are not trained.
+    """Return new groups with every entry of `get_param_groups`: the caller's value, else the configuration's.
+    Parameters of the model that are in no group are not trained.
 
     Raises:
-        ConfigError: something else than groups; a parameter that is in two groups, or no trainable one of the model;
-            dense parameters beside experts; two groups of one name.
+        ConfigError: a group is not a dict with `params`; a parameter is in two groups, or is not a trainable parameter
+            of the model; a group mixes dense parameters and experts; two groups have the same name.
     """
     ids = {id(param): param_id for param_id, param in params.items()}
     names: dict[ParamId, str] = {}  # of the group that has the parameter
@@ -36,7 +36,7 @@ def complete_groups(
         for param_id in param_ids:
             if param_id in names:
                 raise ConfigError(
-                    f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; one is allowed"
+                    f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; it must be in one"
                 )
             names[param_id] = name
         _check_values(name, given)
@@ -54,16 +54,19 @@ def _listed(params: Any) -> Iterable[Any]:
 
 def _id(ids: Mapping[int, ParamId], param: Any, group: str) -> ParamId:
     if id(param) not in ids:
-        told = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
+        shown = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
         frozen = ", which is frozen" if isinstance(param, Tensor) and not param.requires_grad else ""
-        raise ConfigError(f"group {group!r} has a parameter {told}{frozen}: no trainable parameter of model_chunks")
+        raise ConfigError(
+            f"group {group!r} has a parameter {shown}{frozen}: it is not a trainable parameter of model_chunks; leave "
+            "it out"
+        )
     return ids[id(param)]
 
 
 def _is_expert(name: str, metas: Sequence[ParamMeta], given: Mapping[str, Any]) -> dict[str, bool]:
     kinds = {meta.is_expert for meta in metas}
     if len(kinds) > 1:
-        raise ConfigError(f"group {name!r} has experts (allreduce=False) beside dense parameters; make two groups")
+        raise ConfigError(f"group {name!r} mixes experts (allreduce=False) and dense parameters; make two groups")
     return {"is_expert_parallel": kinds.pop() if kinds else bool(given.get("is_expert_parallel", False))}
 
 
@@ -74,13 +77,13 @@ def _check_values(name: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
     if given.get("lr_mult", 1.0) != 1.0 and given.get("lr") is not None and given.get("max_lr") is None:
         raise ConfigError(
-            f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, and it is not "
-            "clear whether lr is multiplied already; give lr alone, or lr_mult alone to multiply the configuration's"
+            f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, but lr may "
+            "or may not include lr_mult; set lr alone, or lr_mult alone to multiply the configuration's lr"
         )
 
 
 def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
-    """`given` with the entries it lacks. Unset rates are the configuration's, times the group's `lr_mult`."""
+    """Add the missing entries to `given`. Unset rates are the configuration's, times the group's `lr_mult`."""
     wd_mult, lr_mult = given.get("wd_mult", 1.0), given.get("lr_mult", 1.0)
     rates = (given.get("max_lr"), given.get("lr"), _times(config.lr, lr_mult))
     max_lr = next((rate for rate in rates if rate is not None), None)
@@ -107,5 +110,5 @@ def _check_names(groups: Sequence[Mapping[str, Any]]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(
-            f"param_groups: two groups are called {twice[0]!r}; a name is what a checkpoint finds a group by"
+            f"param_groups: two groups have name={twice[0]!r}; names must be unique: checkpoints find groups by name"
         )

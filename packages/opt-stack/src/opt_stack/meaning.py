@@ -1,4 +1,4 @@
-"""What a configuration means before there is a model: for each kind of parameter its rule, numbers, bytes of state."""
+"""Explain a configuration without a model: for each kind of parameter its rule, dtypes and bytes of state."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from opt_stack.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes, s
 from opt_stack.planner import WorldSizes
 from opt_stack.registry import Registry
 
-WIDTH = 1024  # of the stand-ins; state that is not element by element costs less for each element of larger ones
+WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 
 
 class KindRow(NamedTuple):
@@ -26,14 +26,14 @@ class KindRow(NamedTuple):
     weight_decay: float
     numbers: str
     state: str
-    bytes_per_element: float  # of a parameter of 1024 by 1024, or 1024 elements: state and mains, not sharded
+    bytes_per_element: float  # of unsharded state and main values, for a parameter of 1024 x 1024 or 1024 elements
 
 
 def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
-    """A row for each kind of parameter in each dtype that `config` allows.
+    """Return a row for each kind of parameter in each dtype that `config` allows.
 
     Raises:
-        ConfigError: what no plan can be made of, whatever the model.
+        ConfigError: the configuration is not valid for any model.
     """
     rows = []
     for dtype in dict.fromkeys((torch.float32, config.precision.params)):
@@ -60,7 +60,7 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
 
 
 def meaning(config: OptimizerConfig, rules: Registry) -> str:
-    """`kind_rows` as a table, and what concerns the step as a whole. Raises ConfigError as `kind_rows` does."""
+    """Return `kind_rows` as a table, then sharding, gradients and clipping. Raise ConfigError as `kind_rows`."""
     cells = [[name.replace("_", " ") for name in KindRow._fields], *map(_cells, kind_rows(config, rules))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -68,11 +68,11 @@ def meaning(config: OptimizerConfig, rules: Registry) -> str:
 
 
 def _stand_ins(dtype: torch.dtype) -> nn.Module:
-    """One parameter of each kind, without memory."""
+    """Make a module with one parameter of each kind, on the meta device."""
     model = nn.Module()
     for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
         model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-    model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # the reference's mark
+    model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
     return model
 
 

@@ -1,8 +1,8 @@
-"""Megatron-Core's documented names: code written for them changes the module it imports from.
+"""Megatron-Core's documented names: change the imports of existing code to this module.
 
     from opt_stack.megatron import OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 
-Positional parameters are those of Megatron-Core; what is ours beside them is keyword-only.
+Positional parameters are those of Megatron-Core; additional ones are keyword-only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,9 +112,9 @@ def _get_param_groups(
     *,
     rules: Registry | None = None,
 ) -> list[ParamGroup]:
-    """The groups that `get_megatron_optimizer` makes, the same on all ranks of the world; all ranks call it together.
+    """Return the groups that `get_megatron_optimizer` makes, equal on all ranks of the world. Collective.
 
-    See `opt_paramgroups.get_param_groups`. Raises ConfigError, on every rank, as it does.
+    See `opt_paramgroups.get_param_groups`, also for the errors.
     """
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
     return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
@@ -130,9 +130,9 @@ def _get_param_groups_and_buffers(
     *,
     rules: Registry | None = None,
 ) -> GroupsAndBuffers:
-    """Those groups that `filter_fn` accepts, and each chunk's buffers; all ranks call it together.
+    """Return the groups that `filter_fn` accepts, and each chunk's buffers. Collective.
 
-    See `opt_paramgroups.get_param_groups_and_buffers`. Chunks in `DistributedDataParallel` hold theirs under
+    See `opt_paramgroups.get_param_groups_and_buffers`. Chunks in `DistributedDataParallel` have their buffers under
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
@@ -156,22 +156,24 @@ def _get_megatron_optimizer_based_on_param_groups(
     tensor_parallel_group: ProcessGroup | None = None,
     rules: Registry | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer of these groups; all ranks of the world call it together, dense parameters or experts alike.
+    """Build the optimizer of these groups. Collective over the world, for groups of dense parameters and of experts.
 
     Args:
         config, model_chunks, param_groups: as for `get_optimizer_based_on_param_groups`.
-        per_model_buffers: those of `model_chunks`, by number; a wrapped chunk's buffers are found without it.
+        per_model_buffers: the buffers of `model_chunks`, by chunk number. Only checked: wrapped chunks are asked for
+            their buffers.
         model_parallel_group: the ranks that together hold one copy of these parameters.
-        data_parallel_group: the ranks that hold the same ones. None beside no other group: the whole world.
-        data_parallel_group_gloo: the same ranks again, if given; one group serves everything here.
-        data_parallel_group_idx: which data-parallel group this is: a `state_dict` of another one is refused.
+        data_parallel_group: the ranks that hold the same parameters. None, if no other group is given: the world.
+        data_parallel_group_gloo: a gloo group of the same ranks, or None. Only its size is checked.
+        data_parallel_group_idx: the number of this data-parallel group; a `state_dict` of another group is refused.
         intra_dist_opt_group: all ranks over which gradient norms are summed: those of the two groups above.
-        distributed_optimizer_instance_id: 0: several instances need `get_megatron_optimizer` and its groups by role.
-        tensor_parallel_group: the peers of a matrix, where tensor parallelism cuts parameters.
+        distributed_optimizer_instance_id: must be 0. For several instances, use `get_megatron_optimizer` with process
+            groups by role.
+        tensor_parallel_group: the ranks among which tensor parallelism cuts these parameters.
         rules: as for `get_megatron_optimizer`.
 
     Raises:
-        ConfigError: groups of ranks that contradict each other, buffers of other chunks, and as
+        ConfigError: sizes of groups contradict each other, or buffers are not those of `model_chunks`; and as
             `get_optimizer_based_on_param_groups`.
     """
     _check_buffers(model_chunks, per_model_buffers)
@@ -213,16 +215,16 @@ def _check_buffers(chunks: Sequence[nn.Module], given: Mapping[int, Sequence[Any
 def _check_ranks(
     dp: ProcessGroup | None, gloo: ProcessGroup | None, mp: ProcessGroup | None, instance: ProcessGroup | None
 ) -> None:
-    """That the groups' sizes fit each other."""
+    """Raise ConfigError unless the sizes of the groups fit each other."""
     if dp is None:
         if mp is not None or instance is not None:
             raise ConfigError(
-                "data_parallel_group=None beside other groups: give the ranks that hold the same parameters"
+                "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
             )
         return
     if gloo is not None and gloo.size() != dp.size():
         raise ConfigError(
-            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; give the same ranks"
+            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same ranks"
         )
     expected = dp.size() * (1 if mp is None else mp.size())
     if instance is not None and instance.size() != expected:
@@ -233,10 +235,10 @@ def _check_ranks(
 
 
 def _check_tensor_parallel(chunks: Sequence[nn.Module], mp: ProcessGroup | None, tp: ProcessGroup | None) -> None:
-    """Without its group, what every tensor-parallel rank holds alike would be counted as often in norms."""
+    """Raise ConfigError if the tensor-parallel group is missing: norms would count replicated parameters repeatedly."""
     if tp is None and mp is not None and mp.size() > 1:
         cut = [meta.id for meta in describe(chunks).values() if meta.tensor_parallel]
         if cut:
             raise ConfigError(
-                f"parameter {str(cut[0])!r} is cut by tensor parallelism, but tensor_parallel_group is None; give it"
+                f"parameter {str(cut[0])!r} is cut by tensor parallelism, but tensor_parallel_group=None; pass it"
             )

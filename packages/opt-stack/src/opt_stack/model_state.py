@@ -1,4 +1,4 @@
-"""A model's state dict as a source of main values: every parameter is looked up, and fits, before one is set."""
+"""Read main values from a model's state dict; all parameters are checked before any is set."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from opt_paramgroups.dtensor import dtensor_layout
 
 
 def find_values(state_dict: Mapping[str, Any], params: Mapping[ParamId, nn.Parameter]) -> dict[ParamId, Tensor]:
-    """What `state_dict` holds of each parameter: of a DTensor, this rank's part.
+    """Return the value of each parameter in `state_dict`; for a DTensor, this rank's part.
 
     Raises:
-        ValueError: a parameter that it does not hold, or holds in another shape, or laid out otherwise. All of the
-            model's are looked at, not only those that live on this rank: ranks with one state dict have one verdict.
+        ValueError: a parameter is missing, or has another shape or layout. All parameters of the model are checked, not
+            only those whose state lives on this rank, so all ranks raise for one state dict.
     """
     return {id: _fitting(id, _find(state_dict, id), param) for id, param in params.items()}
 
@@ -26,15 +26,15 @@ def _find(state_dict: Mapping[str, Any], id: ParamId) -> Any:
     for name in (id.name, f"module.{id.name}"):
         if name in names:
             return names[name]
-    raise ValueError(f"state_dict holds no {id.name!r} of model chunk {id.chunk}; it is needed for its main values")
+    raise ValueError(f"state_dict lacks {id.name!r} of model chunk {id.chunk}; it must hold every trained parameter")
 
 
 def _fitting(id: ParamId, value: Any, param: nn.Parameter) -> Tensor:
     where = f"state_dict's {id.name!r} of model chunk {id.chunk}"
     if not isinstance(value, Tensor):
-        raise ValueError(f"{where} is a {type(value).__name__}; a tensor of shape {tuple(param.shape)} is needed")
+        raise ValueError(f"{where} is a {type(value).__name__}; it must be a tensor of shape {tuple(param.shape)}")
     if value.shape != param.shape:
         raise ValueError(f"{where} has shape {tuple(value.shape)}; the parameter's is {tuple(param.shape)}")
     if dtensor_layout(value) != dtensor_layout(param):
-        raise ValueError(f"{where} is laid out otherwise than the parameter; give what the model's state_dict() gives")
+        raise ValueError(f"{where} has another layout than the parameter; pass the result of model.state_dict()")
     return local(value)

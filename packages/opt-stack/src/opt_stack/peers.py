@@ -1,4 +1,4 @@
-"""What ranks must have in common before anything is built. Every verdict is the same on every rank."""
+"""Check that ranks agree before anything is built. Every rank raises the same errors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -17,70 +17,69 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.plan import Plan, rule_text
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
-"""Fields of the configuration that are a rank's own business."""
-MAX_RANKS_TOLD = 8  # for each value, in an error
+"""Fields of the configuration that may differ between ranks."""
+MAX_RANKS_SHOWN = 8  # for each value, in an error
 SHOWN = 60  # characters of each rule, from where they differ
-_OF_THE_RANK = frozenset({"local_shape", "placements"})  # of `ParamMeta`: what is stored here, and where here is
-_NO_NUMBERS = frozenset({"params", "param_ids", "name"})  # of a group
+_OF_THE_RANK = frozenset({"local_shape", "placements"})  # fields of `ParamMeta` that depend on the rank
+_NOT_COMPARED = frozenset({"params", "param_ids", "name"})  # entries of a group
 
 NOTHING: Mapping[str, bool] = MappingProxyType({})
 Groups = Sequence[Mapping[str, Any]]
 
 
 def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
-    """Raises ConfigError, naming the fields, the ranks and their values, where ranks were configured differently.
+    """Raise ConfigError on every rank, naming the fields, ranks and values, if configurations differ. Collective.
 
-    All ranks hear of it: also a limit or a loss scale that only one of them has would part their weights. `asked`:
-    whether this rank gave arguments for which all ranks work together.
+    All fields count: a different clip norm or loss scale on one rank would also make weights diverge. `asked` are
+    arguments besides the configuration that must be given on all ranks or on none.
     """
-    told: list[dict[str, str]] = everyone.gather_objects(_set_fields(config, asked))
+    per_rank: list[dict[str, str]] = everyone.gather_objects(_set_fields(config, asked))
     defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
     problems = []
     for name, default in defaults.items():
         ranks: dict[str, list[int]] = {}  # by value
-        for rank, of_rank in enumerate(told):
+        for rank, of_rank in enumerate(per_rank):
             ranks.setdefault(of_rank.get(name, default), []).append(rank)
         if len(ranks) > 1:
             problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
     if problems:
-        raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; give all ranks the same")
+        raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; set the same on all ranks")
 
 
 def _some(ranks: list[int]) -> str:
-    more = len(ranks) - MAX_RANKS_TOLD
-    return f"{ranks[:MAX_RANKS_TOLD]}" + (f" and {more} more" if more > 0 else "")
+    more = len(ranks) - MAX_RANKS_SHOWN
+    return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:
-    """What does not have its default, as text."""
+    """Return the fields that do not have their default, as text."""
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
     defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(asked, False)
     return {name: repr(value) for name, value in {**values, **asked}.items() if repr(value) != repr(defaults[name])}
 
 
 def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], roles: Roles) -> None:
-    """What only all ranks together can see.
+    """Check that ranks that share parameters agree on their plan, hyper-parameters and attributes. Collective.
 
     Raises:
-        ConfigError: nobody has parameters; or ranks that share parameters planned another step for them, move them by
-            other numbers, or know other things of them.
+        ConfigError: on every rank, if they do not, or if no rank has a trainable parameter.
     """
     if sum(roles.everyone.gather_objects(sum(len(unit.ids) for unit in plan.units))) == 0:
         raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
     error: ConfigError | None = _rules_that_differ(plan, roles.everyone)
     for axes, experts in ((roles.dense, False), (roles.expert, True)):  # ranks may hold other experts
-        mine = dict(_said_of_params(plan, groups, metas, experts=experts))
-        digest = sha256(f"{plan.fingerprint(experts=experts)}{mine}".encode()).hexdigest()
-        told = from_all_replicas(axes, digest)
-        others = [rank for rank, print_ in enumerate(told) if print_ != told[0]]
+        local = dict(_described_params(plan, groups, metas, experts=experts))
+        digest = sha256(f"{plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
+        digests = from_all_replicas(axes, digest)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if others:
-            said = from_all_replicas(axes, mine)
+            per_rank = from_all_replicas(axes, local)
             error = error or ConfigError(
-                f"{'expert ' * experts}data-parallel ranks {others} planned another step than rank 0: config, "
+                f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
                 "overrides and model must be equal on all ranks that share parameters"
-                f"{_first_difference(said[0], said[others[0]], rank=others[0])}"
+                f"{_first_difference(per_rank[0], per_rank[others[0]], rank=others[0])}"
             )
-        error = error or _numbers_that_differ(groups, mine, axes.tp)
+        error = error or _numbers_that_differ(groups, local, axes.tp)
     agree(roles.everyone, error)
 
 
@@ -107,29 +106,29 @@ def _first_difference_in(texts: Sequence[str]) -> int:
     return max(shared.rfind(before) + len(before) for before in (", ", "("))
 
 
-def _numbers_that_differ(groups: Groups, mine: Mapping[str, Mapping[str, str]], tp: Comm) -> ConfigError | None:
-    """Tensor-parallel ranks that move the parts of a parameter by different numbers."""
+def _numbers_that_differ(groups: Groups, local: Mapping[str, Mapping[str, str]], tp: Comm) -> ConfigError | None:
+    """Return an error if tensor-parallel ranks have different hyper-parameters for a parameter; else None."""
     keys = {key for group in groups for key in group}
-    numbers = {name: {key: text for key, text in said.items() if key in keys} for name, said in mine.items()}
-    told = tp.gather_objects(numbers)
-    for rank, of_rank in enumerate(told):
-        both = told[0].keys() & of_rank.keys()  # a rank may hold no part of some
-        first, other = ({name: said[name] for name in both} for said in (told[0], of_rank))
+    numbers = {name: {key: text for key, text in entries.items() if key in keys} for name, entries in local.items()}
+    per_rank = tp.gather_objects(numbers)
+    for rank, of_rank in enumerate(per_rank):
+        both = per_rank[0].keys() & of_rank.keys()  # a rank may hold no part of a parameter
+        first, other = ({name: entries[name] for name in both} for entries in (per_rank[0], of_rank))
         if first != other:
             return ConfigError(
-                "tensor-parallel ranks would move the parts of a parameter by different numbers"
-                f"{_first_difference(first, other, rank=rank)}; give all ranks the same overrides and groups"
+                "tensor-parallel ranks have different hyper-parameters for one parameter"
+                f"{_first_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
             )
     return None
 
 
-def _said_of_params(
+def _described_params(
     plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], *, experts: bool
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each parameter by name, and what its group and its attributes say of it, as text."""
+    """Yield each parameter by name with its hyper-parameters and attributes as text."""
     ids = {id for unit in plan.units if unit.is_expert == experts for id in unit.ids}
     for group in groups:
-        numbers = {key: repr(_plain(group[key])) for key in sorted(set(group) - _NO_NUMBERS) if _is_plain(group[key])}
+        numbers = {key: repr(_plain(group[key])) for key in sorted(set(group) - _NOT_COMPARED) if _is_plain(group[key])}
         for id in sorted(ids.intersection(group["param_ids"])):
             known = {f.name: repr(getattr(metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK}
             yield str(id), numbers | known
@@ -151,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its text is the same in every process: numbers, names and tuples of them."""
+    """Return whether the repr of a value is the same in every process: numbers, names and tuples of them."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
