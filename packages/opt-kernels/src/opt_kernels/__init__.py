@@ -1,6 +1,6 @@
 """Optimizer rules and the fused sweeps that run them, on GPU and CPU.
 
-`public` lists the names that can be imported from here; it is imported at the first use of one of them.
+`public` lists the names that can be imported from here. It is imported at the first use of one of them.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""Options by name: an enumeration whose unknown names are errors that list the known ones."""
+"""`Choice`: an enumeration of options, whose error for an unknown value lists the allowed ones."""
 
 from enum import StrEnum
 
 
 class Choice(StrEnum):
-    """An option by its name in a configuration. `Choice("unknown")` raises ValueError with the names allowed."""
+    """An option of a configuration. `Choice("unknown")` raises ValueError with the allowed values."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Choice":

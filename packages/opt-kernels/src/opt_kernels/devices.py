@@ -1,4 +1,4 @@
-"""The device that Triton launches on: the current one, not that of the tensors, so it is set around launches."""
+"""Sets the current device around launches, because Triton launches on it and not on the device of the tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,5 +6,5 @@ import torch
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """While entered, launches and questions about the current stream go to `device`."""
+    """A context in which launches, and queries of the current stream, use `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

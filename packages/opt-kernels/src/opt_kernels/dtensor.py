@@ -1,4 +1,4 @@
-"""The one place of this package that recognises DTensors: to their local shards and back."""
+"""DTensors and their local shards. No other module of this package refers to DTensors."""
 
 import sys
 from itertools import product
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether `tensor` is a DTensor. Does not import them: where nobody has, there is none."""
+    """Whether `tensor` is a DTensor. Does not import their module: without it no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that is here, sharing its memory; any other tensor as it is."""
+    """The local shard of a DTensor, which shares its memory; any other tensor unchanged."""
     if not is_dtensor(tensor):
         return tensor
     shard: Tensor = tensor.to_local()
@@ -26,17 +26,17 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `tensor`, placed as `like` is. Redistributing a DTensor is collective.
+    """This rank's part of `tensor`, with the placements of `like`. Redistributing a DTensor is collective.
 
     Raises:
-        ValueError: the shapes differ, or a DTensor is on another mesh or belongs to a plain tensor. The message
-            continues a sentence about `tensor`.
+        ValueError: the shapes or meshes differ, or only `tensor` is a DTensor. The message continues a sentence about
+            `tensor`.
     """
     if tensor.shape != like.shape:
-        raise ValueError(f"has shape {tuple(tensor.shape)} where {tuple(like.shape)} is wanted")
+        raise ValueError(f"has shape {tuple(tensor.shape)} where {tuple(like.shape)} is needed")
     if not is_dtensor(like):
         if is_dtensor(tensor):
-            raise ValueError("is a DTensor of a parameter that is a plain tensor; pass tensor.full_tensor()")
+            raise ValueError("is a DTensor, but its parameter is a plain tensor; pass tensor.full_tensor()")
         return tensor
     if not is_dtensor(tensor):
         return _block_of(tensor, like)
@@ -55,7 +55,7 @@ def _block_of(whole: Tensor, like: "DTensor") -> Tensor:
 
 
 def distributed_like(shard: Tensor, like: Tensor) -> Tensor:
-    """`shard` as the local part of a DTensor laid out as `like`; as it is where `like` is no DTensor."""
+    """`shard` as the local part of a DTensor with the layout of `like`; unchanged if `like` is not a DTensor."""
     if not is_dtensor(like) or shard.shape != like.to_local().shape:
         return shard
     return type(like).from_local(
@@ -66,13 +66,13 @@ def distributed_like(shard: Tensor, like: Tensor) -> Tensor:
 class Span(NamedTuple):
     """A run of a tensor's elements that are numbered consecutively."""
 
-    begin: int  # of the tensor that is here, flat
+    begin: int  # index in the flattened local tensor
     numel: int
-    first: int  # number of its first element in the whole tensor, in C's order
+    first: int  # number of its first element in the whole tensor, row-major
 
 
 def spans(tensor: Tensor) -> tuple[Span, ...] | None:
-    """The elements that are here, by their numbers in the whole tensor; None where they cannot be told.
+    """The local elements by their numbers in the whole tensor; None if these are unknown.
 
     One span for a plain tensor and for rows of a DTensor; for columns, one for each row.
     """
@@ -81,13 +81,13 @@ def spans(tensor: Tensor) -> tuple[Span, ...] | None:
     shard = tensor.to_local()
     if not shard.numel():
         return ()
-    # What torch.distributed.checkpoint saves a shard by.
+    # torch.distributed.checkpoint saves shards by these chunks.
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call, unused-ignore]
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(shard.shape) or not shard.is_contiguous():
         return None
     sizes, offsets, whole = tuple(shard.shape), tuple(chunks[0].offsets), tuple(tensor.shape)
     strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    # Behind the last dim that is cut, rows are whole and follow each other.
+    # After the last sharded dim, rows are whole and consecutive.
     last_cut = max((dim for dim in range(len(whole)) if sizes[dim] != whole[dim]), default=0)
     numel = prod(sizes[last_cut:])
     base = sum(offset * stride for offset, stride in zip(offsets, strides))

@@ -1,16 +1,16 @@
-"""Numbers of parameter groups in one tensor of the device, where a captured step finds them at every replay.
+"""Numbers of parameter groups in one device tensor, which a captured step reads at every replay.
 
-**What freezes in a captured step, and what stays live.** A graph holds the addresses that its kernels read and write,
-and every number that the host gave them.
+**What a captured step freezes, and what it does not.** A graph stores the addresses that its kernels read and write,
+and every number that the host passed to them.
 
-Live: what is at those addresses. Gradients, weights and states; counts of steps; the loss scale, the clip coefficient
-and whether a step is skipped; and the numbers of the groups that a rule computes with (lr, weight_decay, betas, eps,
-momentum, and those of its own), once `HyperTable.refresh_` has written them. A scheduler goes on as without a graph.
+Not frozen: the contents of these addresses. Gradients, weights and states; step counts; the loss scale, the clip
+coefficient and the skip flag; and the numbers of the groups that a rule uses (lr, weight_decay, betas, eps, momentum,
+and its own), after `HyperTable.refresh_` has written them. Schedulers work as without a graph.
 
-Frozen: which parameters have gradients, and where all tensors are; hooks, choices and other entries of groups that are
-not numbers; whether a number that switches a part of a formula off is zero, as SGD's momentum; the largest norm, and
-all else that is given when an optimizer is built. `HyperTable.frozen` holds what is frozen of groups, so that whoever
-replays can capture again where it has changed.
+Frozen: which parameters have gradients, and the addresses of all tensors; hooks, choices and other entries of groups
+that are not numbers; whether a number that switches off a part of a formula is zero, such as the momentum of SGD;
+`max_norm`, and everything else that is passed when an optimizer is built. `HyperTable.frozen` identifies what is frozen
+of the groups, so that the caller can capture again if it changed.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Group = Mapping[str, Any]
 
 
 class HyperTable:
-    """The numbers of these names, of all groups; see the module. `upload` brings a tensor of the host to the device."""
+    """The numbers of these names of all groups. `upload` copies a host tensor to the device."""
 
     def __init__(
         self,
@@ -31,20 +31,21 @@ class HyperTable:
         *,
         device: torch.device,
         upload: Callable[[Tensor], Tensor],
-        choosing: Collection[str] = (),  # of the names: a zero is frozen, since it chooses another formula
+        choosing: Collection[str] = (),  # names whose zero is frozen, because it selects another formula
     ) -> None:
         self.groups: list[dict[str, Any]] = []
-        """The groups' entries of these names, numbers as 0-d float64 views of the table."""
+        """The entries of these names by group. Numbers are 0-d float64 views of the table."""
         self.frozen: Hashable = None
-        """Equal after two refreshes between which nothing changed that a capture freezes."""
+        """Unchanged between two refreshes if nothing changed that a capture freezes."""
         self._names, self._choosing = tuple(names), frozenset(choosing)
         self._device, self._upload = device, upload
         self._table = torch.empty(0, dtype=torch.float64, device=device)
-        self._numbers: list[float] | None = None  # that the table holds
+        self._numbers: list[float] | None = None  # contents of the table
 
     def refresh_(self, groups: Sequence[Group]) -> None:
-        """Writes the groups' present numbers to the device, if they have changed; the host waits for nothing. Tensors
-        on the device are read where they are, and are frozen as such."""
+        """Write the current numbers of the groups to the device if they changed, without synchronizing the host.
+
+        Device tensors are read directly, and their addresses are frozen."""
         entries = self._entries(groups)
         frozen = (len(groups), *(entry.frozen for entry in entries))
         if frozen != self.frozen:
@@ -68,7 +69,7 @@ class HyperTable:
         ]
 
     def _parts(self, name: str, value: Any) -> Iterator[float | Tensor]:
-        """The numbers of an entry, tensors of other devices among them; none where it is frozen."""
+        """The numbers of an entry, including device tensors; none if the entry is frozen."""
         values = value if isinstance(value, tuple | list) else (value,)
         if not all(map(_is_number, values)):
             return
@@ -95,7 +96,7 @@ class _Entry(NamedTuple):
     group: int
     name: str
     value: Any
-    parts: tuple[float | Tensor, ...]  # its numbers; none where it is frozen
+    parts: tuple[float | Tensor, ...]  # its numbers; empty if it is frozen
 
     @property
     def is_row(self) -> bool:

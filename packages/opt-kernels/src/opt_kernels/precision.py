@@ -1,7 +1,7 @@
-"""The precision of float32 matrix products: set for the time of a computation, and set back.
+"""The precision of float32 matrix products: set for a block of code and restored after it.
 
-torch keeps it in one place for the whole process, in two APIs: `set_float32_matmul_precision`, and since torch 2.9
-`torch.backends.*.fp32_precision`. The older one raises once a user has set something through the newer one.
+torch has one setting per process, with two APIs: `set_float32_matmul_precision`, and since torch 2.9
+`torch.backends.*.fp32_precision`. The older API raises once a user has used the newer one.
 """
 
 from collections.abc import Iterator
@@ -15,35 +15,35 @@ from opt_kernels.choice import Choice
 
 
 class MatmulPrecision(Choice):
-    """In what the matrix products are done; the names are torch's."""
+    """The precision of matrix products, with torch's names."""
 
-    MEDIUM = "medium"  # 16 bits: fp16 on GPUs (three more bits, and normalised numbers need no range), bf16 elsewhere
-    HIGH = "high"  # fp32 numbers, TF32 products where the device has them
+    MEDIUM = "medium"  # 16 bits: fp16 on GPUs (three more bits; normalised matrices need no range), bf16 elsewhere
+    HIGH = "high"  # fp32 operands, TF32 products if the device supports them
     HIGHEST = "highest"  # fp32
 
 
 class _Setting(NamedTuple):
-    """What a user has set, in both APIs; None where an API is missing or cannot be read."""
+    """The user's setting in both APIs; None for an API that is missing or cannot be read."""
 
     legacy: str | None
     newer: tuple[str, ...] | None  # of `_switches()`
 
 
 class _Guard:
-    """Lets threads that want the same precision in together, and others wait until these have left."""
+    """Admits threads with the same precision together; others wait until these have left."""
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._wanted = MatmulPrecision.HIGHEST
         self._users = 0
-        self._found = _Setting(None, None)
+        self._before = _Setting(None, None)
 
     def enter(self, wanted: MatmulPrecision) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._users or self._wanted is wanted)
             if not self._users:
-                self._found = _read()
-                _set(self._found, wanted)
+                self._before = _read()
+                _set(self._before, wanted)
             self._wanted = wanted
             self._users += 1
 
@@ -51,16 +51,16 @@ class _Guard:
         with self._changed:
             self._users -= 1
             if not self._users:
-                _restore(self._found)
+                _restore(self._before)
                 self._changed.notify_all()
 
 
-_GUARD = _Guard()  # one, because what it guards is one setting of the process
+_GUARD = _Guard()  # a single guard, because the setting is process-wide
 
 
 @contextmanager
 def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
-    """Run the block with float32 matrix products in `precision`, "high" or "highest", whatever the user has set.
+    """Run the block with float32 matrix products in `precision`, "high" or "highest", whatever the user's setting.
 
     Other threads that enter with another precision wait for this block to end.
     """
@@ -72,7 +72,7 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
 
 
 def tf32_products() -> bool:
-    """Whether float32 matrix products on GPUs are TF32 ones now."""
+    """Whether float32 matrix products on GPUs currently use TF32."""
     if _has_newer():
         return bool(_switches()[0].fp32_precision == "tf32")
     return torch.get_float32_matmul_precision() != "highest"
@@ -83,12 +83,12 @@ def _has_newer() -> bool:
 
 
 def _switches() -> list[Any]:
-    """Of the newer API: products of CUDA, and of oneDNN on CPUs."""
+    """The settings of the newer API: matrix products of CUDA, and of oneDNN on CPUs."""
     return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined, unused-ignore]
 
 
 def _inherited() -> list[str]:
-    """What each of `_switches` is where it is "none"."""
+    """The values that the `_switches` inherit while they are "none"."""
     return [torch.backends.cudnn.fp32_precision, torch.backends.mkldnn.fp32_precision]
 
 
@@ -99,23 +99,23 @@ def _read() -> _Setting:
         legacy = None
     if not _has_newer():
         return _Setting(legacy, None)
-    # A switch that equals what it inherits is taken to inherit: written out, it would no longer follow the user.
+    # A switch that equals the inherited value is taken to inherit it: if set, it would no longer follow the user.
     found = [switch.fp32_precision for switch in _switches()]
     return _Setting(legacy, tuple("none" if own == above else own for own, above in zip(found, _inherited())))
 
 
-def _set(found: _Setting, wanted: MatmulPrecision) -> None:
-    """Through the older API where it works, so that whoever reads it meanwhile is not refused."""
-    if found.legacy is not None:
-        if found.legacy != wanted.value:
+def _set(before: _Setting, wanted: MatmulPrecision) -> None:
+    """Use the older API if it works, so that code that reads it in the meantime does not raise."""
+    if before.legacy is not None:
+        if before.legacy != wanted.value:
             torch.set_float32_matmul_precision(wanted.value)
         return
     for switch in _switches():
         switch.fp32_precision = "tf32" if wanted is MatmulPrecision.HIGH else "ieee"
 
 
-def _restore(found: _Setting) -> None:
-    if found.legacy is not None:
-        torch.set_float32_matmul_precision(found.legacy)
-    for switch, own in zip(_switches() if found.newer is not None else (), found.newer or ()):
+def _restore(before: _Setting) -> None:
+    if before.legacy is not None:
+        torch.set_float32_matmul_precision(before.legacy)
+    for switch, own in zip(_switches() if before.newer is not None else (), before.newer or ()):
         switch.fp32_precision = own

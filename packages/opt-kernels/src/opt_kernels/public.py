@@ -1,6 +1,6 @@
-"""The public names of this package, gathered from the modules that define them.
+"""The public names of this package.
 
-`opt_kernels.NAME` imports this module at the first use of a name: `import opt_kernels` alone stays quick.
+`opt_kernels.NAME` imports this module at the first use of a name, so that `import opt_kernels` alone is fast.
 """
 
 from opt_kernels import optim

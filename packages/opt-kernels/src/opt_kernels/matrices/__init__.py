@@ -1,1 +1,1 @@
-"""What the rules do to whole matrices: orthogonalisation, symmetric products, bases, and stacks of equal shapes."""
+"""Operations on whole matrices: orthogonalisation, symmetric products, eigenbases, and stacks of equal shapes."""

@@ -1,4 +1,4 @@
-"""Orthogonalisation as Muon does it: which precision, which products, which ranks, and what scale."""
+"""The orthogonalisation of Muon: its precision, matrix products, tensor-parallel modes and scale."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,25 +21,25 @@ __all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale
 
 
 class ScaleMode(Choice):
-    """What the orthogonal matrix (rows, cols) is multiplied by, so that one learning rate suits every shape."""
+    """Factor of the orthogonal matrix (rows, cols), so that one learning rate suits every shape."""
 
-    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements of root mean square 1
+    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements have a root mean square of 1
     UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
-    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): Keller Jordan's
+    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): as by Keller Jordan
     MATCH_RMS_ADAMW = "match_rms_adamw"  # 0.2 sqrt(max(rows, cols)): AdamW's root mean square (Moonlight, 2502.16982)
     MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
 
 
 class TpMode(Choice):
-    """How a matrix that tensor parallelism cuts is orthogonalised."""
+    """How a matrix that tensor parallelism shards is orthogonalised."""
 
-    BLOCKWISE = "blockwise"  # each rank its own block: no communication, another update for every number of ranks
-    DUPLICATED = "duplicated"  # gathered, and done by every rank: the update of the whole matrix, bit for bit
-    DISTRIBUTED = "distributed"  # on the blocks, with Gram matrices summed over ranks: the same update, to rounding
+    BLOCKWISE = "blockwise"  # each rank its own block: no communication; the update depends on the number of ranks
+    DUPLICATED = "duplicated"  # gathered and done on every rank: bit for bit the update of the whole matrix
+    DISTRIBUTED = "distributed"  # on blocks, with Gram matrices summed over ranks: the same update up to rounding
 
 
 def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
-    """The factor of `mode` for a matrix of that size; under tensor parallelism the size of the whole."""
+    """The factor of `mode` for a matrix of this size; under tensor parallelism, the size of the whole matrix."""
     match mode:
         case ScaleMode.SPECTRAL:
             return float(max(rows, cols) ** 0.5)
@@ -56,7 +56,7 @@ class Orthogonalization:
     """The polar factor of matrices, by Newton-Schulz (see `matrices/newton_schulz`)."""
 
     schedule: Schedule
-    eps: float = reference.EPS  # smallest norm that a matrix is divided by
+    eps: float = reference.EPS  # lower bound of the norm that a matrix is divided by
     precision: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
@@ -67,15 +67,15 @@ class Orthogonalization:
         self,
         x: Tensor,  # (batch, rows, cols) float32 or float64, read only: this rank's part
         *,
-        cut_dim: int | None = None,  # -2 or -1: what tensor parallelism cuts
+        cut_dim: int | None = None,  # -2 or -1: the dim that tensor parallelism shards
         tensor_parallel: TensorParallel | None = None,
-        normalised: bool = False,  # x comes as `inputs` asks for it
+        normalised: bool = False,  # x has the form that `inputs` describes
     ) -> Tensor:
         """The orthogonalised matrices, or this rank's part of them, (batch, rows, cols) of x's dtype."""
         if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
             return self._oriented(x, transpose=x.shape[-2] > x.shape[-1], normalised=normalised)
         if self.tp_mode is TpMode.DISTRIBUTED:
-            # Ranks must hold columns, so that their Gram matrices add up to that of the whole.
+            # Ranks must store columns, so that their Gram matrices add up to that of the whole.
             reduce = tensor_parallel.all_reduce
             return self._oriented(x, transpose=cut_dim == -2, all_reduce=reduce, normalised=normalised)
         whole = tensor_parallel.all_gather(x, x.dim() + cut_dim)
@@ -86,12 +86,12 @@ class Orthogonalization:
     def inputs(
         self, dtype: torch.dtype, device: torch.device, *, cut_dim: int | None, tensor_parallel: TensorParallel | None
     ) -> Inputs:
-        """How x may come, so that it need not be read once more for its norm. `dtype` is that of the computation."""
+        """The form of x that saves another pass for its norm. `dtype` is the compute dtype."""
         if cut_dim is None or tensor_parallel is None or self.tp_mode is TpMode.BLOCKWISE:
             return Inputs(self._dtype(dtype, device), True, eps=self.eps)
         if self.tp_mode is TpMode.DISTRIBUTED:
             return Inputs(self._dtype(dtype, device), True, tensor_parallel.all_reduce, self.eps)
-        # Gathered, and normalised by every rank alike: a norm that ranks add up may differ in its last bit.
+        # Gathered and normalised on every rank: a norm summed over ranks may differ in its last bit.
         return Inputs(dtype, False, eps=self.eps)
 
     def _oriented(
@@ -102,7 +102,7 @@ class Orthogonalization:
         all_reduce: Callable[[Tensor], Tensor] | None = None,
         normalised: bool = False,
     ) -> Tensor:
-        """With the Gram matrix of the rows, or of the columns where `transpose`."""
+        """Orthogonalise with the Gram matrix of the rows, or of the columns with `transpose`."""
         done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce, normalised).to(x.dtype)
         return done.mT if transpose else done
 

@@ -1,4 +1,4 @@
-"""What the matrix rules share: a parameter read and written as matrices, fused ones split, equal ones stacked."""
+"""Access to parameters as matrices: reading and writing them, splitting fused rows, and stacking equal shapes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -12,17 +12,17 @@ from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.codecs import remainder as remainder
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
-# Elements of a stack: enough that small matrices share their calls. On a CPU no more than stays in the cache, where a
-# matrix of 512 x 2048 is faster alone than in company.
+# Elements of a stack: enough that small matrices share calls. On a CPU a stack must fit in the cache: a matrix of
+# 512 x 2048 is faster alone than in a larger stack.
 STACK_NUMEL_ON_CPU, STACK_NUMEL_ELSEWHERE = 1 << 20, 1 << 26
 
 
 class MatrixError(ValueError):
-    """A work is not something a matrix rule can move."""
+    """A work that a matrix rule cannot update."""
 
 
 class Layout(NamedTuple):
-    """What must agree for works to be stacked. Tensor-parallel groups are told apart by identity."""
+    """Properties that must be equal for works to be stacked. Tensor-parallel groups are compared by identity."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the computation
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
 
 def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
-    """All works that have elements, in runs of one layout: layouts in order of appearance, so equal on every rank.
+    """All non-empty works, in runs of one layout. Layouts keep their order of appearance, so it is equal on every rank.
 
     Raises MatrixError for a work that is not a matrix or a stack of matrices, or whose spec does not fit it.
     """
@@ -55,7 +55,7 @@ def stacks(batches: Sequence[Batch]) -> Iterator[list[Task]]:
 
 
 def check(work: Work) -> None:
-    """Raises MatrixError where shape and spec do not fit each other."""
+    """Raise MatrixError if the shape and the spec do not match."""
     shape, spec = tuple(work.grad.shape), work.matrix
     check_shape(shape)
     if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
@@ -65,45 +65,45 @@ def check(work: Work) -> None:
         )
     if spec.partition_dim is not None and not 0 <= spec.partition_dim < len(shape):
         raise MatrixError(
-            f"partition_dim={spec.partition_dim} is no dim of a parameter of shape {shape}; give one from 0 to "
-            f"{len(shape) - 1}, or None where the whole matrix is here"
+            f"partition_dim={spec.partition_dim} is out of range for a parameter of shape {shape}; give 0 to "
+            f"{len(shape) - 1}, or None if this rank has the whole matrix"
         )
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Raises MatrixError for what is neither a matrix nor a stack of matrices."""
+    """Raise MatrixError for a shape that is neither a matrix nor a stack of matrices."""
     if len(shape) not in (2, 3):
         raise MatrixError(
-            f"a parameter of shape {tuple(shape)} is not a matrix; matrix rules move (rows, cols), or (batch, rows, "
-            "cols) as a stack of matrices; view a convolution's weight as (out, in * kernel), or give it an "
+            f"a parameter of shape {tuple(shape)} is not a matrix; matrix rules update (rows, cols), or (batch, "
+            "rows, cols) as a stack of matrices; view a convolution's weight as (out, in * kernel), or give it an "
             "elementwise rule"
         )
 
 
 def matrix_dim(work: Work) -> int | None:
-    """The dim tensor parallelism cuts, as -2 (rows) or -1 (cols); None where each matrix is whole on its rank."""
+    """The dim that tensor parallelism shards, -2 (rows) or -1 (cols); None if each matrix is whole on its rank."""
     spec = work.matrix
     if spec.partition_dim is None or spec.tensor_parallel is None:
         return None
     dim = spec.partition_dim - work.grad.dim()
-    return dim if dim >= -2 else None  # the batch dim of a stack: whole matrices are dealt to ranks
+    return dim if dim >= -2 else None  # the batch dim of a stack: ranks have whole matrices
 
 
 def cut_of_parts(work: Work) -> int | None:
-    """`matrix_dim` of the work's split parts: None where tensor parallelism deals whole heads to ranks."""
+    """`matrix_dim` of the split parts of the work: None if tensor parallelism assigns whole heads to ranks."""
     cut = matrix_dim(work)
     return None if work.matrix.by_group and cut == -2 else cut
 
 
 def sum_of_squares(work: Work, x: Tensor) -> Tensor:
-    """‖X‖² of each matrix of `x` (*shape), whole: 0-d, or one number for each matrix of a stack."""
+    """‖X‖² of each whole matrix of `x` (*shape): 0-d, or one number per matrix of a stack."""
     squares = x.square().sum((-2, -1))
     group = work.matrix.tensor_parallel
     return squares if matrix_dim(work) is None or group is None else group.all_reduce(squares)
 
 
 def whole_size(work: Work) -> tuple[int, int]:
-    """Rows and columns of the matrix that the work is all of, or a part of."""
+    """Rows and columns of the whole matrix of which the work is a part."""
     spec = work.matrix
     if spec.part is not None:
         return spec.part.whole_shape[-2], spec.part.whole_shape[-1]
@@ -116,7 +116,7 @@ def whole_size(work: Work) -> tuple[int, int]:
 def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
     """`stack` (..., groups * sum(rows), cols) as contiguous matrices, one tensor for each r of `spec.split_rows`.
 
-    (batch, groups * r, cols), or (batch * groups, r, cols) where the groups are matrices of their own.
+    (batch, groups * r, cols), or (batch * groups, r, cols) if groups are separate matrices.
     """
     stack, rows = stack.reshape(-1, *stack.shape[-2:]), list(spec.split_rows)
     if not rows:
@@ -143,7 +143,7 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
     out = torch.empty(len(tasks), *first.grad.shape, dtype=compute_dtype(first), device=first.grad.device)
     for row, (_, work) in zip(out, tasks):
         row.copy_(work.grad)
-    # Scaled after it was widened: a narrow gradient times a small clip coefficient would lose bits.
+    # Scaled after widening: a narrow gradient times a small clip coefficient would lose bits.
     return out if isinstance(grad_scale, float) and grad_scale == 1.0 else out.mul_(grad_scale)
 
 
@@ -153,12 +153,12 @@ def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
 
 
 def compute_dtype(work: Work) -> torch.dtype:
-    """float64 where the main is, else float32."""
+    """float64 if the main is float64, else float32."""
     return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32
 
 
 def read_main(work: Work) -> Tensor:
-    """The main in its compute dtype: the tensor itself where it is stored so, else a copy."""
+    """The main in its compute dtype: the tensor itself if it has this dtype, else a copy."""
     if work.main is not None:
         return work.main.to(compute_dtype(work))
     if work.out is None or work.remainder is None:
@@ -167,7 +167,7 @@ def read_main(work: Work) -> Tensor:
 
 
 def write_main_(work: Work, value: Tensor, skip: Tensor | None) -> None:
-    """Writes `value`, in the compute dtype, to main and out, or splits it over out and remainder; not where `skip`."""
+    """Write `value`, in the compute dtype, to main and out, or split it into out and remainder. Not if `skip`."""
     if work.main is not None:
         targets = [work.main] if work.out is None else [work.main, work.out]
         assign_(targets, [value.to(target.dtype) for target in targets], skip)
@@ -188,7 +188,7 @@ def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
 
 
 def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip: Tensor | None) -> None:
-    """Writes the state `name`, and its block scales where the codec has them; not where `skip`."""
+    """Write the state `name`, and its block scales if the codec has any. Not if `skip`."""
     codes, scales = work.state[name], work.state.get(scale_name(name))
     if skip is None:
         codec.encode_(_run(codes, codec), scales, _run(values, codec))
@@ -202,12 +202,12 @@ def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip:
 
 
 def _run(tensor: Tensor, codec: StateCodec) -> Tensor:
-    """As the codec wants it: flat where elements share a scale."""
+    """The tensor as the codec needs it: flat if elements share a scale."""
     return tensor.view(-1) if codec.block else tensor
 
 
 def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
-    """Copies each value to its target, or with a non-zero `skip` the target to itself: the host need not know."""
+    """Copy each value to its target, or nothing if `skip` is not zero, which the host does not read."""
     for target, value in zip(targets, values):
         if value is not target:
             target.copy_(value if skip is None else torch.where(skip != 0, target, value))
