@@ -74,6 +74,9 @@ class Going(NamedTuple):
 def begin(grid: Grid, numbers: Numbers, *, seed: int = 0) -> Going:
     model = Lm(grid.tp, numbers.dtype, seed=seed)
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0, **numbers.options)
+    for name, part in model.parts().items() if config.fp8_recipe is not None else ():
+        if name.startswith("blocks") and part.weight.dim() == 2:
+            part.quantize_(config.fp8_recipe)
     optimizer = get_optimizer(config, [model], pg_collection=grid.roles)
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -171,7 +174,8 @@ def _local_state(going: Going) -> State:
     for group in held["param_groups"]:
         for index, name in zip(group["params"], group["param_names"], strict=True):
             of_param = held["state"].get(index, {})
-            state[name.removesuffix(".weight")] |= {_of_whole(key): value for key, value in of_param.items()}
+            of_elements = {key: value for key, value in of_param.items() if not key.startswith("fp8_")}  # scales
+            state[name.removesuffix(".weight")] |= {_of_whole(key): value for key, value in of_elements.items()}
     return state
 
 

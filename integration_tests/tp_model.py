@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from opt_checkpoint import Segment, ShardedBase, ShardedTensor, ShardedTensorFactory
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.comm.groups import Axes, Roles
+from opt_kernels.quantized import QuantizedTensor
 
 DIM, HEADS, FFN, VOCAB, CONTEXT, LAYERS = 24, 12, 48, 36, 8, 1  # 1, 2, 3 and 4 ranks divide all that is cut
 
@@ -68,6 +69,12 @@ class Part(nn.Module):
         self.weight = nn.Parameter(cut(whole, tp.rank, tp.size, dim=dim, fused=fused))
         if dim is not None and tp.size > 1:
             self.weight.tensor_model_parallel, self.weight.partition_dim = True, dim
+
+    def quantize_(self, recipe: str) -> None:
+        """Keeps the weight in fp8."""
+        weight = self.weight
+        self.weight = nn.Parameter(QuantizedTensor.of(weight.detach(), recipe))
+        vars(self.weight).update({name: value for name, value in vars(weight).items() if name != "_is_param"})
 
     def sharded(self, key: str, dp_rank: int) -> ShardedBase:
         """The parameter as the reference's model describes it."""

@@ -52,20 +52,27 @@ class SavedPiece:
         param = replace(param, replica_id=_replica_of(param.replica_id, self.piece))
         held = _held(param, self.piece)
         whole = _whole(param, self.piece)
-        described = {}
+        described: dict[str, ShardedBase] = {}
         for name, tensor in self.tensors.items():
             saved_name = self.saved_names.get(name, name)
-            if name not in self.of_whole:
+            if name in extra_of(self.piece.main):
+                described[name] = self._extra(param, name)
+            elif name not in self.of_whole:
                 described[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
             elif whole is not None:
                 described[name] = make_sharded_state(whole, tensor, saved_name, self.specs[name])
             else:
                 described[name] = make_sharded_state(held, tensor, saved_name, _bound(self.piece))
-        for name in extra_of(self.piece.main):
-            extra = described[name]
-            assert isinstance(extra, ShardedTensor)
-            extra.optional = True  # checkpoints of runs without fp8 parameters lack it
         return described
+
+    def _extra(self, param: ShardedParam, name: str) -> ShardedTensor:
+        """Describe a tensor of the fp8 parameter itself: one for all that this rank stores, whatever the piece is."""
+        is_first = self.piece.of_param.start == 0
+        stored = replace(param, replica_id=param.replica_id if is_first else 1)
+        extra = make_sharded_state(stored, self.tensors[name], name, self.specs[name])
+        assert isinstance(extra, ShardedTensor)
+        extra.optional = True  # checkpoints of runs without fp8 parameters lack it
+        return extra
 
     @torch.no_grad()
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
