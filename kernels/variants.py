@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
 from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, stats_sweep, stats_total, tile_elements
 from opt_kernels.backends.triton.jit import tl
 from opt_kernels.backends.triton.kernels import kernels_of
@@ -72,7 +72,7 @@ class Variant:
     shared_allowed: bool = False
 
 
-def widths(formats: Formats) -> Widths:
+def widths(formats: LaunchFormats) -> Widths:
     """What a sweep's accesses must be: each column in pieces of `vector` elements, 16 bytes at most."""
     reads = [formats.grad.itemsize, *(d.itemsize for d in formats.states)]
     writes = [d.itemsize for d in formats.states]
@@ -96,7 +96,9 @@ def widths_of(reads: list[int], writes: list[int], vector: int) -> Widths:
     )
 
 
-def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec], extra: dict[str, Any]) -> Variant:
+def sweep(
+    name: str, kernel: Any, formats: LaunchFormats, codecs: dict[str, StateCodec], extra: dict[str, Any]
+) -> Variant:
     """An elementwise sweep in these formats."""
     scaled = any(codec.block for codec in codecs.values())
     lanes = 2 + len(codecs) + sum(codec.block > 0 for codec in codecs.values()) + 3
@@ -128,7 +130,7 @@ def sweep(name: str, kernel: Any, formats: Formats, codecs: dict[str, StateCodec
     )
 
 
-def bytes_moved(formats: Formats, codecs: dict[str, StateCodec]) -> float:
+def bytes_moved(formats: LaunchFormats, codecs: dict[str, StateCodec]) -> float:
     """Read and written per element, block scales among them."""
     return formats.bytes_moved + sum(2 * 4 / codec.block for codec in codecs.values() if codec.block)
 
@@ -139,9 +141,9 @@ def formats(
     out: torch.dtype | None = None,
     states: tuple[torch.dtype, ...] = (),
     aligned: bool = True,
-) -> Formats:
-    """Formats of a sweep; float32 where nothing is said."""
-    return Formats(grad, main, out, states, aligned)
+) -> LaunchFormats:
+    """LaunchFormats of a sweep; float32 where nothing is said."""
+    return LaunchFormats(grad, main, out, states, aligned)
 
 
 def update(

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.reference import update as reference
 from opt_kernels.backends.triton import update as triton
-from opt_kernels.backends.triton.formats import Formats
+from opt_kernels.backends.triton.formats import LaunchFormats
 from opt_kernels.backends.triton.sweep import sweeps
 from opt_kernels.codecs import Plain, StateCodec, codec_for
 from opt_kernels.codecs.remainder import join, split_
@@ -295,8 +295,8 @@ def test_elements_keep_the_numbers_that_they_are_given_at_each_call(kernel_devic
 
 
 def test_divisions_are_exact_where_memory_hides_them() -> None:
-    wide = Formats(torch.float32, torch.float32, None, (torch.float32, torch.float32), True)
-    narrow = Formats(torch.bfloat16, None, torch.bfloat16, (torch.int8, torch.uint8), True)
+    wide = LaunchFormats(torch.float32, torch.float32, None, (torch.float32, torch.float32), True)
+    narrow = LaunchFormats(torch.bfloat16, None, torch.bfloat16, (torch.int8, torch.uint8), True)
     assert (wide.bytes_moved, wide.ieee) == (28, True)
     assert (narrow.bytes_moved, narrow.ieee) == (14, False)
 

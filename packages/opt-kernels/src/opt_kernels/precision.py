@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 
 
-class MatmulPrecision(Choice):
+class MatmulPrecision(NamedChoice):
     """The precision of matrix products, with torch's names."""
 
     MEDIUM = "medium"  # 16 bits: fp16 on GPUs (three more bits; normalised matrices need no range), bf16 elsewhere

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import Backend, parse_backend, version
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon import Inputs
 from opt_kernels.matrices.newton_schulz import reference, torch_native
 from opt_kernels.matrices.newton_schulz.coefficients import Schedule
@@ -20,7 +20,7 @@ from opt_kernels.works import TensorParallel
 __all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale_factor"]
 
 
-class ScaleMode(Choice):
+class ScaleMode(NamedChoice):
     """Factor of the orthogonal matrix (rows, cols), so that one learning rate suits every shape."""
 
     SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements have a root mean square of 1
@@ -30,7 +30,7 @@ class ScaleMode(Choice):
     MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
 
 
-class TpMode(Choice):
+class TpMode(NamedChoice):
     """How a matrix that tensor parallelism shards is orthogonalised."""
 
     BLOCKWISE = "blockwise"  # each rank its own block: no communication; the update depends on the number of ranks

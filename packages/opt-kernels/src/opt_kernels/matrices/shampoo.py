@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.orthogonal_basis import reference
 from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
 from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of
@@ -17,7 +17,7 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 LEFT, RIGHT = "L", "R"
 
 
-class Orthonormalization(Choice):
+class Orthonormalization(NamedChoice):
     """How a turned basis is made orthonormal again."""
 
     CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
@@ -177,13 +177,13 @@ _OF_ALL: Mapping[str, Any] = MappingProxyType(
 def options_of(rule: type, *names: str) -> dict[str, Any]:
     """The defaults of all fields of a rule, or of those in `names`. Enum members are given by their values."""
     defaults = {field.name: field.default for field in fields(rule) if not names or field.name in names}
-    return {name: value.value if isinstance(value, Choice) else value for name, value in defaults.items()}
+    return {name: value.value if isinstance(value, NamedChoice) else value for name, value in defaults.items()}
 
 
 def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
     """The rule with these fields. Enum members may be given by their values."""
     kinds = {field.name: field.type for field in fields(cast(Any, rule)) if isinstance(field.type, type)}
-    choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], Choice)}
+    choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], NamedChoice)}
     return rule(**{name: choices[name](value) if name in choices else value for name, value in options.items()})
 
 

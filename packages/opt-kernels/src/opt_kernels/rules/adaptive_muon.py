@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import (
@@ -30,14 +30,14 @@ SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
 
 
-class SecondMoment(Choice):
+class SecondMoment(NamedChoice):
     """What the second moment is taken of."""
 
     ADAMUON = "adamuon"  # of every element
     NORMUON = "normuon"  # of every row or column: one number per neuron
 
 
-class Lines(Choice):
+class Lines(NamedChoice):
     """The lines of a matrix (rows, cols) whose mean squares NorMuon keeps."""
 
     ROWS = "rows"  # the paper's: the neurons of y = Wx

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon.reference import decay_of
 from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
 from opt_kernels.matrices.shampoo import LEFT, RIGHT, Orthonormalization, Shampoo, Turned, into_basis, out_of_basis
@@ -22,7 +22,7 @@ __all__ = ["SOAP", "Order", "Orthonormalization"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
 
 
-class Order(Choice):
+class Order(NamedChoice):
     """The order of a step."""
 
     PAPER = "paper"  # update in the bases of before, then factors, then bases; the first step only finds the bases

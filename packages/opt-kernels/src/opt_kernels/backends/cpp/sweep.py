@@ -114,7 +114,7 @@ class Columns(NamedTuple):
         )
 
 
-class _Call:
+class _Columns:
     """The runs of one combination of formats, as the C++ side reads them: the fields of `struct Run` in columns."""
 
     def __init__(self, num_states: int) -> None:
@@ -166,7 +166,7 @@ def update_(
 
     Among the others are works whose sweep cannot be compiled here.
     """
-    calls: dict[tuple[Formats, tuple[str, ...]], _Call] = {}
+    calls: dict[tuple[Formats, tuple[str, ...]], _Columns] = {}
     others = []
     for index, (hyper, works) in enumerate(batches):
         for formats, same, columns in _by_formats(works, codecs):
@@ -174,7 +174,7 @@ def update_(
             if types is None or (stochastic_rounding and formats.main is torch.float16):
                 others.append(Batch(hyper, same))
                 continue
-            call = calls.setdefault((formats, types), _Call(len(codecs)))
+            call = calls.setdefault((formats, types), _Columns(len(codecs)))
             call.add(_checked(columns, same, codecs), same, index)
     if not calls:
         return others

@@ -22,7 +22,7 @@ from opt_kernels.backends.cpp.fork import is_forked
 SHARES_PER_THREAD = 4  # where a thread is held up, others take over
 
 
-class Task(ctypes.Structure):
+class SweepTask(ctypes.Structure):
     """`struct Task` of elements.h: a sweep's arguments, and how far it has come."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
     return. Addresses are of what `library` takes."""
     threads = max(1, min(torch.get_num_threads(), total // least))
     shares = 1 if threads == 1 else min(threads * SHARES_PER_THREAD, total // least)
-    task = Task(table, num_runs, extra, total, shares, 0, 0)
+    task = SweepTask(table, num_runs, extra, total, shares, 0, 0)
     work = library.work
     work.argtypes, work.restype = (c_void_p,), None
     if threads == 1:

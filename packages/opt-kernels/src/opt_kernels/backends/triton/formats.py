@@ -14,7 +14,7 @@ ALIGNMENT = 16  # bytes; below it a tensor is swept one element at a time
 IEEE_BYTES = 18  # bytes per element from which on exact division hides behind the memory traffic
 
 
-class Formats(NamedTuple):
+class LaunchFormats(NamedTuple):
     """What a launch is compiled for: the dtype of every column, and whether all of them are aligned."""
 
     grad: torch.dtype
@@ -70,7 +70,7 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return names[dtype]
 
 
-def rounds_by_chance(formats: Formats, wanted: bool) -> bool:
+def rounds_by_chance(formats: LaunchFormats, wanted: bool) -> bool:
     """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
     if wanted and formats.main is torch.float16:
         raise LayoutError(

@@ -187,7 +187,7 @@ class _Table(NamedTuple):
     chunk: int
 
 
-class _Known(NamedTuple):
+class _KnownGrads(NamedTuple):
     """What is known of gradients that are where they were."""
 
     layouts: Layouts
@@ -202,7 +202,7 @@ def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
         known_tables(grads[0].device)
         .get(
             tuple(map(Tensor.data_ptr, grads)),
-            lambda: _Known(Layouts(grads), _built(grads)),
+            lambda: _KnownGrads(Layouts(grads), _built(grads)),
             holds=lambda known: known.layouts.same(grads),
         )
         .tables
@@ -230,12 +230,12 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
 
 
 @cache
-def known_tables(device: torch.device) -> DeviceTables[_Known]:
+def known_tables(device: torch.device) -> DeviceTables[_KnownGrads]:
     """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
     return DeviceTables(device, capacity=CALLS, bytes_of=_bytes_of)
 
 
-def _bytes_of(known: _Known) -> int:
+def _bytes_of(known: _KnownGrads) -> int:
     """Gradients that move with every step leave a table each: these must not fill the device."""
     return sum(table.records.nbytes for table in known.tables or ())
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from opt_kernels import devices
 from opt_kernels.backends.elements import LayoutError, Run, run_of
-from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, Formats, triton_dtype
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
 from opt_kernels.backends.triton.jit import tl
 from opt_kernels.backends.triton.layouts import Layouts
 from opt_kernels.backends.triton.multi_tensor import (
@@ -49,10 +49,10 @@ class Cut(NamedTuple):
     beside: int = 0  # bytes to it in a buffer that is not in the table, but swept along
 
 
-class Sweep(NamedTuple):
+class Launch(NamedTuple):
     """One launch: what to compile for, and the table of what to work on."""
 
-    formats: Formats
+    formats: LaunchFormats
     table: ChunkTable
     cuts: tuple[Cut, ...]  # in the order of the table
 
@@ -63,7 +63,7 @@ Cutting = Callable[[int, int], Iterable[Cut]]  # from number and elements of a w
 class _Part(NamedTuple):
     """The works of one launch, as far as it does not change while tensors stay where they are."""
 
-    formats: Formats
+    formats: LaunchFormats
     cuts: tuple[Cut, ...]
     records: Tensor
     chunk: int
@@ -74,10 +74,10 @@ class _Part(NamedTuple):
 class _Launches(NamedTuple):
     """All that a call launches; None where some tensor is in another order than C's."""
 
-    sweeps: list[Sweep] | None
+    sweeps: list[Launch] | None
 
 
-class _Known(NamedTuple):
+class _KnownCall(NamedTuple):
     """What is known of a call whose tensors, but for the gradients, are where they were."""
 
     layouts: Layouts  # of all tensors, gradients too
@@ -99,7 +99,7 @@ def launch(
     kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
     batches: Sequence[Batch],
     codecs: Mapping[str, StateCodec],  # of the states, in the order of their columns
-    options: Callable[[Formats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
+    options: Callable[[LaunchFormats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
     scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
 ) -> None:
     """Launches `kernel` once for every combination of dtypes among the works; the host waits for nothing."""
@@ -119,13 +119,13 @@ def launch(
             )
 
 
-def launch_options(formats: Formats, table: ChunkTable) -> dict[str, Any]:
+def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
     """The arguments that every sweep takes by these names: formats, shape of the launch, compiler options."""
     return {**_constants(formats), "WIDTH": table.records.shape[1], "CHUNK": table.chunk}
 
 
 @cache
-def _constants(formats: Formats) -> dict[str, Any]:
+def _constants(formats: LaunchFormats) -> dict[str, Any]:
     return {
         "GRAD": triton_dtype(formats.grad),
         "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
@@ -147,7 +147,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Sweep]:
+def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Launch]:
     """One sweep for every combination of dtypes among the works; empty works take part in none.
 
     Columns: main or remainder, out, the states, then the scales of those that have any. Raises LayoutError where
@@ -172,7 +172,7 @@ def cut_sweeps(
     codecs: Mapping[str, StateCodec],
     cutting: Cutting | None = None,  # None: every work is one run
     cut_by: Hashable = None,  # all that `cutting` depends on, but the sizes of the works
-) -> list[Sweep] | None:
+) -> list[Launch] | None:
     """What `sweeps` gives, of works cut by `cutting`; None where some tensor is in another order than C's."""
     if pieces and all(works.standing is not None and len(works) > 0 for _, works in pieces):
         return _standing_sweeps(pieces, codecs, cutting, cut_by)
@@ -191,7 +191,7 @@ def cut_sweeps(
 
 def _standing_sweeps(
     pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
-) -> list[Sweep] | None:
+) -> list[Launch] | None:
     """As `cut_sweeps`, of works whose tensors are where they were: only the gradients' addresses are looked at."""
     first = pieces[0][1]
     device = first.grads[0].device
@@ -220,7 +220,7 @@ class _Placed(NamedTuple):
     """What standing works found."""
 
     key: Hashable  # in `known_calls`
-    known: _Known
+    known: _KnownCall
 
 
 def _key(call: _Call, codecs: Mapping[str, StateCodec], cut_by: Hashable) -> Hashable:
@@ -232,12 +232,12 @@ def _tensors(call: _Call) -> tuple[Tensor, ...]:
     return (*call.grads, *call.others)
 
 
-def _new_known(call: _Call, device: torch.device) -> _Known:
-    return _Known(Layouts(_tensors(call)), {}, DeviceTables(device, capacity=8))
+def _new_known(call: _Call, device: torch.device) -> _KnownCall:
+    return _KnownCall(Layouts(_tensors(call)), {}, DeviceTables(device, capacity=8))
 
 
 @cache
-def known_calls(device: torch.device) -> DeviceTables[_Known]:
+def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
     """What is known on `device`: one collection for the process, since what is in it is true for whoever asks."""
     return DeviceTables(device, capacity=CALLS)
 
@@ -333,7 +333,7 @@ def _parts(
     items = _items(call, codecs)
     if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
         return None
-    by_formats: dict[Formats, list[Cut]] = {}
+    by_formats: dict[LaunchFormats, list[Cut]] = {}
     for index, item in enumerate(items):
         if item.grad.numel():
             _check(item, codecs, device)
@@ -357,13 +357,13 @@ def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> lis
     ]
 
 
-def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> Formats:
+def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """One for all runs of a work, which stay together. Block scales are read one by one, wherever they lie."""
     main, out, *states = item.columns
     kept = 2 + len(codecs)
     places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
     places += [item.grad.data_ptr() + c.begin * item.grad.itemsize for c in cuts]
-    return Formats(
+    return LaunchFormats(
         grad=item.grad.dtype,
         main=None if item.remainder or main is None else main.dtype,
         out=None if out is None else out.dtype,
@@ -373,7 +373,7 @@ def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec])
 
 
 def _part(
-    formats: Formats,
+    formats: LaunchFormats,
     cuts: tuple[Cut, ...],
     items: Sequence[_Item],
     codecs: Mapping[str, StateCodec],
@@ -405,8 +405,8 @@ def _part(
 
 
 def _launches(
-    known: _Known, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
-) -> list[Sweep] | None:
+    known: _KnownCall, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+) -> list[Launch] | None:
     """The parts with their gradients where they are now."""
     aligned = None
     if reduce(or_, call.grads_at) % ALIGNMENT:
@@ -419,7 +419,7 @@ def _launches(
     grads_at = torch.tensor(call.grads_at)
     columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, device) for part in parts]
     return [
-        Sweep(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
+        Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
         for part, column in zip(parts, columns)
     ]
 

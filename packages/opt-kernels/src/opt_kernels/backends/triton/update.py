@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.formats import Formats, rounds_by_chance, triton_dtype
+from opt_kernels.backends.triton.formats import LaunchFormats, rounds_by_chance, triton_dtype
 from opt_kernels.backends.triton.kernels import Kernels, kernels_of
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import Rows, given_columns, rows_on
@@ -31,7 +31,7 @@ def update_(
     """
     kernels = kernels_of(formula)
 
-    def options(formats: Formats) -> dict[str, Any]:
+    def options(formats: LaunchFormats) -> dict[str, Any]:
         return state_options(formats, codecs) | {"BY_CHANCE": rounds_by_chance(formats, stochastic_rounding)}
 
     def scalar_block(device: torch.device) -> Tensor:
@@ -40,7 +40,7 @@ def update_(
     launch(kernels.sweep, batches, codecs, options, scalar_block)
 
 
-def state_options(formats: Formats, codecs: Mapping[str, StateCodec]) -> dict[str, Any]:
+def state_options(formats: LaunchFormats, codecs: Mapping[str, StateCodec]) -> dict[str, Any]:
     """The arguments of a sweep that describe its states."""
     options: dict[str, Any] = {}
     lane = 2 + len(codecs)  # after main, out and the states: the scales of those that have any

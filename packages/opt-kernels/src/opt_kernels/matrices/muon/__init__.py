@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.works import Task, Work
 
 __all__ = ["Adapt", "Decay", "Factors", "Inputs", "Transform"]
 
 
-class Decay(Choice):
+class Decay(NamedChoice):
     """How the weight decay wd enters a step."""
 
     DECOUPLED = "decoupled"  # p <- p - lr wd p

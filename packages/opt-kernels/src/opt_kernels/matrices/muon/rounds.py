@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
-from opt_kernels.backends.triton.sweep import CALLS, Cut, Sweep, cut_sweeps, lies_in_order, uniform
+from opt_kernels.backends.triton.sweep import CALLS, Cut, Launch, cut_sweeps, lies_in_order, uniform
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.reference import MOMENTUM
@@ -108,7 +108,7 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Sweep]:
+def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch]:
     """The table of the round: every run of a slot is a run of its own."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
     tasks = [task for stack in one.stacks for task in stack.tasks]

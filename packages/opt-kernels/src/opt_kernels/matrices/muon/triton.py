@@ -17,7 +17,7 @@ from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
 from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
-from opt_kernels.backends.triton.sweep import Sweep, launch_options
+from opt_kernels.backends.triton.sweep import Launch, launch_options
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
 from opt_kernels.matrices.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
@@ -307,7 +307,7 @@ class _Inputs:
         """The lane of a record in which its slot stands."""
         return 4 if self._codec.block else 3
 
-    def _of(self, stack: Stack) -> Iterator[tuple[Sweep, Tensor, Tensor, int]]:
+    def _of(self, stack: Stack) -> Iterator[tuple[Launch, Tensor, Tensor, int]]:
         """The sweeps that have chunks of `stack`: with their scales, these chunks' records, and the first of them."""
         wanted = stack.slots_of_all
         for sweep, scales, of_slots in zip(self._sweeps, self._scales, self._ranges):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from opt_kernels.choice import Choice
+from opt_kernels.choice import NamedChoice
 
 
 class Coefficients(NamedTuple):
@@ -18,7 +18,7 @@ class Coefficients(NamedTuple):
 Schedule: TypeAlias = tuple[Coefficients, ...]
 
 
-class CoefficientType(Choice):
+class CoefficientType(NamedChoice):
     """The sets by name. In brackets the range that five steps make of the singular values in [0.01, 1]."""
 
     SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start of a set that never settles
