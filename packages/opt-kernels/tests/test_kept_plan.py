@@ -6,12 +6,13 @@ Every case is run twice: by an optimizer that keeps its plan, and by a twin that
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.optim import SGD, AdamW
+from opt_kernels.optim import SGD, AdamW, Muon
 
 SHAPES = ((8, 8), (6, 4), (5,))
 Disturb = Callable[[Any, list[nn.Parameter]], None]
@@ -158,13 +159,21 @@ DISTURBED: list[Disturb] = [
 ]  # fmt: skip
 
 
-def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False) -> list[Any]:
+def adamw(groups: Any, **options: Any) -> Any:
+    return AdamW(groups, lr=0.1, backend="triton", **options)
+
+
+def muon(groups: Any, **options: Any) -> Any:
+    return Muon(groups, lr=0.1, backend="triton", scalar_optimizer="adam", nesterov=False, **options)
+
+
+def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False, build: Any = adamw) -> list[Any]:
     """Weights, states and errors over steps, with `disturb` between two of them."""
     dtype, options = FORMS[form]
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
-    optimizer = AdamW(groups, lr=0.1, backend="triton", **options)
+    optimizer = build(groups, **options)
     if looked_at:
         assert not optimizer.state
     found: list[Any] = []
@@ -206,6 +215,34 @@ def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb, form: str) ->
 @pytest.mark.parametrize("form", ["bfloat16 with mains", "rounded stochastically", "codes"])
 def test_so_it_is_in_every_form(disturb: Disturb, form: str) -> None:
     assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
+
+
+def muons_state_elsewhere(optimizer: Any, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[0]]
+    state["momentum_buffer"].data = state["momentum_buffer"].clone().neg_()
+
+
+OF_MUON = [
+    nothing, grad_elsewhere, grad_transposed, grad_wider, grad_gone, grads_gone_and_back, weight_elsewhere,
+    weight_transposed, weight_replaced, numbers_changed, group_added, muons_state_elsewhere,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("disturb", OF_MUON)
+@pytest.mark.parametrize("form", ["float32", "bfloat16 with remainders"])
+def test_so_it_is_for_the_rounds_of_muon(disturb: Disturb, form: str) -> None:
+    assert same(run(disturb, form, kept=True, build=muon), run(disturb, form, kept=False, build=muon))
+
+
+def test_rounds_that_are_kept_keep_no_gradients_alive() -> None:
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = muon(params)
+    for step in range(4):
+        new_grads(params, step)
+        optimizer.step()
+    grads = [ref(param.grad) for param in params]
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -1,6 +1,7 @@
 """What a step of Muon does element by element, around the orthogonalisation of whole matrices."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.works import Task, Work
 
-__all__ = ["Adapt", "Decay", "Factors", "Inputs", "Transform"]
+__all__ = ["Adapt", "Decay", "Factors", "Inputs", "OfLayouts", "Transform"]
 
 
 class Decay(NamedChoice):
@@ -32,6 +33,18 @@ class Inputs(NamedTuple):
 
 # From works of one layout, their matrices (len(tasks), *shape), and whether these are normalised: the directions.
 Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OfLayouts:
+    """A `Transform` that looks at the layouts of works alone: not at their gradients, states or hyper-parameters."""
+
+    transform: Transform
+
+    def __call__(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+        return self.transform(tasks, inputs, normalised)
+
+
 # Changes one direction (*shape) before it is scaled.
 Adapt = Callable[[Task, Tensor], None]
 # s e of each of the work's split parts, or of the whole.

@@ -57,6 +57,7 @@ class Round(NamedTuple):
     inputs: Inputs
     stacks: list[Stack]
     numel: int  # of u
+    pieces: list[tuple[int, Works]] | None = None  # all works with their rows of the scalar block; None: of the stacks
 
 
 def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -110,13 +111,9 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
 
 def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch]:
     """The table of the round: every run of a slot is a run of its own."""
-    rows = {id(hyper): row for row, hyper in enumerate(hypers)}
-    tasks = [task for stack in one.stacks for task in stack.tasks]
-
-    def kind(task: Task) -> tuple[int, bool, bool]:
-        return rows[id(task.hyper)], task.work.main is None, task.work.out is None
-
-    pieces = [(key[0], works) for key, alike in groupby(tasks, kind) for works in uniform([_checked(t) for t in alike])]
+    pieces = one.pieces
+    if pieces is None:
+        pieces = [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
     places = [(stack, number) for stack in one.stacks for number in range(len(stack.tasks))]
     cut_by = (one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks))
     found = cut_sweeps(pieces, {MOMENTUM: codec}, partial(_cuts, places, codec, one.inputs.dtype.itemsize), cut_by)
@@ -128,11 +125,17 @@ def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch
     return found
 
 
-def _checked(task: Task) -> Work:
-    """The work, if it can be swept at all."""
-    if compute_dtype(task.work) is torch.float64:
+def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Task]]]:
+    """The tasks of the round in runs of one kind, with their rows of the scalar block."""
+    rows = {id(hyper): row for row, hyper in enumerate(hypers)}
+    tasks = [task for stack in one.stacks for task in stack.tasks]
+    if any(compute_dtype(task.work) is torch.float64 for task in tasks):
         raise LayoutError("the triton backend cannot sweep torch.float64; use backend='torch'")
-    return task.work
+
+    def kind(task: Task) -> tuple[int, bool, bool]:
+        return rows[id(task.hyper)], task.work.main is None, task.work.out is None
+
+    return [(key[0], list(alike)) for key, alike in groupby(tasks, kind)]
 
 
 def _cuts(

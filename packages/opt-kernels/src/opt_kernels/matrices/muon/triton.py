@@ -19,7 +19,8 @@ from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, writ
 from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.backends.triton.sweep import Launch, launch_options
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, OfLayouts, Transform
+from opt_kernels.matrices.muon.kept_rounds import kept_rounds
 from opt_kernels.matrices.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -222,9 +223,11 @@ def muon_(
     transformed. Matrices come to `transform` as `inputs` would have them. Raises LayoutError for a dtype that Triton
     cannot sweep or a matrix that is not contiguous, FrozenHyperError for host numbers in a capture.
     """
-    batches = with_ordered_grads(batches)  # tables hold addresses: the copies live until the last launch
+    kept = kept_rounds(batches, inputs, factors) if adapt_ is None and isinstance(transform, OfLayouts) else None
+    if kept is None:
+        batches = with_ordered_grads(batches)  # tables hold addresses: the copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
-    for one in rounds(batches, inputs, factors):
+    for one in rounds(batches, inputs, factors) if kept is None else kept:
         device = one.stacks[0].tasks[0].work.grad.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)

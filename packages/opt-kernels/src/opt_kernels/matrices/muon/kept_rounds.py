@@ -1,0 +1,77 @@
+"""Rounds of works that stand where they stood at the last step: found once, with the gradients of each step put in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from opt_kernels.backends.triton.sweep import lies_in_order, uniform
+from opt_kernels.matrices.muon import Factors, Inputs
+from opt_kernels.matrices.muon.rounds import Round, alike_tasks, rounds
+from opt_kernels.works import Batch, Standing, Work, Works
+
+
+class _Piece(NamedTuple):
+    """Works of one kind in a round, without gradients."""
+
+    row: int
+    columns: Works
+    standing: Standing
+    indices: list[int]  # of its works among all
+
+    def with_grads(self, grads: Sequence[Any], grads_at: Sequence[int]) -> tuple[int, Works]:
+        pick: Callable[[Sequence[Any]], Any] = itemgetter(*self.indices)
+        if len(self.indices) == 1:
+            pick = lambda entries: (entries[self.indices[0]],)
+        return self.row, self.columns.with_grads(pick(grads), standing=self.standing, grads_at=pick(grads_at))
+
+
+class _Kept(NamedTuple):
+    """A round whose works have their mains in the place of gradients, which must not be kept alive."""
+
+    round: Round
+    pieces: list[_Piece]
+
+
+def kept_rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> list[Round] | None:
+    """What `rounds` gives, for those who look at layouts alone; None where works do not stand, or gradients lie in
+    another order than C's."""
+    columns = [works for _, works in batches if isinstance(works, Works) and works.standing is not None]
+    if not columns or len(columns) < len(batches):
+        return None
+    first = columns[0].standing
+    assert first is not None
+    key = (kept_rounds, tuple([works.standing for works in columns]), inputs, factors)
+    if key not in first.found:
+        first.found[key] = _found(batches, columns, inputs, factors)
+    kept: list[_Kept] | None = first.found[key]
+    if kept is None:
+        return None
+    grads = list(chain.from_iterable([works.grads for works in columns]))
+    grads_at = tuple(chain.from_iterable([works.grads_at for works in columns]))
+    return [one._replace(pieces=[piece.with_grads(grads, grads_at) for piece in pieces]) for one, pieces in kept]
+
+
+def _found(
+    batches: Sequence[Batch], columns: Sequence[Works], inputs: Callable[[Work], Inputs], factors: Factors
+) -> list[_Kept] | None:
+    if not all(lies_in_order(grad) for works in columns for grad in works.grads):
+        return None
+    without = [Batch(hyper, [_without_grad(work) for work in works]) for hyper, works in batches]
+    number = {id(work): index for index, work in enumerate(work for _, works in without for work in works)}
+    hypers = [hyper for hyper, _ in without]
+    kept = []
+    for one in rounds(without, inputs, factors):
+        pieces = [
+            _Piece(row, uniform([task.work for task in alike])[0], Standing(), [number[id(t.work)] for t in alike])
+            for row, alike in alike_tasks(one, hypers)
+        ]
+        kept.append(_Kept(one, pieces))
+    return kept
+
+
+def _without_grad(work: Work) -> Work:
+    anchor = work.main if work.main is not None else work.out
+    assert anchor is not None
+    return replace(work, grad=anchor)
