@@ -167,7 +167,7 @@ class Range(NamedTuple):
 
 @lru_cache(maxsize=CALLS)
 def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
-    """The chunks of each slot: its runs follow each other."""
+    """The chunks of each slot, by slot: its runs follow each other."""
     found: list[Range] = []
     end = 0
     for slot, of_slot in groupby(cuts, lambda cut: cut.tag):
@@ -193,8 +193,13 @@ def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: tor
 
 def factors_on(device: torch.device, one: Round) -> Tensor:
     """The factor of every slot of the round, (slots,) float32."""
-    of_slots = tuple(slot.factor for stack in one.stacks for _ in stack.tasks for slot in stack.slots)
-    return known_tables(device).get(of_slots, lambda: to_device(torch.tensor(of_slots, dtype=torch.float32), device))
+    of_stacks = tuple([(len(stack.tasks), tuple([slot.factor for slot in stack.slots])) for stack in one.stacks])
+
+    def build() -> Tensor:
+        of_slots = [factor for num_works, factors in of_stacks for factor in factors * num_works]
+        return to_device(torch.tensor(of_slots, dtype=torch.float32), device)
+
+    return known_tables(device).get(of_stacks, build)
 
 
 @cache

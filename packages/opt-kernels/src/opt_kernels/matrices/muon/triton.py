@@ -4,6 +4,7 @@ Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum
 its normalisation, 12 for the update. `kernels/muon.md` derives the design.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -314,9 +315,10 @@ class _Inputs:
         """The sweeps that have chunks of `stack`: with their scales, these chunks' records, and the first of them."""
         wanted = stack.slots_of_all
         for sweep, scales, of_slots in zip(self._sweeps, self._scales, self._ranges):
-            chunks = [at for slot, begin, end in of_slots if wanted.start <= slot < wanted.stop for at in (begin, end)]
-            if chunks:
-                yield sweep, scales, sweep.table.records[min(chunks) : max(chunks)], min(chunks)
+            first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
+            if first < stop:
+                begin, end = of_slots[first].begin, of_slots[stop - 1].end
+                yield sweep, scales, sweep.table.records[begin:end], begin
 
 
 def _aligned(directions: Tensor) -> Tensor:
