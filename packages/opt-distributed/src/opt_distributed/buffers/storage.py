@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
 from opt_paramgroups import ParamId
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class _Range(NamedTuple):
@@ -220,12 +223,12 @@ class ParamAndGradBuffer:
 
 def moved(params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> ParamId | None:
     """The first of `params` that is no longer of this dtype on this device; None if all are."""
-    return next((id for id, p in params.items() if _dtype(p, dtype) is not dtype or p.device != device), None)
-
-
-def _dtype(param: nn.Parameter, expected: torch.dtype) -> torch.dtype:
-    """`stored_dtype`, without a question for ordinary parameters: each step asks for hundreds."""
-    return expected if type(param) is nn.Parameter and param.dtype is expected else stored_dtype(param)
+    # Each step asks for hundreds: ordinary parameters at once.
+    values = list(params.values())
+    is_plain = set(map(type, values)) <= {nn.Parameter}
+    if is_plain and set(map(_DTYPE, values)) <= {dtype} and set(map(_DEVICE, values)) <= {device}:
+        return None
+    return next((id for id, p in params.items() if stored_dtype(p) is not dtype or p.device != device), None)
 
 
 def _check(

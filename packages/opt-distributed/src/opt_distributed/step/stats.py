@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +143,9 @@ def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
     return sum(everyone.gather_objects(local))
 
 
+_COUNTED = attrgetter("counted")
+_COUNTED_AS = attrgetter("counted", "source", "norm_slot")
+
 Counted = Mapping[Source, Mapping[int, list[Tensor]]]
 """The gradients that this rank counts, by source and norm slot."""
 
@@ -149,9 +153,15 @@ Counted = Mapping[Source, Mapping[int, list[Tensor]]]
 def _by_source(ready: Iterable[Ready]) -> Counted:
     found: dict[Source, dict[int, list[Tensor]]] = {}
     for pieces, grads in ready:
-        for piece, grad in zip(pieces, grads, strict=True):
-            if piece.counted:
-                found.setdefault(piece.source, {}).setdefault(piece.norm_slot, []).append(grad)
+        counted = list(map(_COUNTED_AS, pieces))
+        if len(set(counted)) == 1:  # all of one kind, as they mostly are: no loop over hundreds
+            is_counted, source, slot = counted[0]
+            if is_counted:
+                found.setdefault(source, {}).setdefault(slot, []).extend(grads)
+            continue
+        for (is_counted, source, slot), grad in zip(counted, grads, strict=True):
+            if is_counted:
+                found.setdefault(source, {}).setdefault(slot, []).append(grad)
     return found
 
 
@@ -160,6 +170,7 @@ def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
     return [
         grad
         for pieces, grads in ready
+        if not all(map(_COUNTED, pieces))
         for piece, grad in zip(pieces, grads, strict=True)
         if piece.inspected and not piece.counted
     ]
