@@ -170,8 +170,8 @@ def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> Non
         backward(ddp(torch.ones(1, 4)).sum())
 
     for error in errors_of(2, rank_main):
-        assert error.startswith("GradientError: gradient number 2 of ")
-        assert error.endswith("1 came in the first iteration; run all but the last backward pass inside no_sync()")
+        assert error.startswith("GradientError: gradient 2 of ")
+        assert error.endswith("the first iteration had 1; run all but the last backward pass inside no_sync()")
 
 
 @pytest.mark.parametrize("config", [SHARDED, OVERLAP, Config()], ids=["flat", "flat, overlap", "replicated"])
@@ -232,7 +232,9 @@ def test_gradients_on_the_wire_cannot_be_scaled() -> None:
         replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), nn.Linear(4, 4), groups=over(NeverDone())
     )
     ddp.start_grad_sync()
-    with pytest.raises(GradientError, match=r"cannot be scaled while they are on the wire; call finish_grad_sync\(\)"):
+    with pytest.raises(
+        GradientError, match=r"cannot be scaled while they are being reduced; call finish_grad_sync\(\)"
+    ):
         ddp.scale_gradients(0.5)
 
 
@@ -337,9 +339,11 @@ def test_gradients_without_memory_are_refused_until_it_is_back() -> None:
     ddp = wrap(SHARDED)
     ddp.offload_grad_buffers()
     assert all(buffer.memory.grad_data.untyped_storage().nbytes() == 0 for buffer in ddp.synced_buffers)
-    with pytest.raises(GradientError, match=r"was given away; call restore_grad_buffers\(\) first"):
+    with pytest.raises(
+        GradientError, match=r"was freed by offload_grad_buffers\(\); call restore_grad_buffers\(\) first"
+    ):
         backward(ddp(torch.ones(1, 4)).sum())
-    with pytest.raises(GradientError, match="was given away"):
+    with pytest.raises(GradientError, match="was freed"):
         ddp.finish_grad_sync()
     ddp.restore_grad_buffers()
     backward(ddp(torch.ones(1, 4)).sum())

@@ -126,7 +126,7 @@ def test_a_main_grad_that_is_rebound_on_the_wire_is_refused() -> None:
     backward(loss_of(ddp, inputs(0)))
     ddp.start_grad_sync()
     rebind(ddp)
-    with pytest.raises(GradientError, match=r"main_grad of 2.bias was replaced while .*finish_grad_sync\(\) first"):
+    with pytest.raises(GradientError, match=r"main_grad of 2.bias was replaced while .*finish_grad_sync\(\) before"):
         ddp.finish_grad_sync()
 
 

@@ -1,4 +1,4 @@
-"""One bucket of gradients in an iteration: accumulating, then on the wire, then reduced."""
+"""One bucket of gradients in an iteration: accumulating, then being reduced, then reduced."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ _NO_SUMS: Mapping[ParamId, Tensor] = MappingProxyType({})
 
 
 class BucketState(Enum):
-    """Where a bucket is in an iteration."""
+    """The state of a bucket in an iteration."""
 
-    ACCUMULATING = auto()  # from `begin` on: backward passes add to it
-    IN_FLIGHT = auto()  # from `launch` on: its memory belongs to the collective
-    REDUCED = auto()  # from `finish` on: this rank's shard holds the result
-    AWAY = auto()  # from `send_away` on: its memory is somebody else's
+    ACCUMULATING = auto()  # after `begin`: backward passes add to it
+    IN_FLIGHT = auto()  # after `launch`: its memory must not be used
+    REDUCED = auto()  # after `finish`: this rank's shard holds the result
+    AWAY = auto()  # after `send_away`: its memory is freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +43,17 @@ class Travel:
     wire: Wire
     axes: Axes  # its replicas
     is_expert: bool = False
-    scale_before: float = 1.0  # of what is sent
+    scale_before: float = 1.0  # of gradients, before the reduction
     scale_after: float = 1.0  # of the sum
     check_for_nan: bool = False
     check_for_large: bool = False
 
 
 class GradBucket:
-    """One bucket of a buffer, and which of its parameters have had their gradients.
+    """One bucket of a buffer, which tracks the parameters whose gradients have arrived.
 
-    `main_grad` is bound to `accumulators` while gradients accumulate, to `views` of the buffer from `launch` on. These
-    are the same tensors, except for the parameters of `sums`, which accumulate in fp32 elsewhere.
+    `main_grad` is bound to `accumulators` while gradients accumulate, and to `views` of the buffer after `launch`.
+    These are the same tensors, except for the parameters in `sums`, which accumulate separately in fp32.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class GradBucket:
         self.sums = {id: sums[id] for id in self.ids if id in sums}
         self.accumulators = {**self.views, **self.sums}
         self.state = BucketState.ACCUMULATING
-        self.arrivals: dict[ParamId, int] = {}  # backward passes that brought a gradient, in the last microbatch
+        self.arrivals: dict[ParamId, int] = {}  # gradients added in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
         self.norm: Tensor | None = None  # (1,) see `LargestNorm`, if large gradients are refused
         self._largest_norm: LargestNorm | None = None
-        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, where the step reads it
+        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, if the step reads it
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
 
@@ -81,27 +81,27 @@ class GradBucket:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter has had as many gradients as it will get."""
+        """Whether every parameter has received as many gradients as expected."""
         return self._missing == 0
 
     @property
     def lacks_gradient(self) -> bool:
-        """Whether a parameter had no gradient in the last microbatch."""
+        """Whether a parameter received no gradient in the last microbatch."""
         return self.arrivals.keys() != set(self.ids)
 
     @property
     def result(self) -> Tensor:
-        """What is reduced here: this rank's shard; the whole bucket where it is replicated. A view."""
+        """A view of the result on this rank: its shard, or the whole bucket if the buffer is replicated."""
         return self.memory.result(self.index, self.travel.axes.dp.rank)
 
     def note(self, id: ParamId) -> None:
-        """A gradient of this parameter has been added."""
+        """Note that a gradient of this parameter was added."""
         count = self.arrivals.get(id, 0) + 1
         self.arrivals[id] = count
         self._missing -= count == self.expected[id]
 
     def check_accumulating(self, id: ParamId) -> None:
-        """Raises GradientError where a gradient of this parameter may not be added now."""
+        """Raise GradientError if a gradient of this parameter may not be added now."""
         self.check_here()
         if self.state is BucketState.REDUCED:
             raise GradientError(
@@ -110,15 +110,15 @@ class GradBucket:
             )
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError(
-                f"gradient number {self.arrivals.get(id, 0) + 1} of {id} came when its bucket was on the wire: "
-                f"{self.expected[id]} came in the first iteration; run all but the last backward pass inside no_sync()"
+                f"gradient {self.arrivals.get(id, 0) + 1} of {id} came while its bucket was being reduced; the first "
+                f"iteration had {self.expected[id]}; run all but the last backward pass inside no_sync()"
             )
 
     def adopt(self) -> None:
-        """Takes over tensors that the caller bound to ``param.main_grad`` in place of what it is bound to here.
+        """Copy tensors that the caller bound to ``param.main_grad`` to the tensors bound here.
 
         Raises:
-            GradientError: such a tensor is no gradient of its parameter.
+            GradientError: such a tensor does not have the shape of its parameter.
         """
         self.check_here()
         bound = self.accumulators if self.state is BucketState.ACCUMULATING else self.views
@@ -127,9 +127,9 @@ class GradBucket:
 
     @torch.no_grad()
     def launch(self, iteration: int) -> None:
-        """Starts the reduction.
+        """Start the reduction.
 
-        Gradients that must not be used set `problem`: they are reduced all the same, so that no rank waits for this
+        Gradients that must not be used set `problem`. They are reduced nevertheless, so that no rank waits for this
         one, and `GradSync.finish` raises.
 
         Raises:
@@ -151,7 +151,7 @@ class GradBucket:
         self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
     def advance(self) -> None:
-        """Lets a reduction of several stages go on to the next, if such a one is under way."""
+        """Wait for the present stage of a reduction in several stages and start the next, if one is pending."""
         for check in (self._largest_norm, self.nonfinite):
             if check is not None:
                 check.advance()
@@ -160,11 +160,11 @@ class GradBucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the reduction, if one is under way; takes over a ``param.main_grad`` that was rebound after it.
+        """Wait for a pending reduction, or copy a ``param.main_grad`` that was rebound after it.
 
         Raises:
-            CollectiveError: it failed, or ran into the group's timeout. From then on until `begin`, `problem` is set:
-                what is in the buffer is not a gradient.
+            CollectiveError: it failed, or exceeded the timeout of its group. The next calls until `begin` set
+                `problem`, because the contents of the buffer are undefined.
         """
         if self._flight is None:
             if self.state is BucketState.REDUCED:
@@ -182,7 +182,7 @@ class GradBucket:
         self.problem = self.problem or self._find_rebound()
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Begin an iteration."""
         self._land()
         self.state = BucketState.ACCUMULATING
         self.problem = self.norm = self.nonfinite = None
@@ -190,13 +190,15 @@ class GradBucket:
         self._missing = len(self.ids)
 
     def scale_(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients; once they are reduced, only the result.
+        """Multiply the gradients; after the reduction, only the result on this rank.
 
         Raises:
-            GradientError: the reduction is under way.
+            GradientError: the reduction is pending.
         """
         if self.state is BucketState.IN_FLIGHT:
-            raise GradientError("gradients cannot be scaled while they are on the wire; call finish_grad_sync() first")
+            raise GradientError(
+                "gradients cannot be scaled while they are being reduced; call finish_grad_sync() first"
+            )
         self.adopt()
         if self.state is BucketState.REDUCED:
             self.result.mul_(factor)
@@ -205,10 +207,10 @@ class GradBucket:
             tensor.mul_(factor)
 
     def lend_(self) -> None:
-        """The gradients are about to be overwritten. Whoever would use them again meets `problem`, until `begin`.
+        """Let the gradients be overwritten. Until `begin`, `problem` says so if they are used again.
 
         Raises:
-            GradientError: they have not been used, since they are accumulating or on the wire.
+            GradientError: no step has used them yet, because they are accumulating or being reduced.
         """
         self.check_here()
         if self.state is BucketState.IN_FLIGHT or (self.state is BucketState.ACCUMULATING and self.arrivals):
@@ -224,16 +226,18 @@ class GradBucket:
             )
 
     def send_away(self) -> None:
-        """The memory is about to be given away, until `begin`."""
+        """Note that the memory will be freed, until `begin`."""
         self.state = BucketState.AWAY
 
     def check_here(self) -> None:
-        """Raises GradientError where the gradients' memory was given away."""
+        """Raise GradientError if the gradients' memory was freed."""
         if self.state is BucketState.AWAY:
-            raise GradientError("the gradients' memory was given away; call restore_grad_buffers() first")
+            raise GradientError(
+                "the gradients' memory was freed by offload_grad_buffers(); call restore_grad_buffers() first"
+            )
 
     def learn(self) -> None:
-        """Expects from now on what came this time; of a parameter that had no gradient, one."""
+        """Expect as many gradients as arrived this time; one for a parameter that received none."""
         self.expected = {id: max(self.arrivals.get(id, 0), 1) for id in self.ids}
 
     def _land(self) -> None:
@@ -262,12 +266,12 @@ class GradBucket:
         if not rebound:
             return None
         return UnusableGradientError(
-            f"main_grad of {rebound[0]} was replaced while its bucket was on the wire, where it has no value yet; "
-            "call finish_grad_sync() first"
+            f"main_grad of {rebound[0]} was replaced while its bucket was being reduced; call finish_grad_sync() "
+            "before you replace it"
         )
 
     def _check_for_nan(self, full: Tensor) -> None:
-        """On an accelerator the step reads what is found; elsewhere it is known at once."""
+        """Start the check. On an accelerator the step reads its result; on a CPU it is known at once."""
         queues = self.memory.queues
         if queues.is_asynchronous:
             self.nonfinite = NonfiniteGrads(self.views, self.travel.axes, self.name, device=queues)
@@ -275,7 +279,7 @@ class GradBucket:
             self.problem = self.problem or self._find_nonfinite(full)
 
     def _find_nonfinite(self, full: Tensor) -> UnusableGradientError | None:
-        """One reduction over the bucket, one verdict of all replicas; parameters are looked at only to name them."""
+        """One reduction over the bucket, with one verdict of all replicas; parameters are checked to name them."""
         largest = torch.stack(full.aminmax()) if full.numel() else full
         found = 1.0 - largest.isfinite().all().to(torch.float32).view(1)
         for comm in (self.travel.axes.dp, self.travel.axes.inter):

@@ -1,4 +1,4 @@
-"""When gradients are reduced: all buckets in the step, or each in backward as soon as it is complete."""
+"""`GradSync`: reduces all buckets in the step, or each in backward as soon as it is complete."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,28 +17,28 @@ from opt_paramgroups import ParamId
 class Reduces(Enum):
     """When a model chunk's buckets are reduced."""
 
-    IN_STEP = auto()  # all of them, when the reduction is finished
+    IN_STEP = auto()  # all in `finish`
     IN_BACKWARD = auto()  # each as soon as its gradients are complete, from the second iteration on
 
 
 class _Seen(NamedTuple):
-    """What a rank saw of one bucket in the first iteration."""
+    """What one rank observed of one bucket in the first iteration."""
 
     time: float  # when it became complete, as a share of the chunk's buckets
-    lacks_gradient: bool  # of one of its parameters
+    lacks_gradient: bool  # whether a parameter received none
 
 
 def _nothing() -> None:
-    """Nothing has to precede a reduction."""
+    """Nothing must precede a reduction."""
 
 
 class GradSync:
     """Reduces the buckets of one model chunk, in one order on all ranks (`launch_order`).
 
-    The first iteration launches nothing early: it learns how many gradients each parameter gets in the last
-    microbatch, and when buckets become complete. For each bucket, the ranks that reduce it take the time that the first
-    of them saw. A bucket that lacked a gradient on any of them is launched last, by `finish`, on all of them. Unless
-    `learns`, nothing overlaps and nothing is learned.
+    The first iteration launches nothing early. It counts the gradients that each parameter receives in the last
+    microbatch, and records when buckets become complete. For each bucket, all ranks that reduce it use the time of the
+    first of them. A bucket that lacked a gradient on any rank is launched last on all ranks, by `finish`. Without
+    `learns`, nothing is recorded, and nothing overlaps.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GradSync:
         self.large_grads = [LargeGrads(of_family) for of_family in _measured(self.buckets)]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
-        self._has_run = False  # a forward or backward pass of this iteration may have launched buckets on some rank
+        self._has_run = False  # whether a pass of this iteration may have launched buckets on some rank
         self._finished = False
         self._refused: list[UnusableGradientError] = []  # in this iteration, because gradients are too large
         self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
@@ -71,17 +71,17 @@ class GradSync:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Indices in `buckets`, first launched first."""
+        """Indices in `buckets`, in the order of their launches."""
         return tuple(sorted(range(len(self.buckets)), key=self.keys.__getitem__))
 
     @property
     def may_launch_early(self) -> bool:
-        """Whether complete buckets may be launched before the reduction is finished; the same on all ranks."""
+        """Whether complete buckets may be launched before `finish`; the same on all ranks."""
         return self.reduces is Reduces.IN_BACKWARD and not self._has_to_learn and not self._finished
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate: for all microbatches but the last."""
+        """Only accumulate gradients inside: for all microbatches except the last."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -89,15 +89,15 @@ class GradSync:
             self.is_last_microbatch = before
 
     def check_accumulating(self, id: ParamId) -> None:
-        """Raises GradientError where a gradient of this parameter may not be added now."""
+        """Raise GradientError if a gradient of this parameter may not be added now."""
         self.buckets[self._bucket_of[id]].check_accumulating(id)
 
     def note_forward(self) -> None:
-        """A forward pass has run whose backward may launch buckets, on this rank or on another."""
+        """Note a forward pass, whose backward may launch buckets on this rank or another."""
         self._has_run = True
 
     def note(self, id: ParamId) -> None:
-        """A gradient has been added to the buffer; in the last microbatch this may launch buckets."""
+        """Note that a gradient was added to the buffer. In the last microbatch, launch buckets that are ready."""
         if not self.is_last_microbatch:
             return
         self._has_run = True
@@ -109,17 +109,17 @@ class GradSync:
             self.launch_order.launch_ready()
 
     def start(self) -> None:
-        """Lets every bucket be launched, complete or not, once those before it are."""
+        """Launch every bucket, complete or not, as soon as all buckets before it are launched."""
         if not self._finished:
             self._check_here()
             self.is_started = True
             self.launch_order.launch_ready()
 
     def finish(self) -> None:
-        """Completes the reduction of this iteration's gradients; a second call changes nothing.
+        """Complete the reduction of this iteration's gradients. A second call does nothing.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout.
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
             UnusableGradientError: gradients must not be used (`GradBucket.problem`). All reductions are complete, so
                 that no other rank waits for this one.
         """
@@ -140,10 +140,10 @@ class GradSync:
                 raise problem
 
     def begin(self) -> None:
-        """Begins an iteration: gradients may accumulate again. Waits for what is under way.
+        """Begin an iteration, in which gradients may accumulate again. Waits for pending reductions.
 
-        Where the last iteration's gradients are dropped without a reduction, buckets may have been launched on this
-        rank and not on another; so all are launched first.
+        If the gradients of the last iteration are dropped without a reduction, buckets may have been launched on this
+        rank but not on another, so that all buckets must be launched first.
         """
         if self._has_run and self.launch_order.may_launch_early:
             self.launch_order.launch_through(self)

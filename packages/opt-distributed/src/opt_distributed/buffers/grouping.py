@@ -1,4 +1,4 @@
-"""Which parameters share a buffer, and the layout of each: values only, from what is known of the parameters."""
+"""Which parameters share a buffer, and the layout of each buffer. Pure functions of parameter metadata."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta
 
 IsWhole = Callable[[ParamMeta], bool]
-"""Which parameters a rule needs whole, so that sharding must not cut them."""
+"""Whether a rule needs the parameter whole, so that sharding must not cut it."""
 
 
 def nothing_whole(meta: ParamMeta) -> bool:
-    """Every rule can work on any elements of a parameter."""
+    """Cut any parameter: for elementwise rules, which can update any part of it."""
     return False
 
 
 def matrices_whole(meta: ParamMeta) -> bool:
-    """What a matrix rule moves stays whole: matrices that are neither embedding nor output."""
+    """Keep the parameters of matrix rules whole: matrices that are neither embedding nor output."""
     return meta.moved_as_matrix
 
 
@@ -49,14 +49,14 @@ class BufferPlan:
 
 
 class NumShards(NamedTuple):
-    """Ranks that share each kind of buffer; 1 where nothing is sharded."""
+    """The number of ranks that shard each kind of buffer; 1 if it is not sharded."""
 
     dense: int
     expert: int
 
 
 def default_bucket_size(num_ranks: int) -> int:
-    """Elements after which a bucket closes: large enough that every rank still sends a million in each."""
+    """Elements after which a bucket closes: large enough that every rank sends a million of them in each bucket."""
     return max(40_000_000, 1_000_000 * num_ranks)
 
 
@@ -71,11 +71,11 @@ def plan_buffers(
 ) -> tuple[BufferPlan, ...]:
     """The buffers of a model chunk, in order of first appearance.
 
-    Without any overlap there is nothing to cut a buffer into buckets for, and each has one. `num_buckets` counts dense
-    buckets and experts' buckets apart, since dense replicas may hold other experts and must cut alike.
+    Without overlap, every buffer has one bucket. `num_buckets` applies to dense buckets and to those of experts
+    separately, because dense replicas may hold different experts and must cut their buffers equally.
 
     Raises:
-        LayoutError: a parameter is a DTensor, which is laid out already; ``shard_multiple`` below 1.
+        LayoutError: a parameter is a DTensor, which is laid out already; or ``shard_multiple`` is below 1.
     """
     by_key: dict[BufferKey, list[ParamShape]] = {}
     for meta in metas.values():

@@ -1,10 +1,10 @@
-"""In which order reductions are launched: one order for all buckets that may meet on a process group.
+"""The order in which reductions are launched: one order for all buckets that may use the same process group.
 
-Ranks of a group must launch the same collectives in the same order, or gradients of different parameters are summed.
-Which gradients a rank has, and when, may differ between ranks, so the order may depend on neither. Each bucket has a
-`LaunchKey` on which the ranks that reduce it agreed; every rank launches its buckets in ascending order of these keys.
-A key belongs to the collective rather than to a rank, so that the orders of any two ranks agree, also where dense and
-expert buckets travel over different groups that overlap.
+Ranks of a group must launch the same collectives in the same order; otherwise gradients of different parameters are
+summed. The order must not depend on which gradients a rank has, or when, because these may differ between ranks. Each
+bucket has a `LaunchKey` on which the ranks that reduce it have agreed, and every rank launches its buckets in ascending
+order of the keys. A key belongs to a collective rather than to a rank. So the orders of any two ranks agree, even if
+dense and expert buckets are reduced over different groups that overlap.
 """
 
 import gc
@@ -21,7 +21,7 @@ from opt_distributed.comm.collectives import group_of
 class LaunchKey(NamedTuple):
     """The place of one reduction among all others; smaller ones are launched first."""
 
-    is_late: bool  # launched by `finish` on every rank: some rank may lack one of its gradients
+    is_late: bool  # launched by `finish` on every rank, because some rank may lack one of its gradients
     chunk: int  # negated number of the model chunk: backward reaches the last chunk first
     time: float  # when the bucket became complete on the first of its replicas, as a share of the chunk's buckets
     is_expert: bool
@@ -29,29 +29,29 @@ class LaunchKey(NamedTuple):
 
 
 class Chunk(Protocol):
-    """What the order reads of one chunk's `GradSync`."""
+    """The part of a chunk's `GradSync` that the order uses."""
 
     buckets: tuple[GradBucket, ...]
     keys: tuple[LaunchKey, ...]
     number: int  # of the chunk
     iteration: int
-    is_started: bool  # all its buckets may be launched, complete or not
+    is_started: bool  # whether all its buckets may be launched, complete or not
     groups: list[object]  # process groups of its reductions
     before_launch: Callable[[], None]  # starts collectives that precede reductions on every rank
     launch_order: "LaunchOrder"
 
     @property
     def may_launch_early(self) -> bool:
-        """Whether complete buckets may be launched before the reduction is finished."""
+        """Whether complete buckets may be launched before `finish`."""
         ...
 
 
 class LaunchOrder:
-    """The launches of chunks whose iterations begin and end together, such as those of one optimizer.
+    """The order of launches of chunks whose iterations begin and end together, such as those of one optimizer.
 
-    A bucket is launched once it and all before it are complete; `launch_through` launches what is left. Nothing is
+    A bucket is launched once it and all buckets before it are complete; `launch_through` launches the rest. Nothing is
     launched early while a wrapped model outside of this order reduces over one of the process groups: its launches
-    could fall between these on one rank and after them on another.
+    could come between these on one rank and after them on another.
     """
 
     def __init__(self, chunks: Sequence[Chunk]):
@@ -66,7 +66,7 @@ class LaunchOrder:
         self.sort()
 
     def sort(self) -> None:
-        """Reads the chunks' keys again."""
+        """Sort buckets by the present keys of the chunks."""
         places = [(key, chunk, index) for chunk in self.chunks for index, key in enumerate(chunk.keys)]
         self._sequence = [(chunk, index) for _, chunk, index in sorted(places, key=lambda place: place[0])]
 
@@ -76,7 +76,7 @@ class LaunchOrder:
         return all(chunk.may_launch_early for chunk in self.chunks) and self._has_its_groups_alone()
 
     def launch_ready(self) -> None:
-        """Launches, in order, complete buckets and those of started chunks, up to the first that is neither."""
+        """Launch, in order, complete buckets and those of started chunks, up to the first that is neither."""
         early = self.may_launch_early
         for chunk, index in self._pending():
             is_ready = early and chunk.buckets[index].is_complete and not chunk.keys[index].is_late
@@ -85,20 +85,20 @@ class LaunchOrder:
             self._launch(chunk, index)
 
     def launch_through(self, last: Chunk) -> None:
-        """Launches all buckets of `last`, complete or not, and in its place each bucket that precedes one of them."""
+        """Launch all buckets of `last`, complete or not, and, in order, all buckets that precede one of them."""
         pending = list(self._pending())
         own = [position for position, (chunk, _) in enumerate(pending) if chunk is last]
         for chunk, index in pending[: own[-1] + 1] if own else ():
             self._launch(chunk, index)
 
     def _pending(self) -> Iterator[tuple[Chunk, int]]:
-        """Buckets that are not launched yet, in order; without those whose memory was given away."""
+        """Buckets that are not launched yet, in order, except those whose memory was freed."""
         for chunk, index in self._sequence:
             if chunk.buckets[index].state is BucketState.ACCUMULATING:
                 yield chunk, index
 
     def _launch(self, chunk: Chunk, index: int) -> None:
-        """Lets the previous bucket go on to its next stage first, so that only one at a time holds scratch memory."""
+        """Launch a bucket, after the previous one has advanced a stage: only one at a time has scratch memory."""
         if self._previous is not None:
             self._previous.advance()
         chunk.before_launch()
@@ -109,20 +109,20 @@ class LaunchOrder:
         others = _others(self.chunks)
         if others and not self._has_warned:
             self._has_warned = True
-            gc.collect()  # models that are no longer used may only wait for it: hooks and parameters form cycles
+            gc.collect()  # unused models may be alive, because hooks and parameters form reference cycles
             others = _others(self.chunks)
             if others:
                 warnings.warn(
                     f"overlap_grad_reduce=True: {len(others)} more wrapped model chunks reduce over the same process "
-                    "groups, so that reductions start when they are finished, not during backward; give chunks of one "
-                    "model to one get_optimizer, or to opt_distributed.buffers.data_parallel.share_launch_order",
+                    "groups, so that reductions start in finish_grad_sync() rather than in backward; give chunks of "
+                    "one model to one get_optimizer, or to opt_distributed.share_launch_order",
                     stacklevel=2,
                 )
         return not others
 
 
 def share_order(chunks: Iterable[Chunk]) -> None:
-    """Gives chunks, and all that share an order with one of them, one order of launches.
+    """Give one order of launches to `chunks` and to all chunks that share an order with one of them.
 
     Raises:
         ValueError: two of them have the same number.
@@ -133,13 +133,13 @@ def share_order(chunks: Iterable[Chunk]) -> None:
         chunk.launch_order = order
 
 
-# Process groups are global to a process, and so is the order of what travels over them: the one state of this module.
+# Process groups are global to a process, and so is the order of their collectives: the only state of this module.
 _live: WeakSet[Chunk] = WeakSet()
 _lock = threading.Lock()
 
 
 def register(chunk: Chunk) -> None:
-    """Makes the chunks of other orders aware of this one."""
+    """Register a chunk, so that other orders check its groups."""
     with _lock:
         _live.add(chunk)
 
@@ -153,6 +153,6 @@ def _others(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def groups_of(buckets: Iterable[GradBucket]) -> list[object]:
-    """The process groups of these reductions; a `Comm` over something else stands for its group."""
+    """The process groups of these reductions; a `Comm` without a process group stands for itself."""
     axes = {id(bucket.travel.axes): bucket.travel.axes for bucket in buckets}.values()
     return [group_of(comm) or comm for one in axes for comm in (one.dp, one.inter) if comm.size > 1]

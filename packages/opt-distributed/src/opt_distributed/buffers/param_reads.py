@@ -1,9 +1,9 @@
-"""Parameters that are still on their way are awaited where they are read, whoever reads them.
+"""Reads of parameters wait for pending gathers, whatever code reads them.
 
 Modules, state dicts, copies, moving averages and saves all read a parameter through the `_parameters` of the module
-that holds it. While gathers overlap with the forward, `AwaitedParams` takes the place of these dicts, so that no reader
-has to be known in advance. Two kinds of readers pass it by: code that torch.compile has compiled, and modules that keep
-parameters in other attributes (`nn.LSTM._flat_weights`). For these, blocks wait before they run.
+that holds it. While gathers overlap with the forward, `AwaitedParams` replaces these dicts, so that readers need not be
+known in advance. Two kinds of readers bypass it: code that torch.compile has compiled, and modules that keep parameters
+in other attributes (`nn.LSTM._flat_weights`). For these, blocks wait before they run.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,7 +20,7 @@ _REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class AwaitedParams(dict[str, Any]):
-    """A module's `_parameters`: what is read from it has arrived. Copies and pickles are plain dicts."""
+    """A module's `_parameters`, whose reads wait until the values have arrived. Copies and pickles are plain dicts."""
 
     def __init__(self, params: Mapping[str, Any], sync: ParamSync):
         super().__init__(params)
@@ -60,10 +60,10 @@ class AwaitedParams(dict[str, Any]):
 class UseHooks:
     """Makes every read of a model's parameters wait for them, until `remove`.
 
-    In a compiled region nothing can wait, so modules wait before they run: a block for its own parameters, which keeps
-    the overlap when blocks are compiled, and a module above the blocks, when it is compiled itself, for everything
-    below it. Blocks are the elements of the outermost `ModuleList`, `ModuleDict` and `Sequential`, other modules that
-    contain none of these, and modules that were compiled before.
+    Compiled regions cannot wait, so modules wait before they run: a block for its own parameters, which keeps the
+    overlap if blocks are compiled, and a module above the blocks, if it is compiled itself, for everything below it.
+    Blocks are the elements of the outermost `ModuleList`, `ModuleDict` and `Sequential`, other modules that contain
+    none of these, and modules that were compiled before.
     """
 
     def __init__(self, model: nn.Module, sync: ParamSync):
@@ -86,7 +86,7 @@ class UseHooks:
 
 
 class _Wait:
-    """A forward pre-hook. Copies and pickles of it do nothing: a copied model has memory of its own."""
+    """A forward pre-hook. Its copies and pickles do nothing, because a copied model has its own memory."""
 
     def __init__(self, sync: ParamSync, first: Collection[nn.Parameter], below: Collection[nn.Parameter]):
         self._sync = sync
@@ -130,7 +130,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _params_below(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a module and of all in it, and those that they refer to in other ways."""
+    """Parameters of a module and its submodules, and those in other attributes of these."""
     own = list(module.parameters())
     return list(dict.fromkeys([*own, *(param for one in module.modules() for param in _held_elsewhere(one))]))
 

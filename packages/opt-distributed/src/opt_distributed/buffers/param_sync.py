@@ -1,4 +1,4 @@
-"""When updated parameters are gathered: in the step, or in the background and awaited where they are read."""
+"""`ParamSync`: gathers updated parameters in the step, or in the background until they are read."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -13,15 +13,15 @@ from opt_distributed.comm.collectives import Comm
 
 
 class Gathers(Enum):
-    """When a rank sees the parameters that other ranks have updated."""
+    """When a rank receives the parameters that other ranks have updated."""
 
     IN_STEP = auto()  # when `publish` returns
     BEFORE_USE = auto()  # before they are read (`UseHooks`)
-    WHEN_ASKED = auto()  # likewise, but gathers start when a schedule asks for them, or at the first read
+    WHEN_ASKED = auto()  # before they are read; gathers start when a schedule requests them, or at the first read
 
 
 class ParamBucket:
-    """One bucket of a sharded parameter buffer, which a gather completes in place."""
+    """One bucket of a sharded parameter buffer, which is gathered in place."""
 
     def __init__(self, memory: ParamAndGradBuffer, index: int, comm: Comm):
         self.memory, self.index, self.comm = memory, index, comm
@@ -31,11 +31,11 @@ class ParamBucket:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a gather was started and nobody has waited for it."""
+        """Whether a gather was started and not awaited yet."""
         return self._flight is not None
 
     def start(self) -> None:
-        """Starts the gather, in place of one that failed.
+        """Start the gather, or start it again after it failed.
 
         Raises:
             CollectiveError: it could not be started.
@@ -44,10 +44,10 @@ class ParamBucket:
         self._flight = self.memory.start_gather(self.index, self.comm)
 
     def wait(self) -> None:
-        """Returns once the parameters are complete.
+        """Wait until the parameters are complete.
 
         Raises:
-            CollectiveError: the gather failed, or ran into the group's timeout.
+            CollectiveError: the gather failed, or exceeded the timeout of its group.
         """
         if self.error is not None:
             raise self.error
@@ -63,31 +63,31 @@ class ParamBucket:
 class ParamSync:
     """Gathers the buckets of one model chunk in the order of their use.
 
-    A step publishes the buffers it writes one by one; their gathers start with the last of them, inside the step, so
-    that their order follows their use rather than their buffers. All start at once: they land in the buffer itself, so
-    early ones cost no memory, the next bucket travels while this one computes, and no rank can start a gather late
-    because its forward took another path. With `Gathers.WHEN_ASKED` they start later, as `gather_order` says.
+    A step publishes the buffers that it writes one by one. Gathers start inside the step, when the last of these is
+    published, so that they follow the order of use across buffers. All start at once: they write to the buffer itself,
+    so that early ones need no memory; later buckets are gathered while earlier ones are used; and no rank can start a
+    gather late because its forward took another path. With `Gathers.WHEN_ASKED` they start later: see `gather_order`.
     """
 
     def __init__(self, buckets: Sequence[ParamBucket], *, gathers: Gathers, number: int = 0):
         self.buckets = tuple(buckets)
         self.gathers = gathers
         self.number = number  # of the chunk
-        self.order: Sequence[int] = range(len(self.buckets))  # positions in `buckets`, first used first
+        self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
         self._published: set[int] = set()  # buffers, by identity of their memory
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
-        self._incomplete: set[ParamBucket] = set()  # under way, or their gather failed
-        # By identity of the parameter: a tensor compares element by element.
+        self._incomplete: set[ParamBucket] = set()  # with a gather that is pending or has failed
+        # By identity of the parameter, because tensors compare elementwise.
         self._bucket_of = {id(bucket.memory.params[one]): bucket for bucket in self.buckets for one in bucket.ids}
         self.gather_order = GatherOrder([self])
 
     @property
     def is_due(self) -> bool:
-        """Whether shards have been written whose gathers have not begun."""
+        """Whether shards have been written whose gathers have not started."""
         return bool(self._published)
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
-        """Reports that this rank's shards of a buffer have been written; with the last of `together`, gathers start."""
+        """Report that this rank's shards of a buffer were written. Gathers start with the last buffer of `together`."""
         self._published.add(id(memory))
         self.is_pending = True
         if self.gathers is not Gathers.WHEN_ASKED and self._published >= {id(one) for one in together}:
@@ -96,21 +96,21 @@ class ParamSync:
                 self.wait()
 
     def start(self) -> None:
-        """Starts the gather of every bucket."""
+        """Start the gather of every bucket."""
         self._start({id(bucket.memory) for bucket in self.buckets})
 
     def start_asked(self) -> None:
-        """Starts, with `Gathers.WHEN_ASKED`, the gathers that are due, and those of chunks before this one."""
+        """With `Gathers.WHEN_ASKED`: start the pending gathers of this chunk and of chunks before it."""
         self.gather_order.start_through(self)
 
     def wait(self) -> None:
-        """Returns once every parameter is complete; starts the gathers that are due."""
+        """Start pending gathers, and wait until every parameter is complete."""
         self._start_what_is_read()
         for bucket in self.buckets:
             self._wait_for(bucket)
 
     def wait_for(self, params: Iterable[nn.Parameter | None]) -> None:
-        """Returns once these parameters are complete; starts the gathers that are due."""
+        """Start pending gathers, and wait until these parameters are complete."""
         self._start_what_is_read()
         for param in params:
             bucket = self._bucket_of.get(id(param))
@@ -118,7 +118,7 @@ class ParamSync:
                 self._wait_for(bucket)
 
     def start_due(self) -> None:
-        """Starts the gathers of buffers that were published."""
+        """Start the gathers of buffers that were published."""
         if self._published:
             self._start(self._published)
 
@@ -138,7 +138,7 @@ class ParamSync:
             try:
                 bucket.start()
             except CollectiveError as error:
-                for other in due[number:]:  # their shards were written here, so what they hold of other ranks is old
+                for other in due[number:]:  # shards of other ranks are out of date in all of these
                     other.error = error
                     self._incomplete.add(other)
                 self.is_pending = True

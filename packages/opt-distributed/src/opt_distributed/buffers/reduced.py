@@ -1,4 +1,4 @@
-"""Gradients that autograd left one by one, reduced in the step: to this rank's shards, or everywhere."""
+"""Reduction in the step of gradients that autograd left in `param.grad`: to this rank's shards, or on every rank."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,23 +16,25 @@ from opt_distributed.layout import Layout
 from opt_paramgroups import ParamId
 
 Grads = Mapping[ParamId, Tensor | None]
-"""Every parameter's gradient on this rank; None stands for zeros."""
+"""The gradient of every parameter on this rank; None stands for zeros."""
 
 
 class ReducedGrads(Protocol):
-    """Where the sums over all replicas are kept, from one reduction to the next."""
+    """Memory of the sums over all replicas, which are valid until the next reduction."""
 
     def reduce_(self, grads: Grads) -> None:
-        """Makes the sums of these gradients; reads them.
+        """Compute the sums of these gradients, which are only read.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout.
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
         ...
 
     def piece(self, id: ParamId, of_param: slice) -> Tensor:
-        """The sum for flat elements of a parameter that this rank owns; in its shape where they are all of it. A view
-        that stays valid."""
+        """The sum for these flat elements of a parameter, which this rank owns; in its shape if they are all of it.
+
+        A view, which shows the result of every reduction.
+        """
         ...
 
 
@@ -52,11 +54,11 @@ class GradsEverywhere:
 
 
 NUM_SCRATCH = 2
-"""Buckets of gradients beside the shards: one is filled while another is on the wire."""
+"""Scratch buckets: one is filled while another is being reduced."""
 
 
 class GradShards:
-    """This rank's shard of every bucket; while they are reduced, at most two buckets of gradients beside them."""
+    """This rank's shard of every bucket, and, during a reduction, at most `NUM_SCRATCH` buckets of gradients."""
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class GradShards:
         with self._scratch_memory(), _all_finished() as flights:
             for index, places in enumerate(self._places):
                 if index >= len(self._scratch):
-                    flights.popleft().finish()  # of the bucket that was here before
+                    flights.popleft().finish()  # of the bucket that used this scratch before
                 _fill_(places, grads)
                 flights.append(self._start(index))
 
@@ -103,7 +105,7 @@ class GradShards:
 
     @contextmanager
     def _scratch_memory(self) -> Iterator[None]:
-        """Views of the scratch can be used inside. Zeros, so that padding is."""
+        """Allocate the scratch buckets inside, with zeros, so that padding is zero."""
         for scratch in self._scratch:
             self._queues.take_back_(scratch)
             scratch.zero_()
@@ -114,14 +116,14 @@ class GradShards:
                 self._queues.release_(scratch)
 
     def _bucket(self, index: int) -> Tensor:
-        """Where a bucket is filled and reduced."""
+        """The scratch memory in which a bucket is filled and reduced."""
         return self._scratch[index % len(self._scratch)]
 
     def _place(self, index: int, start: int, param: nn.Parameter) -> Tensor:
         return self._bucket(index)[start : start + param.numel()].view(param.shape)
 
     def _shard(self, index: int) -> Tensor:
-        """Buckets have no gaps between them, so neither have their shards."""
+        """This rank's shard of a bucket, a view. Buckets have no gaps between them, so neither have shards."""
         bucket, num_shards = self.layout.buckets[index], self.layout.num_shards
         return self.shards[bucket.start // num_shards : bucket.stop // num_shards]
 
@@ -131,7 +133,7 @@ class GradShards:
 
 @contextmanager
 def _all_finished() -> Iterator[deque[InFlight]]:
-    """Waits at the end for all reductions in the deque; where one fails for the others too, whose memory is freed."""
+    """Wait at the end for all reductions in the deque, even if one fails: afterwards their memory is freed."""
     flights: deque[InFlight] = deque()
     try:
         yield flights
@@ -144,7 +146,7 @@ def _all_finished() -> Iterator[deque[InFlight]]:
 
 
 def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
-    """Writes `places`: the gradients, zeros where there is none."""
+    """Write the gradients to `places`, and zeros where a gradient is None."""
     there = [id for id in places if grads[id] is not None]
     for id in places.keys() - there:
         places[id].zero_()

@@ -1,7 +1,7 @@
-"""How a bucket's gradients are summed over ranks: in place, into shards, or in fp32 from what came over a 16-bit wire.
+"""`Wire`: sums the gradients of a bucket over ranks, in place, to shards, or in fp32 after a 16-bit transfer.
 
-A `Wire` is a recipe of stages: a generator that starts a collective, yields what is pending, and goes on once it is
-done. `InFlight` drives it, so that one bucket's stages overlap with compute.
+A wire is a generator of stages: it starts a collective, yields it, and continues once it is complete. `InFlight` runs
+the generator, so that the stages of a bucket overlap with compute.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from opt_distributed.comm.device import Device, Event, Host
 from opt_distributed.comm.groups import Axes
 
 SUM_TILE_NUMEL = 1 << 18
-"""Elements that are summed in fp32 at a time: enough for any device, 1 MiB of scratch."""
+"""Elements that are summed in fp32 at a time: 1 MiB of scratch, which is enough work for any device."""
 
 
 class Wire(Protocol):
@@ -24,17 +24,17 @@ class Wire(Protocol):
 
     @property
     def is_staged(self) -> bool:
-        """Whether something is left to do, or memory to free, when the first collective is done."""
+        """Whether work is left, or memory to free, after the first collective."""
         ...
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Writes `shard` (n,), a view of `full` or not: this rank's part of the sum of `full` (size * n,)."""
+        """Write to `shard` (n,), which may be a view of `full`, this rank's part of the sum of `full` (size * n,)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SumEverywhere:
-    """An all-reduce in one instance, then over the others: every rank has the sum of all of it."""
+    """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
 
     comm: Comm
     across: Comm  # a world of one where there is one instance
@@ -45,7 +45,7 @@ class SumEverywhere:
         return self.across.size > 1
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Writes `full`."""
+        """Write `full`."""
         yield self.comm.all_reduce_(full, async_op=True)
         if self.is_staged:
             yield self.across.all_reduce_(full, async_op=True)
@@ -64,7 +64,7 @@ class SumToShards:
         return self.across.size > 1
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Writes `shard`; what is left in the rest of `full` is undefined."""
+        """Write `shard`. Leaves the rest of `full` undefined."""
         yield self.comm.reduce_scatter_(shard, full, async_op=True)
         if self.is_staged:
             yield self.across.all_reduce_(shard, async_op=True)
@@ -72,13 +72,13 @@ class SumToShards:
 
 @dataclass(frozen=True, slots=True)
 class SumInFp32:
-    """Parts travel in the gradients' own dtype, are summed in fp32 in rank order, and rounded once."""
+    """An all-to-all in the gradients' dtype; parts are summed in fp32, in rank order, and rounded once."""
 
     comm: Comm
     is_staged: ClassVar[bool] = True
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        """Writes `shard`; holds a second bucket until the end of its only stage."""
+        """Write `shard`. Uses a second bucket of memory until the end of its only stage."""
         received = torch.empty_like(full)
         yield self.comm.all_to_all_(received, full, async_op=True)
         parts = received.view(self.comm.size, shard.numel())
@@ -91,7 +91,7 @@ class SumInFp32:
 
 
 def sum_over(axes: Axes, *, num_shards: int) -> Wire:
-    """The plain sum over all replicas: to shards where a buffer has several, else everywhere."""
+    """The plain sum over all replicas: to shards if a buffer has several, else on every rank."""
     if num_shards > 1:
         return SumToShards(axes.dp, axes.inter)
     return SumEverywhere(axes.dp, axes.inter)
@@ -101,15 +101,15 @@ _HOST = Host()
 
 
 class CollectiveError(RuntimeError):
-    """A collective that did not complete: a peer died, raised, or never came to it."""
+    """A collective did not complete, because a peer died, raised an error, or never called it."""
 
 
 class InFlight:
-    """The stages of one bucket, under way.
+    """The pending stages of one bucket.
 
-    On a CPU the host waits for each stage before it starts the next, in `advance` or `finish`. On an asynchronous
-    device, a recipe of several stages is queued to the side stream at once, and only `finish` makes the current stream
-    wait for it: neither the host nor compute waits between two stages.
+    On a CPU, the host waits for each stage before it starts the next, in `advance` or `finish`. On an asynchronous
+    device, all stages are queued to the side stream at once, and only `finish` makes the current stream wait for it:
+    neither the host nor compute waits between two stages.
     """
 
     def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
@@ -124,10 +124,10 @@ class InFlight:
             self._pending = self._next()
 
     def advance(self) -> None:
-        """Waits for the present stage and starts the next; nothing where all are done or queued.
+        """Wait for the present stage and start the next. Does nothing if all are complete or queued.
 
         Raises:
-            CollectiveError: it failed, or ran into the group's timeout.
+            CollectiveError: the stage failed, or exceeded the timeout of its group.
         """
         if self._pending is None:
             return
@@ -138,7 +138,7 @@ class InFlight:
         self._pending = self._next()
 
     def finish(self) -> None:
-        """Waits for all stages; on an asynchronous device it is the current stream that waits."""
+        """Wait for all stages. On an asynchronous device, the current stream waits instead of the host."""
         while self._pending is not None:
             self.advance()
         if self._done is not None:
