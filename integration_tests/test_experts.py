@@ -104,7 +104,7 @@ def grads_alone(step: int, num_replicas: int, rows: Mapping[int, list[int]]) -> 
 
 class Trained(NamedTuple):
     weights: dict[str, Tensor]
-    told: list[tuple[float, int | None]]  # norm and zeros of each step
+    message: list[tuple[float, int | None]]  # norm and zeros of each step
 
 
 def train(
@@ -120,16 +120,16 @@ def train(
         is_whole = matrices_whole if config.use_layer_wise_distributed_optimizer else nothing_whole
         model = DistributedDataParallel(ddp, net, groups=place.roles, is_whole=is_whole)
     optimizer = get_optimizer(config, [model], {}, pg_collection=place.roles)
-    told = []
+    message = []
     for step in range(STEPS):
         model(grads(step)).backward()
         result = optimizer.step()
         assert result.success
-        told.append((result.grad_norm, result.num_zeros_in_grad))
+        message.append((result.grad_norm, result.num_zeros_in_grad))
         optimizer.zero_grad()
         if isinstance(model, DistributedDataParallel):
             model.zero_grad_buffer()
-    return Trained({name: held.weight.detach().clone() for name, held in net.named_children()}, told)
+    return Trained({name: held.weight.detach().clone() for name, held in net.named_children()}, message)
 
 
 def train_alone(config: OptimizerConfig, num_replicas: int, rows: Mapping[int, list[int]]) -> Trained:
@@ -146,8 +146,8 @@ def assert_same(ranks: list[tuple[Place, Trained]], alone: Trained) -> None:
         for name, weight in trained.weights.items():
             whole = cut(alone.weights[name], place.tp.rank, place.tp.size, dim=_dim(name))
             torch.testing.assert_close(weight, whole, rtol=2e-5, atol=2e-5)
-        assert [zeros for _, zeros in trained.told] == [zeros for _, zeros in alone.told]
-        assert [norm for norm, _ in trained.told] == pytest.approx([norm for norm, _ in alone.told], rel=1e-6)
+        assert [zeros for _, zeros in trained.message] == [zeros for _, zeros in alone.message]
+        assert [norm for norm, _ in trained.message] == pytest.approx([norm for norm, _ in alone.message], rel=1e-6)
 
 
 def config(**changes: Any) -> OptimizerConfig:

@@ -100,7 +100,7 @@ def test_mains_go_to_a_bf16_run_and_back(recipe: str, tmp_path: Path) -> None:
     narrow.load_state_dict(load(state_of(model, narrow), tmp_path / "bf16").state["optimizer"])
     for got, want in zip(mains_of(model, narrow), mains, strict=True):
         assert torch.equal(got, want)
-    if recipe == "delayed":  # its history was not saved and begins anew
+    if recipe == "delayed":  # the checkpoint has no amax history, so it restarts
         for ours, (_, scales) in zip(fp8_params(model), before.fp8, strict=True):
             torch.testing.assert_close(ours.scales, scales, rtol=0.1, atol=0.0)
     else:

@@ -137,7 +137,7 @@ class Part(torch.nn.Module):
 
 
 def test_a_floor_of_rows_is_of_the_matrix_whose_rows_ranks_share() -> None:
-    """The rows of rank 0 are small beside the matrix, and alike among themselves."""
+    """Rank 0 holds rows that are small compared with the rest of the matrix, and nearly equal to each other."""
     grad = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).sign()
     grad[:4] *= 0.01
     settings = OptimizerConfig(optimizer="sgd", lr=1.0, weight_decay=0.0, clip_grad=0.0, sgd_momentum=0.0)

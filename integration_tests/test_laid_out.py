@@ -50,7 +50,7 @@ class Case(NamedTuple):
     config: OptimizerConfig
     shapes: Shapes
     lay_out: LayOut
-    told: str  # by the plan
+    reported: str  # by the plan
 
 
 ONE, FOUR = "one rank gathers, computes and returns each, dealt by cost", "all ranks gather them, compute all, keep th"
@@ -182,7 +182,7 @@ def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Four) -> None
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_tells_who_computes(name: str, four: Four) -> None:
     for rank in four.trained[name]:
-        assert CASES[name].told in rank.plan
+        assert CASES[name].reported in rank.plan
 
 
 def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) -> None:

@@ -78,7 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
 def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, saved: dict[str, Saved]) -> None:
     found = saved[name_of(mode)]
     model, optimizer = build(into, Alone())
-    # Where the saving run did not scale its loss, dynamic scaling begins anew.
+    # If the saving run did not scale its loss, dynamic scaling starts from its initial scale.
     strict = "return_missing" if into["numbers"] == "fp16" else "raise_missing"
     loaded = load(sharded(model, optimizer), found.path, dtype="cast", strict=strict).state
     optimizer.load_state_dict(loaded["optimizer"])

@@ -52,9 +52,9 @@ def test_sharded_parameters_that_left_their_buffer_stop_every_rank(spread: str, 
         assert all(torch.equal(param, before[name]) for name, param in net.named_parameters())
         return str(caught.value)
 
-    told = run_threads(2, rank_main)
-    assert told[1].startswith("parameter '")
-    assert told[0].startswith("parameter '" if everywhere else "a parameter on 1 other rank(s)")
+    message = run_threads(2, rank_main)
+    assert message[1].startswith("parameter '")
+    assert message[0].startswith("parameter '" if everywhere else "a parameter on 1 other rank(s)")
 
 
 @pytest.mark.parametrize("size", [1, 2])

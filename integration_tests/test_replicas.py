@@ -111,8 +111,8 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
                 named[bad].weight.add_(1)
         return refusal(lambda: get_optimizer(CONFIGS["replicated"], [net], {}, pg_collection=place.roles))
 
-    told = run_grid(rank_main, tp=2, ep=2, etp=2)
-    assert all("ranks hold different values of" in message and bad in message for message in told)
+    reported = run_grid(rank_main, tp=2, ep=2, etp=2)
+    assert all("ranks hold different values of" in message and bad in message for message in reported)
 
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
@@ -131,8 +131,10 @@ def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every
             )
         )
 
-    told = set(run_grid(rank_main, tp=2, ep=2, etp=2))
-    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in told), told
+    reported = set(run_grid(rank_main, tp=2, ep=2, etp=2))
+    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in reported), (
+        reported
+    )
 
 
 def test_parts_of_one_matrix_and_other_experts_may_differ() -> None:

@@ -150,7 +150,7 @@ def test_an_optimizer_that_never_stepped_is_loaded_as_such(tmp_path: Path, kind:
     assert train(other, again, range(4)) == train(model, optimizer, range(4))
 
 
-def test_a_parameter_that_is_unfrozen_later_begins_anew_and_is_reported(saved: Any) -> None:
+def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(saved: Any) -> None:
     _, optimizer, path = saved
     model = Odd(seed=1)
     model.frozen.weight.requires_grad_(True)
@@ -257,7 +257,7 @@ def test_a_parameter_that_another_rule_moves_now_is_refused_with_what_there_is(s
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["reset", "mapped"])
-def test_it_begins_anew_or_takes_what_it_is_given_and_keeps_its_own_rate(saved_by_adam: Any, mapped: bool) -> None:
+def test_state_starts_from_zero_or_from_aliases_and_the_rate_is_kept(saved_by_adam: Any, mapped: bool) -> None:
     optimizer, path = saved_by_adam
     other, again = moved_to_muon()
     resume(other, again, path, {"aliases": TO_MOMENTUM} if mapped else {"strict": "return_unexpected"})
@@ -279,7 +279,7 @@ def test_state_of_the_same_name_that_another_rule_kept_is_told_of(
     _, path = saved_by_adam
     resume(*begin("replicated fp32", seed=1), path)
     assert "goes on from" not in caplog.text
-    resume(*moved_to_muon(), path, {"strict": "return_unexpected"})  # begins anew
+    resume(*moved_to_muon(), path, {"strict": "return_unexpected"})  # starts from zero
     assert "goes on from" not in caplog.text
     resume(*begin("replicated fp32", seed=1, optimizer="lion"), path)
     assert "lion goes on from state that adam kept of" in caplog.text
@@ -356,8 +356,8 @@ def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(saved:
             optimizer.load_state_dict(loaded)
         return str(caught.value), group_of(optimizer, "first.weight")["lr"]
 
-    for told, rate in run_threads(2, rank_main):
-        assert "state of 'first.weight': step, exp_avg_sq was loaded and exp_avg was not" in told
+    for message, rate in run_threads(2, rank_main):
+        assert "state of 'first.weight': step, exp_avg_sq was loaded and exp_avg was not" in message
         assert rate == 0.5
 
 

@@ -152,10 +152,10 @@ def test_the_halves_of_a_step_may_be_clipped_and_counted_by_the_caller(spread: s
     for clip_grad in (0.0, 0.25):
         at_once = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=True))
         in_halves = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=False))
-        for (weights, *told), (ours, *said) in zip(at_once, in_halves, strict=True):
+        for (weights, *message), (ours, *said) in zip(at_once, in_halves, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(weights, ours, strict=True))
-            assert said == told
-            assert told[1:] == [13, [True, True]]
+            assert said == message
+            assert message[1:] == [13, [True, True]]
 
 
 def with_zeros(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -233,9 +233,9 @@ def test_ranks_that_were_configured_differently_all_refuse_and_name_the_field(fi
         other = {field: value} if comm.rank == 1 else {}
         return refusal(lambda: get_optimizer(config(**other), [Net(torch.float32)], {}, pg_collection=roles_over(comm)))
 
-    for told in run_threads(3, rank_main):
-        assert f"{field} is " in told
-        assert f"{value!r} on ranks [1]" in told
+    for message in run_threads(3, rank_main):
+        assert f"{field} is " in message
+        assert f"{value!r} on ranks [1]" in message
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_ranks_whose_parameters_say_other_things_all_refuse(attribute: str, valu
             setattr(net.second.weight, attribute, value)
         return refusal(lambda: get_optimizer(config(), [net], {}, pg_collection=roles_over(comm)))
 
-    for told in run_threads(2, rank_main):
-        assert "of second.weight is" in told
-        assert f"{value!r} on rank 1" in told
+    for message in run_threads(2, rank_main):
+        assert "of second.weight is" in message
+        assert f"{value!r} on rank 1" in message
 
 
 def test_ranks_whose_groups_have_other_numbers_all_refuse() -> None:
@@ -263,8 +263,8 @@ def test_ranks_whose_groups_have_other_numbers_all_refuse() -> None:
             lambda: get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
         )
 
-    for told in run_threads(2, rank_main):
-        assert "weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1" in told
+    for message in run_threads(2, rank_main):
+        assert "weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1" in message
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -278,8 +278,8 @@ def test_a_wrapper_over_other_ranks_than_the_optimizers_is_refused(sharded: bool
         ours = config(use_distributed_optimizer=sharded)
         return refusal(lambda: get_optimizer(ours, [model], {}, pg_collection=roles_over(comm)))
 
-    for told in run_threads(2, rank_main):
-        assert "data-parallel groups of 1 x 1 ranks" in told
+    for message in run_threads(2, rank_main):
+        assert "data-parallel groups of 1 x 1 ranks" in message
 
 
 def test_ranks_that_mean_other_losses_all_refuse() -> None:
@@ -291,8 +291,8 @@ def test_ranks_that_mean_other_losses_all_refuse() -> None:
             )
         )
 
-    for told in run_threads(2, rank_main):
-        assert "calculate_per_token_loss is False on rank 0 and True on rank 1" in told
+    for message in run_threads(2, rank_main):
+        assert "calculate_per_token_loss is False on rank 0 and True on rank 1" in message
 
 
 @pytest.mark.parametrize("name", ["other", ""])
@@ -300,8 +300,8 @@ def test_a_norm_group_that_does_not_exist_is_refused_by_name(name: str) -> None:
     """It was a ValueError of `tuple.index`."""
     net = Net(torch.float32)
     net.second.weight.grad_norm_group = name
-    told = refusal(lambda: get_optimizer(config(), [net], {}))
-    assert told.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; 'mtp' is allowed")
+    message = refusal(lambda: get_optimizer(config(), [net], {}))
+    assert message.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; 'mtp' is allowed")
 
 
 def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) -> None:
@@ -318,8 +318,8 @@ def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) ->
         )
 
     for rank in (1, 0):
-        for told in run_threads(2, lambda comm, rank=rank: rank_main(comm, rank)):
-            assert "dump_param_to_param_group_map is " in told
+        for message in run_threads(2, lambda comm, rank=rank: rank_main(comm, rank)):
+            assert "dump_param_to_param_group_map is " in message
         assert (tmp_path / "logs").exists() == (rank == 0)
 
 
@@ -327,8 +327,10 @@ def test_the_module_inside_a_wrapper_is_refused() -> None:
     """Its gradients are in the wrapper's buffers: every step had a norm of zero, succeeded and moved nothing."""
     net = Net(torch.float32)
     DistributedDataParallel(DistributedDataParallelConfig(), net)
-    told = refusal(lambda: get_optimizer(config(), [net], {}))
-    assert told.startswith("model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in main_grad")
+    message = refusal(lambda: get_optimizer(config(), [net], {}))
+    assert message.startswith(
+        "model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in main_grad"
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -336,8 +338,8 @@ def test_a_model_is_wrapped_once(nested: bool) -> None:
     """The first wrapper took every gradient, and the second reduced zeros."""
     net = Net(torch.float32)
     first = DistributedDataParallel(DistributedDataParallelConfig(), net)
-    told = refusal(lambda: DistributedDataParallel(DistributedDataParallelConfig(), first if nested else net))
-    assert told.startswith("gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already")
+    message = refusal(lambda: DistributedDataParallel(DistributedDataParallelConfig(), first if nested else net))
+    assert message.startswith("gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already")
 
 
 def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:

@@ -68,10 +68,10 @@ def test_state_of_another_rule_with_the_same_names_is_refused(saved_by: str, loa
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_state_dict_is_refused_and_changes_nothing(case: str) -> None:
-    edit, told = BROKEN[case]
+    edit, message = BROKEN[case]
     optimizer = stepped()
     before, scale = tensors(optimizer), optimizer.get_loss_scale().item()
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(edited(edit))
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(optimizer), strict=True))
     assert optimizer.get_loss_scale().item() == scale

@@ -73,13 +73,13 @@ def test_with_a_model_it_prints_the_plan_that_would_be_built(config: Any, capsys
 
 def test_a_world_shares_the_state_and_a_rank_tells_its_part(config: Any, capsys: Any) -> None:
     numel = sum(param.numel() for param in make_model().parameters())
-    told = []
+    reported = []
     for rank in range(4):
         assert main(["plan", config(use_distributed_optimizer=True), *MODEL, "--world", "4", "--rank", str(rank)]) == 0
         lines = capsys.readouterr().out.splitlines()
         (of_rank,) = [line for line in lines if line.startswith(f"rank {rank}: ")]
-        told.append(int(of_rank.split()[2].replace(",", "")))
-    assert sum(told) == 8 * numel
+        reported.append(int(of_rank.split()[2].replace(",", "")))
+    assert sum(reported) == 8 * numel
 
 
 def test_groups_are_a_table(config: Any, capsys: Any) -> None:

@@ -34,7 +34,7 @@ def plan(rule: Rule, *metas: ParamMeta, **changes: Any) -> tuple[ComputePlan, ..
     return plan_compute(rule, metas, **given)
 
 
-def told(plans: Sequence[ComputePlan]) -> list[Any]:
+def reported(plans: Sequence[ComputePlan]) -> list[Any]:
     return [(plan.layout.computes, [axis.name for axis in plan.axes], plan.layout.kept) for plan in plans]
 
 
@@ -65,7 +65,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_who_computes_follows_from_rule_mode_and_cuts(case: str) -> None:
     rule, matrix, expected = CASES[case]
-    assert told(plan(rule, matrix)) == expected
+    assert reported(plan(rule, matrix)) == expected
 
 
 def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:

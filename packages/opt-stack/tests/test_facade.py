@@ -328,7 +328,7 @@ def test_main_values_follow_weights_that_were_loaded_from_elsewhere() -> None:
         (torch.ones(5, 7), "state_dict's '0.weight' of model chunk 0 has shape (5, 7); the parameter's is (7, 5)"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_no_main_value_on_any_rank(value: Any, told: str) -> None:
+def test_a_state_that_does_not_fit_changes_no_main_value_on_any_rank(value: Any, message: str) -> None:
     """A rank that did not own the parameter took the rest of the state; a transposed matrix was taken by all."""
     state: dict[str, Any] = {name: torch.ones(p.shape) for name, p in make_model().named_parameters()}
     state["0.weight"] = value
@@ -341,7 +341,7 @@ def test_a_state_that_does_not_fit_changes_no_main_value_on_any_rank(value: Any,
         config = OptimizerConfig(lr=1e-2, bf16=True, use_distributed_optimizer=True)
         optimizer = get_optimizer(config, [make_model(torch.bfloat16)], {}, pg_collection=roles)
         before = [main.clone() for main in optimizer.get_parameters()]
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             optimizer.reload_model_params(state)
         assert_equal(optimizer.get_parameters(), before)
 

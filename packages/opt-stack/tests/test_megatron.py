@@ -47,8 +47,8 @@ METHODS = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_positional_parameters_are_the_references(name: str) -> None:
     parameters = inspect.signature(getattr(megatron, name)).parameters.values()
-    told = [f"{p.name}{'=' * (p.default is not p.empty)}" for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    assert " ".join(told) == SIGNATURES[name]
+    message = [f"{p.name}{'=' * (p.default is not p.empty)}" for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert " ".join(message) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("name", METHODS)

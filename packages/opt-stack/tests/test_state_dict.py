@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(spoil: Any, message: s
     assert_equal(values(optimizer), before)
 
 
-def test_assigning_to_state_writes_it_and_resetting_it_begins_anew() -> None:
+def test_assigning_to_state_writes_it_and_resetting_it_starts_from_zero() -> None:
     model, optimizer = trained(ADAMW, torch.float32, 3)
     weight = model[0].weight
     optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)

@@ -1,4 +1,4 @@
-"""Who computes the matrices that ranks store parts of: from what is known of the parameters to `ComputeLayout`s."""
+"""`plan_compute`: which rank computes each matrix that is cut over ranks, as `ComputeLayout`s."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -132,13 +132,13 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     if computes.gathers and isinstance(rule, NAMO):
         raise ConfigError(
             "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but where ranks store "
-            f"parts of matrices only momenta are brought together, and {_told(meta, cuts)}; use 'normuon' or "
+            f"parts of matrices only momenta are brought together, and {_described(meta, cuts)}; use 'normuon' or "
             "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True"
         )
     if computes.gathers and not isinstance(rule, MatrixRule):
         raise ConfigError(
             f"optimizer={rule.name!r} needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts "
-            f"cannot be brought together for it, but {_told(meta, cuts)}; use 'muon', 'adaptive_muon' or 'soap'"
+            f"cannot be brought together for it, but {_described(meta, cuts)}; use 'muon', 'adaptive_muon' or 'soap'"
         )
     gathered = [cut for cut in cuts if cut not in kept]
     _check_order(meta, cuts, kept)
@@ -159,7 +159,7 @@ def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
         earlier = [other for other in cuts[:number] if other.dim == cut.dim and other not in kept]
         if cut in kept and earlier:
             raise ConfigError(
-                f"muon_tp_mode='blockwise', but {_told(meta, cuts)}: what one rank of {cut.axis.name!r} holds is no "
+                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is no "
                 "block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
             )
 
@@ -197,9 +197,9 @@ def _split_in_words(meta: ParamMeta) -> str:
     return f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
 
 
-def _told(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:
-    told = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
-    return f"{meta.id} is cut {told}"
+def _described(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:
+    listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
+    return f"{meta.id} is cut {listed}"
 
 
 WORDS: Mapping[Computes, str] = {

@@ -1,4 +1,4 @@
-"""What the rule and the compute stage are told of a unit's parameters: from the plan to live groups."""
+"""Matrix specs and compute stages of a unit's parameters, from the plan and the live process groups."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -134,5 +134,5 @@ def _in_place(spec: MatrixSpec, part: MatrixPart, local_shape: tuple[int, ...]) 
     """With the part, where it is not the one that equal parts tell: a rule stacks only matrices of one spec."""
     ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
     dims = range(len(local_shape) - 2, len(local_shape))
-    told = [local_shape[dim] * (ranks if dim == spec.partition_dim else 1) for dim in dims]
-    return spec if told == list(part.whole_shape[-2:]) else replace(spec, part=part)
+    expected = [local_shape[dim] * (ranks if dim == spec.partition_dim else 1) for dim in dims]
+    return spec if expected == list(part.whole_shape[-2:]) else replace(spec, part=part)

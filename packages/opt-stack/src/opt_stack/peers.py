@@ -86,8 +86,8 @@ def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], 
 def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:
     """Ranks that call different rules by one name; those that hold parts of a matrix would move them apart."""
     by_unit: dict[str, dict[str, list[int]]] = {}
-    told: list[dict[str, str]] = everyone.gather_objects({unit.name: rule_text(unit.rule) for unit in plan.units})
-    for rank, of_rank in enumerate(told):
+    per_rank: list[dict[str, str]] = everyone.gather_objects({unit.name: rule_text(unit.rule) for unit in plan.units})
+    for rank, of_rank in enumerate(per_rank):
         for name, text in of_rank.items():
             by_unit.setdefault(name, {}).setdefault(text, []).append(rank)
     for name, ranks in by_unit.items():
