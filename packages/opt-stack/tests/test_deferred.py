@@ -165,7 +165,7 @@ def test_a_step_between_the_placeholders_and_the_new_parameters_is_refused() -> 
     model = make_model()
     optimizer = DeferredOptimizer(config(), model)
     optimizer.param_groups[0]["params"][0] = torch.empty(1)
-    with pytest.raises(ConfigError, match="no trainable parameter"):
+    with pytest.raises(ConfigError, match="not a trainable parameter"):
         optimizer.step()
 
 

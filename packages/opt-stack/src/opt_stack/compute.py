@@ -159,8 +159,8 @@ def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
         earlier = [other for other in cuts[:number] if other.dim == cut.dim and other not in kept]
         if cut in kept and earlier:
             raise ConfigError(
-                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is no "
-                "block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
+                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is "
+                "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
             )
 
 
