@@ -31,11 +31,12 @@ from opt_paramgroups.names import parameters_by_id
 
 
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
-    """Lets the reductions of several chunks overlap with their backward passes although they share process groups.
+    """Let the reductions of several chunks, which share process groups, overlap with their backward passes.
 
-    With `align_param_gather` it gives their gathers one order, too.
+    With `align_param_gather`, their gathers get a common order, too.
 
-    The chunks' iterations must begin and end together: all backward passes run before the first `finish_grad_sync`.
+    The iterations of the chunks must begin and end together: all backward passes run before the first
+    `finish_grad_sync`.
     `get_optimizer` calls this for its chunks.
 
     Raises:
@@ -47,7 +48,7 @@ def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps one model chunk: gradients accumulate in `param.main_grad`, in buffers that are reduced bucket by bucket.
+    """Wraps one model chunk. Gradients accumulate in `param.main_grad`, in buffers that are reduced bucket by bucket.
 
     One iteration::
 
@@ -58,29 +59,30 @@ class DistributedDataParallel(nn.Module):
         optimizer.step()                # finishes the reduction, updates, publishes
         optimizer.zero_grad()           # or ddp.zero_grad_buffer(), or both
 
-    After the reduction, this rank's part of a gradient is the mean over the dense replicas: for dense parameters and
-    for experts, whose gradients a smaller group sums. With `calculate_per_token_loss` it is the sum, and the caller
-    divides by the number of tokens (`scale_gradients`, `finalize_model_grads`). Where state is sharded, other parts
+    After the reduction, this rank's part of a gradient is the mean over the dense replicas. This also applies to
+    experts, whose gradients are summed over a smaller group. With `calculate_per_token_loss` it is the sum, and the
+    caller divides by the number of tokens (`scale_gradients`, `finalize_model_grads`). If state is sharded, other parts
     of `main_grad` are undefined after the reduction. A tensor that the caller binds to `param.main_grad` replaces the
-    gradient, at the next backward pass or reduction; it must have the parameter's shape.
+    gradient at the next backward pass or reduction; it must have the parameter's shape.
 
     Args:
-        config: read, never written.
-        module: the chunk. Its parameters move into the buffers: wrap it when it is on its device, in its dtype.
-        groups: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or ready `Roles`). None: as for
-            `opt_stack.get_optimizer`: all ranks are replicas, unless parameters say otherwise.
-        mesh: a `DeviceMesh` over the whole world in place of `groups`.
-        broadcast_params: replicas take the first one's weights, as by the method of that name. False: they keep their
-            own; `opt_stack.get_optimizer` compares them, and refuses replicas that differ.
-        is_whole: which parameters sharding must not cut, such as `matrices_whole` for Muon.
-        calculate_per_token_loss: losses are sums over tokens.
+        config: the configuration, which is not modified.
+        module: the chunk. Its parameters move into the buffers, so convert it and move it to its device before.
+        groups: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or `Roles`). None: as in
+            `opt_stack.get_optimizer`, all ranks are replicas unless parameters are marked otherwise.
+        mesh: a `DeviceMesh` over the whole world, instead of `groups`.
+        broadcast_params: copy the weights of the first replica to the others, as the method of this name does. If
+            False, `opt_stack.get_optimizer` compares replicas, and refuses them if they differ.
+        is_whole: which parameters must not be cut by sharding, for example `matrices_whole` for Muon.
+        calculate_per_token_loss: whether losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
-        shard_multiple: elements that every cut of a parameter is a multiple of; the block size, where a codec keeps
-            optimizer state in blocks.
+        shard_multiple: every cut of a parameter is a multiple of this number of elements; give the block size if
+            optimizer state is stored in scaled blocks.
 
     Raises:
-        LayoutError, StorageError: on every rank, where one rank's parameters cannot be laid out (a DTensor is,
-            already), or are in another wrapper's buffers, or ranks' layouts or configurations differ.
+        LayoutError, StorageError: on every rank, if parameters of a rank cannot be laid out (for example DTensors),
+            or layouts or configurations differ between ranks.
+        ValueError: the model is wrapped already.
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class DistributedDataParallel(nn.Module):
         self._bind()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; parameters that are still on their way are awaited where they are read."""
+        """Call the module's forward. Reads of parameters wait for pending gathers."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.grad_sync.note_forward()
         return self.module(*args, **kwargs)
@@ -140,20 +142,20 @@ class DistributedDataParallel(nn.Module):
     # --- gradients ------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate: for all microbatches but the last."""
+        """Only accumulate gradients inside: for all microbatches except the last."""
         return self.grad_sync.no_sync()
 
     def start_grad_sync(self) -> None:
-        """Starts the reduction of every bucket that is not under way yet."""
+        """Start the reduction of every bucket that has not started yet."""
         self.param_sync.wait()
         self.grad_sync.start()
 
     def finish_grad_sync(self) -> None:
-        """Completes the reduction of this iteration's gradients; a second call changes nothing.
+        """Complete the reduction of this iteration's gradients. A second call does nothing.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout; it names bucket and iteration.
-            GradientError: on every rank, where gradients are not finite and `check_for_nan_in_grad` is set.
+            CollectiveError: a collective failed, or exceeded the timeout of its group; names bucket and iteration.
+            GradientError: on every rank, if gradients are not finite and `check_for_nan_in_grad` is set.
         """
         self.start_grad_sync()
         self.grad_sync.finish()
@@ -162,16 +164,16 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients: what was reduced to this rank, or, before the reduction, all of them.
+        """Multiply all gradients; after the reduction, only this rank's results.
 
         Raises:
-            GradientError: a reduction is under way; finish it first.
+            GradientError: a reduction is pending; finish it first.
         """
         for bucket in self.grad_sync.buckets:
             bucket.scale_(factor)
 
     def zero_grad_buffer(self) -> None:
-        """Begins an iteration: all gradients are zero, and may accumulate."""
+        """Begin an iteration: set all gradients to zero."""
         self._wait_for_lent_grads()
         self.grad_sync.begin()
         self._zeroed.clear()
@@ -188,21 +190,23 @@ class DistributedDataParallel(nn.Module):
         self.zero_grad_buffer()
 
     def add_optimizer(self, optimizer: object, ids: Collection[ParamId]) -> None:
-        """Makes an optimizer of some of the chunk's parameters known to `zero_grad_for`. It replaces former ones that
-        share parameters with it."""
+        """Register an optimizer of some of the chunk's parameters, for `zero_grad_for`.
+
+        It replaces earlier ones that have any of these parameters.
+        """
         own = frozenset(ids) & self._params.keys()
-        for other in [other for other, theirs in self._optimizers.items() if theirs & own]:
+        for other in [other for other, ids_of_other in self._optimizers.items() if ids_of_other & own]:
             del self._optimizers[other]
         self._optimizers[optimizer] = own
 
     def zero_grad_for(self, optimizer: object) -> None:
-        """`zero_grad_buffer`, once every optimizer of this chunk has asked for it."""
+        """Call `zero_grad_buffer` once every optimizer of this chunk has called this method."""
         self._zeroed.add(optimizer)
         if all(other in self._zeroed for other in self._optimizers):
             self.zero_grad_buffer()
 
     def offload_grad_buffers(self) -> None:
-        """Gives the gradients' memory back; `zero_grad_buffer` or `restore_grad_buffers` takes it again."""
+        """Free the memory of gradients. `zero_grad_buffer` or `restore_grad_buffers` allocates it again."""
         self._wait_for_lent_grads()
         self.grad_sync.begin()
         for bucket in self.grad_sync.buckets:
@@ -213,16 +217,16 @@ class DistributedDataParallel(nn.Module):
             sums.release_()
 
     def restore_grad_buffers(self) -> None:
-        """Takes the gradients' memory again, as zeros, and begins an iteration."""
+        """Allocate the memory of gradients again, as zeros, and begin an iteration."""
         self.zero_grad_buffer()
 
     # --- parameters -----------------------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
-        """Gathers every bucket from its owners, in the background where gathers overlap and `force_sync` is not set.
+        """Gather every bucket from its owners, in the background with `overlap_param_gather` and without `force_sync`.
 
-        With `align_param_gather`, unless `force_sync` is set, gathers only what was updated since its last gather, of
-        this chunk and of chunks before it. A pipeline's schedule may call it with the chunk's parameters, as
+        With `align_param_gather` and without `force_sync`, it only gathers buckets that were updated since their last
+        gather, of this chunk and of chunks before it. A pipeline's schedule may pass the chunk's parameters, as to
         Megatron-Core's `param_sync_func`; they are not used.
         """
         if self.param_sync.gathers is Gathers.WHEN_ASKED and not force_sync:
@@ -234,31 +238,33 @@ class DistributedDataParallel(nn.Module):
             self.param_sync.wait()
 
     def buffers_of(self, ids: Collection[ParamId]) -> tuple[SyncedBuffer, ...]:
-        """The buffers that hold any of these parameters, for an optimizer that steps only these: a `publish_` of all of
-        them starts their gathers, whatever the chunk's other buffers do."""
-        found = [buffer for buffer in self.synced_buffers if not buffer.params.keys().isdisjoint(ids)]
-        return tuple(buffer.published_with(found) for buffer in found)
+        """The buffers that hold any of these parameters, for an optimizer of only these.
+
+        When all of them are published, their gathers start, independently of other buffers of the chunk.
+        """
+        buffers = [buffer for buffer in self.synced_buffers if not buffer.params.keys().isdisjoint(ids)]
+        return tuple(buffer.published_with(buffers) for buffer in buffers)
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None:
-        """Reports that this rank has written its part of a buffer; with the last of `together`, their gathers start."""
+        """Report that this rank has written its part of a buffer. Gathers start with the last buffer of `together`."""
         self.param_sync.publish(memory, together=together)
 
     def lend_grads(self, memory: ParamAndGradBuffer) -> None:
-        """Lets the parameters of a buffer overwrite its gradients, with `reuse_grad_buf_for_mxfp8_param_ag`.
+        """Let the parameters of a buffer overwrite its gradients, with `reuse_grad_buf_for_mxfp8_param_ag`.
 
         Raises:
-            GradientError: no step has used the gradients.
+            GradientError: no step has used the gradients yet.
         """
         for bucket in self.grad_sync.buckets:
             if bucket.memory is memory:
                 bucket.lend_()
 
     def finish_param_sync(self) -> None:
-        """Waits for parameters on their way. Nothing has to be called before a forward of this wrapper."""
+        """Wait for pending gathers of parameters. Need not be called before a forward of this wrapper."""
         self.param_sync.wait()
 
     def disable_forward_pre_hook(self) -> None:
-        """Completes the parameters; from now on gathers complete in the step, until hooks are enabled again."""
+        """Complete the parameters, and let gathers complete in the step until hooks are enabled again."""
         self.param_sync.wait()
         self.param_sync.gathers = Gathers.IN_STEP
         if self._use_hooks is not None:
@@ -266,31 +272,33 @@ class DistributedDataParallel(nn.Module):
             self._use_hooks = None
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets gathers overlap with the forward; every read of a parameter through its module waits for it.
+        """Let gathers overlap with the forward. Every read of a parameter through its module waits for its gather.
 
         Raises:
             ValueError: `overlap_param_gather` is not set.
         """
         if not self.config.overlap_param_gather:
-            raise ValueError("overlap_param_gather=False: parameters are complete after each step, without hooks")
+            raise ValueError(
+                "overlap_param_gather=False: parameters are complete after each step; set it to True for hooks"
+            )
         if self._use_hooks is None:
             self._use_hooks = UseHooks(self.module, self.param_sync)
             self.param_sync.gathers = Gathers.WHEN_ASKED if self.config.align_param_gather else Gathers.BEFORE_USE
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Writes every parameter: the first replica's values."""
+        """Copy every parameter from the first replica to the others. Collective."""
         self.param_sync.wait()
         broadcast_replicas_(self._params, self.metas, self.roles)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, under the module's own names, once its parameters are complete."""
+        """Wait for pending gathers, and return the module's state dict, with the module's own names."""
         self.param_sync.wait()
-        found: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return found
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Writes the module's parameters and buffers.
+        """Load the module's parameters and buffers.
 
         Raises:
             ValueError: `assign` is set, which would take parameters out of their buffers.
@@ -301,10 +309,10 @@ class DistributedDataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and their like do.
+        """Convert or move the module, for `to`, `half`, `cuda` and similar methods.
 
         Raises:
-            StorageError: it took parameters out of their buffers.
+            StorageError: parameters have left their buffers.
         """
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for buffer in self.synced_buffers:
@@ -320,12 +328,12 @@ class DistributedDataParallel(nn.Module):
     # --- construction ---------------------------------------------------------------------------
 
     def _wait_for_lent_grads(self) -> None:
-        """Parameters that travel in the memory of gradients must have arrived before that is used again."""
+        """Wait for parameters that are gathered through the memory of gradients, before that is used again."""
         if self.config.reuse_grad_buf_for_mxfp8_param_ag:
             self.param_sync.wait()
 
     def _start_gathers(self) -> None:
-        """Lets no reduction overtake a gather that other ranks may have started: not of any chunk."""
+        """Start pending gathers of all chunks: other ranks may have started them before their reductions."""
         self.param_sync.gather_order.start_all()
 
     def _bind(self) -> None:
@@ -336,7 +344,7 @@ class DistributedDataParallel(nn.Module):
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, id, accumulator))  # type: ignore[no-untyped-call]
 
     def _on_grad(self, id: ParamId, accumulator: Tensor, param: Tensor) -> None:
-        """Runs in backward, once a parameter's gradient of this backward pass is complete."""
+        """Hook that runs in backward when the gradient of a parameter is complete."""
         assert isinstance(param, nn.Parameter)
         self.grad_sync.check_accumulating(id)
         adopt_main_grad_(param, accumulator, str(id))

@@ -1,4 +1,4 @@
-"""Replicas start from the same weights: compared bit for bit when they are laid out, or broadcast where asked."""
+"""Checks that replicas start from bitwise equal weights, or broadcasts them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
@@ -16,7 +16,7 @@ from opt_kernels.quantized import QuantizedParam, quantized
 from opt_paramgroups import ParamId, ParamMeta
 
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, as a signed 64-bit number
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Params = Mapping[ParamId, nn.Parameter]
@@ -28,30 +28,33 @@ class ReplicaError(ConfigError):
 
 
 def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
-    """Compares the weights of all ranks that hold copies. Collective: every rank calls it.
+    """Compare the weights of all ranks that hold copies. Collective: every rank calls it.
 
     One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
 
     Raises:
-        ReplicaError, on every rank: the first parameter that differs, or that a rank does not train, and the ranks.
+        ReplicaError, on every rank: a parameter differs, or some of the ranks do not train it. Names the first such
+            parameter and the ranks.
     """
     sums = checksums({id: _stored(param, metas[id]) for id, param in params.items()})
     error = None
     for comm, ids in _by_comm(params, metas, roles).items():
-        mine = {str(id): sums[id] for id in ids}
-        per_rank = comm.gather_objects(sha256(repr(sorted(mine.items())).encode()).hexdigest())
+        local = {str(id): sums[id] for id in ids}
+        per_rank = comm.gather_objects(sha256(repr(sorted(local.items())).encode()).hexdigest())
         if any(digest != per_rank[0] for digest in per_rank):
-            difference = _difference(comm.gather_objects(mine), comm)  # also on ranks that have found one already
+            difference = _difference(
+                comm.gather_objects(local), comm
+            )  # collective, so also if there is an error already
             error = error or difference
     agree(roles.everyone, error)
 
 
 @torch.no_grad()
 def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
-    """Writes every parameter: the values of the first rank that holds a copy. Collective: every rank calls it.
+    """Copy every parameter from the first rank that holds a copy to the others. Collective: every rank calls it.
 
     Raises:
-        ReplicaError, on every rank: the first parameter that a rank does not train, and the ranks.
+        ReplicaError, on every rank: some of the ranks do not train a parameter. Names the first one and the ranks.
     """
     error = None
     for comm, ids in _by_comm(params, metas, roles).items():
@@ -71,7 +74,7 @@ def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
 
 
 def _broadcast_fp8_(param: QuantizedParam, comms: Iterable[Comm]) -> None:
-    """Writes codes, scales and what belongs to them."""
+    """Broadcast codes, scales and further tensors of an fp8 parameter."""
     for comm in comms:
         for part in (param.codes, param.scales, *param.extra().values()):
             comm.broadcast_(part)
@@ -80,7 +83,7 @@ def _broadcast_fp8_(param: QuantizedParam, comms: Iterable[Comm]) -> None:
 
 
 def checksums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, int]:
-    """A 64-bit checksum of the bits of each tensor, which depends on their order; one host read for each device."""
+    """A 64-bit checksum of the bits of each tensor, in their order. One host read for each device."""
     by_device: dict[torch.device, list[ParamId]] = {}
     for id, tensor in tensors.items():
         if not tensor.is_meta:
@@ -95,9 +98,9 @@ def checksums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, int]:
 
 def _odd_weights(numel: int, device: torch.device) -> Tensor:
     """(numel,) int64: pseudo-random odd numbers, so that no simple pattern of differences cancels."""
-    weights = torch.arange(numel, device=device).mul_(_ODD)
+    weights = torch.arange(numel, device=device).mul_(_GOLDEN)
     weights ^= weights >> 29
-    weights *= _ODD
+    weights *= _GOLDEN
     weights ^= weights >> 32
     return weights.mul_(2).add_(1)
 
@@ -109,12 +112,12 @@ def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
     for chunk in torch.split(bits, CHUNK_NUMEL):
         wide = chunk.to(torch.int64)
         wide = wide ^ (wide >> 32)  # the sign of a float64 must not stay in the highest bit, where two of them cancel
-        total = total * _ODD + (wide * weights[: chunk.numel()]).sum()
+        total = total * _GOLDEN + (wide * weights[: chunk.numel()]).sum()
     return total
 
 
 def _by_comm(params: Params, metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
-    """The parameters that are compared over each group, in one order on all ranks; also where a rank holds none."""
+    """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
     same: dict[object, Comm] = {}
     found: dict[Comm, list[ParamId]] = {}
 
@@ -158,13 +161,13 @@ def _local(param: nn.Parameter, meta: ParamMeta) -> Tensor:
 
 
 def _stored(param: nn.Parameter, meta: ParamMeta) -> Tensor:
-    """What replicas must have equal: the values, or codes and scales."""
+    """The stored form that replicas must have equal: values, or codes and scales."""
     stored = stored_bytes(param)
     return _local(param, meta) if stored is None else stored
 
 
 def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
-    """The error for the first parameter of which ranks that hold it hold different values."""
+    """The error for the first parameter whose values differ between ranks; None if all are equal."""
     if missing := _missing(per_rank, comm):
         return missing
     for name, checksum in per_rank[0].items():
@@ -181,7 +184,7 @@ def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | No
 
 
 def _missing(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
-    """The error for the first parameter that some ranks train and others do not: its copies would drift apart."""
+    """The error for the first parameter that only some ranks train: its copies would diverge. None if all do."""
     for name in dict.fromkeys(name for sums in per_rank for name in sums):
         numbers = _numbers(comm)
         without = [number for number, sums in zip(numbers, per_rank, strict=True) if name not in sums]
@@ -195,6 +198,6 @@ def _missing(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
 
 
 def _numbers(comm: Comm) -> list[int]:
-    """The ranks of a group, as numbers of the world where that is known."""
+    """The global ranks of a group, or ranks in the group if it is not a process group."""
     group = group_of(comm)
     return list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)

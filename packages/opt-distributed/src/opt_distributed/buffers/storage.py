@@ -1,4 +1,4 @@
-"""The memory: one contiguous tensor of gradients, one of parameters where they are sharded."""
+"""`ParamAndGradBuffer`: one contiguous tensor of gradients, and one of parameters if they are sharded."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -24,7 +24,7 @@ _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class _Range(NamedTuple):
-    """The bytes of one parameter."""
+    """The addresses of one parameter's bytes."""
 
     start: int
     stop: int
@@ -32,17 +32,16 @@ class _Range(NamedTuple):
 
 
 class ParamAndGradBuffer:
-    """Gradients of many parameters in one tensor, and the parameters in another; everything else is views of the two.
+    """Gradients of many parameters in one tensor, and the parameters in another. Everything else is a view of these.
 
-    `grad_data` (layout.numel,) of `grad_dtype`, zeros; (0,) where gradients are kept elsewhere. `param_data`
-    (layout.numel,) of `param_dtype`, or None: it holds the parameters' values, and the parameters themselves are
-    re-pointed into it (`param.data` becomes a view), so that an in-place all-gather of a bucket is all it takes to
-    publish them. Padding is zero and stays so. Of parameters in fp8 it holds the codes, as uint8; see `Fp8Memory`.
+    `grad_data` (layout.numel,) of `grad_dtype` starts as zeros; (0,) if gradients are kept elsewhere. `param_data`
+    (layout.numel,) of `param_dtype`, or None, holds the values of the parameters: `param.data` becomes a view of it, so
+    that an in-place all-gather of a bucket publishes its parameters. Padding is always zero. For fp8 parameters it
+    holds the codes, as uint8; see `Fp8Memory`.
 
     Raises:
-        StorageError: parameters and layout differ in ids or sizes; a parameter of another dtype or device, frozen, or
-        sharing
-            memory with another one.
+        LayoutError: parameters and layout differ in ids or sizes.
+        StorageError: a parameter has another dtype or device, is frozen, or shares memory with another one.
     """
 
     def __init__(
@@ -53,10 +52,10 @@ class ParamAndGradBuffer:
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
-        sharded: bool,  # the parameters move into the buffer
+        sharded: bool,  # whether the parameters move into the buffer
         holds_grads: bool = True,
         allocate: Allocate = zeros,
-        reuses_grads: bool = False,  # parameters in fp8 stay where they are, and travel in the memory of gradients
+        reuses_grads: bool = False,  # whether fp8 parameters keep their memory, and are gathered through the gradients
     ):
         self.layout = layout
         self.params = dict(params)
@@ -65,9 +64,9 @@ class ParamAndGradBuffer:
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
         self.grad_data = allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
-        self._is_released = False  # the memory of `grad_data`
+        self._is_released = False  # whether the memory of `grad_data` is freed
         self.param_data: Tensor | None = None
-        self.wire: ParamWire | None = None  # of the parameters, where ranks own shards of them
+        self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
         if sharded and reuses_grads and param_dtype is FP8:
             self.wire = through_grads(layout, self.params, self.grad_data)
         elif sharded:
@@ -75,40 +74,40 @@ class ParamAndGradBuffer:
         self._addresses = [address(param) for param in self.params.values()]
 
     def grad_view(self, id: ParamId) -> Tensor:
-        """The gradient of a parameter, in its shape: a view."""
+        """The gradient of a parameter, in its shape. A view."""
         slot = self._slot_of[id]
         return self.grad_data[slot.start : slot.stop].view(self.params[id].shape)
 
     def grad_bucket(self, index: int) -> Tensor:
-        """(bucket.numel,) The gradients of a bucket, padding included: a view."""
+        """(bucket.numel,) The gradients of a bucket, padding included. A view."""
         bucket = self.layout.buckets[index]
         return self.grad_data[bucket.start : bucket.stop]
 
     def grad_shard(self, index: int, rank: int) -> Tensor:
-        """(bucket.numel / num_shards,) Rank `rank`'s part of a bucket's gradients: a view."""
+        """(bucket.numel / num_shards,) Rank `rank`'s shard of a bucket's gradients. A view."""
         return self.grad_data[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
 
     def grad_piece(self, id: ParamId, of_param: slice) -> Tensor:
-        """The gradient of some flat elements of a parameter; in its shape where they are all of it. A view."""
+        """The gradient of flat elements of a parameter, in its shape if they are all of it. A view."""
         grad = self.grad_view(id)
         return grad if of_param == slice(0, grad.numel()) else grad.view(-1)[of_param]
 
     def result(self, index: int, rank: int) -> Tensor:
-        """What a reduction of a bucket leaves on rank `rank`: its shard; all of it where there is one shard. A view."""
+        """The result of a bucket's reduction on rank `rank`: its shard, or all of it if there is one shard. A view."""
         return self.grad_shard(index, rank if self.layout.num_shards > 1 else 0)
 
     def param_bucket(self, index: int) -> Tensor:
-        """(bucket.numel,) The parameters of a bucket, padding included: a view."""
+        """(bucket.numel,) The parameters of a bucket, padding included. A view."""
         bucket = self.layout.buckets[index]
         return self._param_data()[bucket.start : bucket.stop]
 
     def param_shard(self, index: int, rank: int) -> Tensor:
-        """(bucket.numel / num_shards,) Rank `rank`'s part of a bucket's parameters: a view."""
+        """(bucket.numel / num_shards,) Rank `rank`'s shard of a bucket's parameters. A view."""
         return self._param_data()[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
 
     @torch.no_grad()
     def reduce_(self, axes: Axes) -> None:
-        """Writes `grad_data`: each bucket's `result` becomes the sum over all replicas; the rest is undefined.
+        """Write to `result` of each bucket the sum over all replicas. The rest of `grad_data` is undefined afterwards.
 
         Raises:
             LayoutError: the layout was planned for another number of ranks.
@@ -130,7 +129,7 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def gather_(self, comm: Comm) -> None:
-        """Writes `param_data`, if the buffer has one: every rank's shards. Parameters are complete on return.
+        """Write the shards of all ranks to `param_data`, if the buffer has one. Parameters are complete on return.
 
         Raises:
             CollectiveError: a collective failed, or ran into the group's timeout.
@@ -142,7 +141,7 @@ class ParamAndGradBuffer:
             flight.finish()
 
     def start_gather(self, index: int, comm: Comm) -> InFlight:
-        """Starts to write a bucket of `param_data`: every rank's shard of it.
+        """Start to write the shards of all ranks to a bucket of `param_data`.
 
         Raises:
             LayoutError: the layout was planned for another number of ranks.
@@ -154,27 +153,27 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def zero_grads_(self) -> None:
-        """Writes `grad_data`: zeros, padding too. Takes back its memory if it was given away."""
+        """Write zeros to `grad_data`, padding included. Allocates it again if it was freed."""
         self.restore_grads_()
         self.grad_data.zero_()
 
     def release_grads_(self) -> None:
-        """Gives the memory of `grad_data` back; every view of it is unreadable until `restore_grads_`."""
+        """Free the memory of `grad_data`. Its views must not be used until `restore_grads_`."""
         if not self._is_released:
             self._is_released = True
             self.queues.release_(self.grad_data)
 
     def restore_grads_(self) -> None:
-        """Writes `grad_data`, if its memory was given away: new memory, zeros."""
+        """Allocate `grad_data` again, as zeros, if it was freed."""
         if self._is_released:
             self._is_released = False
             self.queues.take_back_(self.grad_data)
             self.grad_data.zero_()
 
     def moved(self) -> ParamId | None:
-        """The first parameter that updates no longer reach, because it was converted or left the buffer; None if none.
+        """The first parameter that was converted or has left the buffer, so that updates miss it; None if none.
 
-        Cheap enough for every step: one comparison of integers, or of dtype and device, for each parameter.
+        Fast enough for every step: one comparison of integers, or of dtype and device, for each parameter.
         """
         if self.param_data is None:
             return moved(self.params, dtype=self.param_dtype, device=self.device)
@@ -182,7 +181,7 @@ class ParamAndGradBuffer:
         return next((id for (id, param), before in addresses if address(param) != before), None)
 
     def check_in_place(self) -> None:
-        """Raises StorageError where a parameter has left the buffer, so that updates would no longer reach it."""
+        """Raise StorageError if a parameter has left the buffer, so that updates would not reach it."""
         for id, param in self.params.items():
             data = self.param_data
             moved = data is not None and address(param) != self._param_view(data, id).data_ptr()
@@ -235,8 +234,10 @@ def _check(
     slots: Mapping[ParamId, Slot], params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device
 ) -> None:
     if slots.keys() != params.keys():
-        odd = ", ".join(sorted(str(id) for id in slots.keys() ^ params.keys()))
-        raise LayoutError(f"layout and parameters differ in: {odd}; make the layout from exactly these parameters")
+        unmatched = ", ".join(sorted(str(id) for id in slots.keys() ^ params.keys()))
+        raise LayoutError(
+            f"layout and parameters differ in: {unmatched}; make the layout from exactly these parameters"
+        )
     for id, param in params.items():
         if param.numel() != slots[id].numel:
             raise LayoutError(f"{id} has {param.numel()} elements, but {slots[id].numel} in the layout; plan it again")
@@ -252,7 +253,7 @@ def _check(
 
 
 def _check_apart(params: Mapping[ParamId, nn.Parameter]) -> None:
-    """Parameters of one memory would be torn apart: each moves to a place of its own."""
+    """Refuse parameters that share memory: each one moves to a separate place in the buffer."""
     ranges = sorted(_range(id, param) for id, param in params.items() if param.numel() and not is_quantized(param))
     for one, other in pairwise(ranges):
         if other.start < one.stop:
