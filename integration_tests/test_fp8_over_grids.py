@@ -157,6 +157,30 @@ def test_two_tensor_parallel_ranks_have_the_weights_of_the_whole_model(recipe: s
     assert [run.norm for run in runs] == pytest.approx([alone.norm] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize("place", ["replicated", "flat", "wrapped"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_overflow_on_one_tensor_parallel_rank_changes_no_byte_on_any(recipe: str, place: str) -> None:
+    fields, wraps = PLACES[place]
+
+    def rank_main(grid: Grid) -> tuple[bool, bool]:
+        model = Linears(grid.tp, recipe)
+        chunk: nn.Module = wrap(model, grid.roles, fields) if wraps else model
+        optimizer = optimizer_of([chunk], grid.roles, recipe, fields)
+        model.set_grads(0, grid.tp)
+        assert optimizer.step().success
+        optimizer.zero_grad()
+        before, histories = stored(model), [t.clone() for p in fp8_params(model) for t in p.extra().values()]
+        model.set_grads(1, grid.tp)
+        if (grid.tp.rank, grid.dp.rank) == (1, 0):
+            weight: Any = model.get_submodule("column").weight
+            (weight.main_grad if wraps else weight.grad)[0, 0] = torch.inf
+        success = bool(optimizer.step().success)
+        after = [t for p in fp8_params(model) for t in p.extra().values()]
+        return success, stored(model).equals(before) and all(map(torch.equal, histories, after))
+
+    assert run_grid(rank_main, tp=2, dp=2) == [(False, True)] * 4
+
+
 # --- several instances ------------------------------------------------------------------------------------------------
 
 
