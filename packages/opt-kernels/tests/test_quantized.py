@@ -3,11 +3,12 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_kernels.quantized import RECIPES, QuantizationError, QuantizedTensor, is_quantized, quantize_linears_
@@ -219,6 +220,19 @@ def test_a_pickled_parameter_is_still_one() -> None:
     assert again.requires_grad
     assert again.mark == 7
     assert torch.equal(again, model[0].weight.values())
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("collective", [dist.all_reduce, lambda weight: dist.broadcast(weight, 0)], ids=["sum", "copy"])
+def test_a_collective_that_would_write_a_copy_is_refused(collective: Callable[[Tensor], object], group: None) -> None:
+    with pytest.raises(QuantizationError, match="would work on a dequantised copy"):
+        collective(weight_of(normal(64, 64)).data)
 
 
 def test_sharing_between_processes_is_refused() -> None:

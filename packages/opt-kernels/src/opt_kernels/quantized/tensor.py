@@ -101,6 +101,11 @@ class QuantizedTensor(ScaledParam, Tensor):
         own = _OPERATIONS.get(func)
         if own is not None and isinstance(args[0], QuantizedTensor):
             return own(*args, **kwargs)
+        if func.namespace == "c10d":  # its operations do not say what they write, and are done later
+            raise QuantizationError(
+                f"{func} of an fp8 tensor would work on a dequantised copy; give it the tensor's codes and scales, or "
+                "its dequantize()"
+            )
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         for given, plain in _written(func._schema, (args, kwargs), (plain_args, plain_kwargs)):
