@@ -514,7 +514,7 @@ def test_stochastic_rounding_goes_on_counting_from_tile_to_tile() -> None:
 def test_stochastic_rounding_of_float16_is_refused() -> None:
     main = torch.zeros(4, dtype=torch.float16)
     work = Work(grad=torch.zeros(4), main=main, state=Adam().init_state(main))
-    with pytest.raises(ValueError, match="only bfloat16 is rounded by chance"):
+    with pytest.raises(ValueError, match="only bfloat16 is rounded stochastically"):
         Adam(stochastic_rounding=True, backend="torch").update_([Batch(HYPER, [work])])
 
 

@@ -195,10 +195,12 @@ def _read(hint: Any, value: object) -> object:
 
 
 def _read_option(name: str, value: object) -> object:
-    """An option of a rule: a list becomes a tuple, and the name of a dtype in an option `<state>_dtype` a dtype."""
-    if isinstance(value, str) and str(name).endswith("_dtype"):
-        short = value.removeprefix("torch.")
-        dtype = DTYPES.get(short, getattr(torch, short, None))
+    """An option of a rule: a list becomes a tuple, and a dtype as `to_dict` writes it, such as "torch.int8", a dtype.
+
+    A dtype without the prefix stays a string, which rules accept, so that it is equal when it is read back.
+    """
+    if isinstance(value, str) and str(name).endswith("_dtype") and value.startswith("torch."):
+        dtype = getattr(torch, value.removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else value
     return tuple(value) if isinstance(value, list) else value
 

@@ -1,1 +1,1 @@
-"""The sweeps over all elements of a step, in four versions; `dispatch` says which one runs."""
+"""Sweeps over all elements of a step, in four versions. `dispatch` chooses the version that runs."""

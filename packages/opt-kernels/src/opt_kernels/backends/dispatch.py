@@ -1,10 +1,10 @@
-"""Which version of an operation runs: an explicit choice always wins, else the device decides.
+"""Chooses the version of an operation: the one given explicitly, else the one for the device.
 
-A sweep over elements is a module of the folders `reference`, `torch_native`, `cpp` and `triton` beside this file; an
-operation on matrices is a folder of `opt_kernels.matrices` with modules of these names. All versions have the same
-functions with the same signatures. A `triton` module is all it takes to be chosen on GPUs, a `cpp` module on CPUs where
-there is a compiler. A version is imported when it is first used, so that Triton and the compiler are needed only where
-they run.
+A sweep over elements is a module in each of the folders `reference`, `torch_native`, `cpp` and `triton` of this
+package. An operation on matrices is a folder of `opt_kernels.matrices` with modules of these names. All versions have
+the same functions with the same signatures. An operation with a `triton` module uses it on GPUs; one with a `cpp`
+module uses it on CPUs if there is a compiler. Versions are imported at their first use, so that Triton and the compiler
+are needed only where they run.
 """
 
 import logging
@@ -22,9 +22,9 @@ from opt_kernels.works import Batch, Works
 
 
 class Backend(Enum):
-    """A version of an operation, by the name users give."""
+    """A version of an operation, by the name that users pass."""
 
-    REFERENCE = "reference"  # the formula: slow, any device, any float dtype
+    REFERENCE = "reference"  # the formula as written: slow, any device, any float dtype
     TORCH = "torch"  # torch's own operations: any device
     CPP = "cpp"  # one compiled pass for all tensors: CPUs, where a C++ compiler is installed
     TRITON = "triton"  # one kernel for all tensors: GPUs, or the interpreter
@@ -33,8 +33,8 @@ class Backend(Enum):
 _LOG = logging.getLogger(__name__)
 _MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.CPP: "cpp", Backend.TRITON: "triton"}
 _SWEEPS = ("update", "grad_stats")
-_OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # else torch's own operations
-# What must be there to run a version; asked when it is first wanted.
+_OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # other devices: torch operations
+# The requirement of a version, checked at its first use.
 _REQUIRED: dict[Backend, Callable[[], bool]] = {
     Backend.TRITON: lambda: find_spec("triton") is not None,
     Backend.CPP: usable,
@@ -48,11 +48,11 @@ _HOW_TO_INSTALL = {
 
 
 class BackendError(ValueError):
-    """A backend that was asked for by name cannot be had."""
+    """A backend that is unknown or not available."""
 
 
 def parse_backend(name: str | None) -> Backend | None:
-    """The backend of that name; None for None. Raises BackendError for any other name."""
+    """The backend of this name; None for None. Raises BackendError for an unknown name."""
     if name is None:
         return None
     try:
@@ -63,7 +63,7 @@ def parse_backend(name: str | None) -> Backend | None:
 
 
 def check_backend(name: str | None, *ops: str) -> None:
-    """Raises BackendError for a name of no backend, and for one that none of the operations `ops` has."""
+    """Raise BackendError for an unknown backend, and for one that none of the operations `ops` supports."""
     chosen = parse_backend(name)
     if chosen is None or any(_is_written(op, chosen) for op in ops):
         return
@@ -75,7 +75,7 @@ def check_backend(name: str | None, *ops: str) -> None:
 
 
 def check_installed(name: str | None) -> None:
-    """Raises BackendError where the backend of this name needs something that is not installed."""
+    """Raise BackendError if the backend of this name needs something that is not installed."""
     chosen = parse_backend(name)
     if chosen is not None and not _REQUIRED.get(chosen, lambda: True)():
         raise BackendError(
@@ -84,9 +84,9 @@ def check_installed(name: str | None) -> None:
 
 
 def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """`function` of the operation `op`, in the version that `backend` names or, for None, that suits the device.
+    """`function` of the operation `op`, in the version `backend`, or for None the version for the device.
 
-    Raises BackendError where the named version does not exist or its package is not installed.
+    Raises BackendError if that version does not exist or its requirement is not installed.
     """
     chosen = parse_backend(backend) or _suited(op, tensors)
     if not _available(op, chosen):
@@ -103,7 +103,7 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """One gradient of the batches, if they have any: it stands for the device of all."""
+    """One gradient of the batches, if there is any, to determine the device."""
     for _, works in batches:
         if works:
             return [works.grads[0] if isinstance(works, Works) else works[0].grad]
@@ -111,7 +111,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
-    """By the device of the first tensor; nothing to sweep needs nothing compiled."""
+    """The backend for the device of the first tensor. Without tensors nothing needs to be compiled."""
     suited = _OF_DEVICE.get(tensors[0].device.type) if tensors else None
     if suited is None or not _is_written(op, suited):
         return Backend.TORCH
@@ -122,7 +122,7 @@ def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
     return Backend.TORCH
 
 
-@cache  # once; a missing compiler is logged by `usable`
+@cache  # warns once; `usable` logs a missing compiler
 def _warn_without_triton() -> None:
     _LOG.warning(
         "Triton is not installed: steps on GPUs run on torch's operations, with many launches and several passes over "
@@ -153,8 +153,8 @@ def _what_is_missing(op: str, backend: Backend) -> str:
     return _HOW_TO_INSTALL[backend]
 
 
-@cache  # so that the log says once which version runs
+@cache  # logs once which version runs
 def _function(op: str, function: str, backend: Backend) -> Callable[..., Any]:
     _LOG.info("%s runs as %s.%s", op, _MODULES[backend], function)
-    found: Callable[..., Any] = vars(import_module(_module_of(op, backend)))[function]
-    return found
+    loaded: Callable[..., Any] = vars(import_module(_module_of(op, backend)))[function]
+    return loaded

@@ -1,4 +1,4 @@
-"""What every elementwise sweep shares: flat runs, hyper-parameters on the host, the main read and written."""
+"""Common to all elementwise sweeps: flat views of works, and access to the main."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,18 +13,18 @@ from opt_kernels.works import Work
 
 
 class Run(NamedTuple):
-    """A work's tensors in one order of elements: flat, (n,), unless `dense_run_of` made it."""
+    """The tensors of a work in one order of elements: flat, (n,), unless `dense_run_of` created it."""
 
     grad: Tensor  # (n,)
     main: Tensor | None  # (n,)
     out: Tensor | None  # (n,)
     remainder: Tensor | None  # (n,)
-    state: Mapping[str, Tensor]  # (n,) each, but block scales
+    state: Mapping[str, Tensor]  # (n,) each, except block scales
     first: int = 0  # number of the first element
 
 
 class LayoutError(ValueError):
-    """The tensors of a work cannot be walked in one order of elements."""
+    """Tensors of a work that cannot be traversed in one order of elements."""
 
 
 def skipped(skip: Tensor | None) -> bool:
@@ -33,9 +33,9 @@ def skipped(skip: Tensor | None) -> bool:
 
 
 def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
-    """`work` as flat runs. Of its states `codes` have one element for each of the parameter's; others may have.
+    """`work` as flat runs. The states in `codes` must have one element per element of the parameter.
 
-    Raises LayoutError where what would be written has holes, another order of elements, or another number of them.
+    Raises LayoutError if a tensor to be written has holes, another order or another number of elements.
     """
     anchor = work.main if work.main is not None else work.out
     if anchor is None:
@@ -61,11 +61,11 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
 
 
 def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run:
-    """`work` with only these states, all in one order of elements; in its own shape where that is contiguous.
+    """`work` with only these states, all in one order of elements; in its own shape if that is contiguous.
 
-    For the sweeps that take any shape: a view costs as much as starting an operation.
+    For sweeps that accept any shape, because a view costs as much as launching an operation.
     """
-    # Fused sweeps walk memory, whatever the strides say.
+    # Fused sweeps traverse memory and ignore strides.
     grad, state = work.grad, work.state
     shape = grad.shape
     if len(state) != len(codes) + len(scales):
@@ -79,12 +79,12 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
 
 
 def compute_dtype(run: Run) -> torch.dtype:
-    """In what a run is computed: float64 where the main is float64, else float32."""
+    """The compute dtype of a run: float64 if the main is float64, else float32."""
     return torch.float64 if run.main is not None and run.main.dtype is torch.float64 else torch.float32
 
 
 def read_main(run: Run) -> Tensor:
-    """A copy of the main in its compute dtype; joined from `out` and `remainder` where there is no main."""
+    """A copy of the main in its compute dtype, joined from `out` and `remainder` if there is no main."""
     if run.main is not None:
         return run.main.to(compute_dtype(run), copy=True)
     assert run.out is not None
@@ -93,12 +93,12 @@ def read_main(run: Run) -> Tensor:
 
 
 def write_main_(run: Run, value: Tensor, *, stochastic_step: int | None = None) -> None:
-    """Writes `value` to the main and the out, or splits it over `out` and `remainder`.
+    """Write `value` to the main and the out, or split it into `out` and `remainder`.
 
-    With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
+    With `stochastic_step`, the step, a bfloat16 main is rounded stochastically.
     """
     if run.main is not None:
-        if stochastic_step is not None and rounds_by_chance(run):
+        if stochastic_step is not None and rounds_stochastically(run):
             rounding_reference.round_(run.main, value, first=run.first, step=stochastic_step)
         else:
             run.main.copy_(value)
@@ -110,12 +110,12 @@ def write_main_(run: Run, value: Tensor, *, stochastic_step: int | None = None) 
     remainder_reference.split_(run.out, run.remainder, value)
 
 
-def rounds_by_chance(run: Run) -> bool:
-    """Whether stochastic rounding has anything to round here. Raises ValueError for a main that it cannot round."""
+def rounds_stochastically(run: Run) -> bool:
+    """Whether stochastic rounding applies to the main. Raises ValueError for a main that it does not support."""
     if run.main is not None and run.main.dtype is torch.float16:
         raise ValueError(
-            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
-            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded "
+            "stochastically; keep a float32 main of float16 parameters, or give stochastic_rounding=False"
         )
     return run.main is not None and run.main.dtype is torch.bfloat16
 
@@ -126,9 +126,9 @@ def scaled_grad(run: Run, scale: float) -> Tensor:
 
 
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
-    """`tensor` as (n,), a view, in the order in which the anchor's elements lie in memory.
+    """`tensor` as a view (n,), in the memory order of the anchor's elements.
 
-    Raises LayoutError for another shape or order, for holes, and for a tensor whose memory has the opposite signs.
+    Raises LayoutError for another shape or order, for holes, and for a tensor with its negative bit set.
     """
     if tensor.is_neg():
         raise LayoutError(
@@ -147,30 +147,30 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """Its elements as (n,), for what does not depend on their order: a view where they are dense, else a copy."""
+    """Its elements as (n,) in any order: a view if they are dense, else a copy."""
     if tensor.is_contiguous() or not is_dense(tensor):
         return tensor.contiguous().view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _same_shape(tensor: Tensor, anchor: Tensor, name: str) -> None:
-    """Raises LayoutError where `tensor` has another shape: a sweep would run out of its memory."""
+    """Raise LayoutError if `tensor` has another shape, because a sweep would access memory outside of it."""
     if tensor.shape != anchor.shape:
         raise LayoutError(
             f"{name} has shape {tuple(tensor.shape)} where its parameter has {tuple(anchor.shape)}; give equal shapes; "
-            "where a parameter was replaced by one of another shape, delete its state"
+            "if a parameter was replaced by one of another shape, delete its state"
         )
 
 
 def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
-    """Whether both, of one shape, lay their elements out alike; a dim of one element has no stride to speak of."""
+    """Whether tensors of one shape have equal strides. Strides of dims of size 1 do not matter."""
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
     return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps, as no elements do."""
+    """Whether the elements fill their memory without holes or overlaps. True for empty tensors."""
     if tensor.numel() == 0:
         return True
     expected = 1

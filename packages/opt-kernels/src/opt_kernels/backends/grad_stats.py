@@ -1,4 +1,4 @@
-"""One sweep over gradients: their norm, whether they are finite, how many are zero."""
+"""Statistics of gradients in one sweep: norm, non-finite elements and zeros."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ __all__ = ["GradStats", "grad_stats"]
 def grad_stats(
     grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0, backend: str | None = None
 ) -> GradStats:
-    """Statistics of `grads` (any shapes, any float dtypes, read only), by the version that suits their device.
+    """Statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
 
-    `sum_of_squares` is the sum of |g|^norm_type where that is not 2, and the maximum of |g| where it is infinity.
-    Raises ValueError for a `norm_type` not above 0, and BackendError for a `backend` that cannot be had.
+    For a `norm_type` other than 2, `sum_of_squares` is the sum of |g|^norm_type; for infinity, the maximum of |g|.
+    Raises ValueError unless `norm_type` is above 0, and BackendError for a `backend` that is not available.
     """
     sweep = version("grad_stats", "grad_stats", backend=backend, tensors=grads)
     stats: GradStats = sweep(grads, count_zeros=count_zeros, norm_type=norm_type)

@@ -1,8 +1,8 @@
-"""Where compiled libraries are kept: a folder that nobody else can write to, and files that are what was compiled.
+"""The cache of compiled libraries: a folder that only this user can write to, with files that are checked before use.
 
-A file's name ends in the SHA-256 of its content. A file that is cut short, after a power loss or on a full disk, does
-not match its name: loading half a library ends the process. A folder of another user, or one that others may write to,
-is not used: whoever can write there can run code in this process.
+The name of a file ends in the SHA-256 of its content. A truncated file, after a power loss or on a full disk, does not
+match its name; loading it would crash the process. A folder that belongs to or can be written by another user is not
+used, because that user could run code in this process.
 """
 
 import atexit
@@ -20,9 +20,9 @@ _LOG = logging.getLogger(__name__)
 
 @cache
 def folder() -> Path:
-    """The folder for libraries: `$OPT_KERNELS_CACHE`, or `opt-kernels` in the user's cache; else one of this process.
+    """The folder for libraries: `$OPT_KERNELS_CACHE`, or `opt-kernels` in the user's cache; else a temporary one.
 
-    Logs a warning where the named folder cannot be used.
+    Logs a warning if it has to use a temporary folder.
     """
     named = _named()
     reason = "this user has no home folder" if named is None else _problem(named)
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 def find(stem: str) -> Path | None:
-    """The intact library of this name; files of the name that are not intact are removed."""
+    """The intact library of this name. Corrupt files of this name are removed."""
     for path in sorted(folder().glob(f"{stem}-*.so")):
         try:
             if path.name == _name(stem, path.read_bytes()):
@@ -51,7 +51,7 @@ def find(stem: str) -> Path | None:
 
 
 def keep(stem: str, made: Path) -> Path:
-    """Moves the library `made`, of the same file system, into the folder: in one step, once it is on the disk."""
+    """Move the library `made` into the folder atomically, after it was synced. It must be on the same file system."""
     path = folder() / _name(stem, made.read_bytes())
     with made.open("rb") as file:
         os.fsync(file.fileno())
@@ -60,7 +60,7 @@ def keep(stem: str, made: Path) -> Path:
 
 
 def make(path: Path) -> None:
-    """Creates the folder `path`, for this user alone, where it does not exist."""
+    """Create the folder `path`, accessible to this user only, if it does not exist."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
@@ -69,19 +69,19 @@ def _name(stem: str, content: bytes) -> str:
 
 
 def _named() -> Path | None:
-    """The folder that the environment names; None where it names none."""
+    """The folder that the environment selects, or None."""
     if given := os.environ.get("OPT_KERNELS_CACHE"):
         return Path(given).absolute()
     # XDG's specification: relative paths are invalid and ignored.
     base = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")  # unchanged where there is neither HOME nor an entry in the password database
+    home = os.path.expanduser("~")  # unchanged without HOME and an entry in the password database
     if os.path.isabs(base):
         return Path(base) / "opt-kernels"
     return Path(home) / ".cache" / "opt-kernels" if os.path.isabs(home) else None
 
 
 def _problem(path: Path) -> str | None:
-    """Why `path` cannot hold libraries; None where it can."""
+    """Why `path` cannot hold libraries; None if it can."""
     try:
         make(path)
         status = path.stat()
@@ -96,6 +96,6 @@ def _problem(path: Path) -> str | None:
 
 
 def _remove(path: Path, process: int) -> None:
-    """At the end of the process that made it, not of one that it forked."""
+    """Remove the folder at the end of the process that created it, not of a forked child."""
     if os.getpid() == process:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""From C++ sources to a loaded library. Compiled once per machine and kept on disk (see `cache`).
+"""Compiles C++ sources and loads the libraries, once per machine: they are cached on disk (see `cache`).
 
-The key is the source, the flags, the compiler's version and the processor.
+Cache key: source, flags, compiler version and CPU.
 
-The compiler is `$CXX`, which may have arguments, or else `c++`, `g++` or `clang++`, whichever of these the PATH has.
-`OPT_KERNELS_CPP=0` turns it off; `OPT_KERNELS_CACHE` names another folder than `$XDG_CACHE_HOME/opt-kernels`.
+The compiler is `$CXX`, which may include arguments, or the first of `c++`, `g++` and `clang++` in the PATH.
+`OPT_KERNELS_CPP=0` disables it. `OPT_KERNELS_CACHE` sets a folder other than `$XDG_CACHE_HOME/opt-kernels`.
 """
 
 import ctypes
@@ -25,10 +25,10 @@ from opt_kernels.backends.cpp import cache as on_disk
 
 ELEMENTS = Path(__file__).with_name("elements.h")
 PROBE = Path(__file__).with_name("probe.cpp")
-# Contraction is off so that an element's bits do not depend on where the compiler found room for a fused product; the
-# next two let loops with roots and comparisons be vectorised, and change no result.
+# Without contraction, so that the bits of an element do not depend on where the compiler uses fused products. The next
+# two flags allow loops with roots and comparisons to be vectorised, and change no result.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
-# By default compilers use half of what AVX-512 has; sweeps of 8-bit states take a tenth longer with that.
+# By default compilers use half the width of AVX-512, with which sweeps of 8-bit states take a tenth longer.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 TIMEOUT = 120  # seconds; a sweep takes a fraction of one
 
@@ -36,28 +36,28 @@ _LOG = logging.getLogger(__name__)
 
 
 class CompilerError(RuntimeError):
-    """The compiler did not take a source; the message is its own."""
+    """The compiler failed; the message is that of the compiler."""
 
 
 @cache
 def usable() -> bool:
-    """Whether there is a compiler here that works. Where there is none that does, a warning is logged once."""
+    """Whether a working compiler is available. Logs a warning once if not."""
     if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
         return False
     return attempt(PROBE) is not None
 
 
 class Source(NamedTuple):
-    """A source by the name that its libraries get."""
+    """A source, with the name of its libraries."""
 
     name: str
     text: str
 
 
 def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
-    """What `library` returns; None where it cannot be compiled, kept or loaded, which is logged as a warning once.
+    """The library; None, with one warning in the log, if it cannot be compiled, stored or loaded.
 
-    A step that needs it runs on torch's operations instead: a full disk or a failing compiler does not stop training.
+    Steps then use torch operations, so that a full disk or a failing compiler does not stop training.
     """
     return _attempt(source, _sorted(macros))
 
@@ -81,7 +81,7 @@ def _attempt(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctyp
 
 @cache
 def _warned() -> list[str]:
-    """The warnings of this process."""
+    """The reasons that this process has logged."""
     return []
 
 
@@ -108,8 +108,8 @@ def _sorted(macros: Mapping[str, str | int]) -> tuple[tuple[str, str], ...]:
 
 
 def _compile(text: str, macros: Mapping[str, str], stem: str) -> Path:
-    """Ranks that start together may all compile: each writes a file of its own, and one rename decides."""
-    on_disk.make(on_disk.folder())  # again, where somebody cleared the cache meanwhile
+    """Compile to a separate file and rename it, because ranks that start together may all compile."""
+    on_disk.make(on_disk.folder())  # again, in case the cache was cleared
     with tempfile.TemporaryDirectory(dir=on_disk.folder()) as folder:
         made = Path(folder) / f"{stem}.so"
         defined = [f"-D{name}={value}" for name, value in macros.items()]
@@ -132,7 +132,7 @@ def _flags() -> tuple[str, ...]:
 
 @cache
 def _compiler() -> tuple[str, ...] | None:
-    """The command, or None where there is none."""
+    """The command of the compiler, or None."""
     named = shlex.split(os.environ.get("CXX", ""))
     for name, *options in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if found := shutil.which(name):
@@ -157,8 +157,8 @@ def _compiler_version() -> str:
 
 @cache
 def _processor() -> str:
-    """What `-march=native` depends on: machines that share a home folder do not share libraries by accident."""
+    """The CPU, on which `-march=native` depends: machines with a shared home folder must not share libraries."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
-    return "\n".join((sys.platform, platform.machine(), platform.processor(), *sorted(told)))
+    features = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    return "\n".join((sys.platform, platform.machine(), platform.processor(), *sorted(features)))

@@ -1,12 +1,12 @@
-"""Whether this process was forked from one that had imported this package. Imports nothing but the standard library."""
+"""Whether this process was forked after this package was imported. Imports only the standard library."""
 
 import os
 
-_forked = False  # set in the child, by the only hook that runs there
+_forked = False  # set by the hook in the child
 
 
 def is_forked() -> bool:
-    """Whether threads that libraries started before may be missing here."""
+    """Whether threads that libraries started before the fork may be missing."""
     return _forked
 
 

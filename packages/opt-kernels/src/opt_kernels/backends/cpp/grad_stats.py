@@ -1,4 +1,4 @@
-"""The statistics of gradients in one C++ pass over memory, for float32 and bfloat16; other formats go to torch."""
+"""Statistics of gradients in one C++ pass over memory, for float32 and bfloat16. Other dtypes use torch."""
 
 from array import array
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from opt_kernels.backends.torch_native.grad_stats import is_safe
 
 SOURCE = Path(__file__).with_name("grad_stats.cpp")
 ROW_NUMEL = 1 << 12  # as in grad_stats.cpp
-SHARE_ROWS = 1 << 4  # that are worth waking a thread for
+SHARE_ROWS = 1 << 4  # minimum work of a thread
 
 
 @torch.no_grad()
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself; see `torch_native` for the rest."""
+    """As `reference.grad_stats`, with a relative error of the sum of squares of 2e-6; otherwise as `torch_native`."""
     check_norm_type(norm_type)
     if norm_type != 2.0:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in {grad.dtype for grad in grads}}
     others = [grad for grad in grads if compiled[grad.dtype] is None]
-    found = torch_native.grad_stats(others, count_zeros=count_zeros)
-    total, zeros = float(found.sum_of_squares), int(found.zeros)
+    of_others = torch_native.grad_stats(others, count_zeros=count_zeros)
+    total, zeros = float(of_others.sum_of_squares), int(of_others.zeros)
     for dtype in C_TYPES:
         same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
         if same and (sweep := compiled[dtype]) is not None:
@@ -39,11 +39,11 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
             total, zeros = total + of_dtype, zeros + zeros_of_dtype
-    return GradStats(torch.tensor(total, dtype=torch.float64), found.nonfinite, torch.tensor(zeros))
+    return GradStats(torch.tensor(total, dtype=torch.float64), of_others.nonfinite, torch.tensor(zeros))
 
 
 def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
-    """The sweep for gradients of `dtype`; None where there is none."""
+    """The sweep for gradients of `dtype`, or None."""
     return attempt(SOURCE, GRAD=C_TYPES[dtype], COUNT_ZEROS=int(count_zeros)) if dtype in C_TYPES else None
 
 
@@ -60,5 +60,5 @@ def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
         total=row_sums.numel(),
         least=SHARE_ROWS,
     )
-    # One after the other: the same bits whatever the number of threads.
+    # Summed in order, so that the bits do not depend on the number of threads.
     return float(row_sums.cumsum(0)[-1]), zeros

@@ -1,4 +1,4 @@
-"""From batches of works to calls of an update sweep in C++: one per combination of formats, over all groups."""
+"""Calls of an update sweep in C++ for batches of works: one per combination of formats, over all groups."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ from opt_kernels.works import Batch, Hyper, Work, Works
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("codecs.h", "update.h"))
-SHARE_NUMEL = 1 << 15  # elements that are worth waking a thread for
+SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 
 
 class Formats(NamedTuple):
-    """What a sweep is compiled for: in what each column is stored."""
+    """The formats that a sweep is compiled for: the dtype of each column."""
 
     grad: torch.dtype
     main: torch.dtype | None  # None: the main is joined from out and remainder
@@ -36,7 +36,7 @@ class Formats(NamedTuple):
     states: tuple[torch.dtype, ...]
 
     def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
-        """The types of `update.h` for states kept by `codecs`; None where no sweep can be compiled."""
+        """The types of `update.h` for states with these `codecs`; None if no sweep supports them."""
         given = (self.grad, self.main, self.out)
         is_main = self.main is not None or self.out is torch.bfloat16
         if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
@@ -46,7 +46,7 @@ class Formats(NamedTuple):
         return known if len(known) == len(types) else None
 
     def macros(self, *, by_chance: bool) -> dict[str, str | int]:
-        """As `update.h` asks for them; an out that does not exist gets a type that nobody reads."""
+        """The macros of `update.h`. A missing out gets a type that is not used."""
         return {
             "GRAD": UPDATE_TYPES[self.grad],
             "MAIN": "int16_t" if self.main is None else UPDATE_TYPES[self.main],
@@ -57,7 +57,7 @@ class Formats(NamedTuple):
 
 
 def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
-    """The type of `update.h` that keeps a state of `dtype` as `codec` does; None where there is none."""
+    """The type of `update.h` for a state of `dtype` with this `codec`, or None."""
     if isinstance(codec, Plain):
         return f"Plain<{UPDATE_TYPES[dtype]}>" if dtype in UPDATE_TYPES else None
     if dtype is not codec.dtype:
@@ -85,18 +85,18 @@ def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
 class Columns(NamedTuple):
     """The tensors of works in one combination of formats, column by column.
 
-    A step over thousands of small parameters is spent on going over them: here a column takes one call.
+    A step over thousands of small parameters spends its time on the host; here a column takes one call.
     """
 
     grads: Sequence[Tensor]
     mains: Sequence[Tensor]  # or remainders
     outs: Sequence[Tensor] | None
     states: Sequence[Sequence[Tensor]]
-    scales: Sequence[Sequence[Tensor] | None]  # of each state; None where its codec has none
+    scales: Sequence[Sequence[Tensor] | None]  # of each state; None: its codec has none
     firsts: Sequence[int]
 
     def all(self) -> Iterator[Sequence[Tensor]]:
-        """The columns with an element for each of the parameter's, the gradients first."""
+        """The columns with one element per element of the parameter, the gradients first."""
         yield self.grads
         yield self.mains
         if self.outs is not None:
@@ -104,7 +104,7 @@ class Columns(NamedTuple):
         yield from self.states
 
     def are_flat(self) -> bool:
-        """Whether all tensors of a work have their elements in one order, without holes, as they lie in memory."""
+        """Whether all tensors of a work are contiguous, of one shape, without their negative bit."""
         shapes = list(map(_SHAPE, self.grads))
         return all(
             all(map(Tensor.is_contiguous, column))
@@ -119,12 +119,12 @@ class _Columns:
 
     def __init__(self, num_states: int) -> None:
         self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
-        self._kept: list[Columns] = []  # the fields are addresses only: this keeps them valid
+        self._kept: list[Columns] = []  # keeps the tensors alive, because the fields are addresses
         self._numel = 0
         self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
 
     def add(self, columns: Columns, works: Sequence[Work], row: int) -> None:
-        """The flat columns of `works`; `row` of the table of hyper-parameters goes with them."""
+        """Add the flat columns of `works`, which use `row` of the table of hyper-parameters."""
         self.works.append((row, works))
         numels = list(map(Tensor.numel, columns.grads))
         nothing = [0] * len(numels)
@@ -142,7 +142,7 @@ class _Columns:
         self._numel += sum(numels)
 
     def run(self, compiled: CDLL, rows: "array[float]") -> None:
-        """Sweeps all runs, on as many threads as torch uses."""
+        """Sweep all runs, on as many threads as torch uses."""
         table = array("q", b"".join(self._fields))
         run(
             compiled,
@@ -162,9 +162,9 @@ def update_(
     grad_scale: float,
     stochastic_rounding: bool = False,
 ) -> list[Batch]:
-    """Sweeps every work in CPU memory whose formats a sweep can be compiled for; returns the others.
+    """Sweep every work in CPU memory whose formats a sweep supports. Returns the other works.
 
-    Among the others are works whose sweep cannot be compiled here.
+    These include works whose sweep could not be compiled.
     """
     calls: dict[tuple[Formats, tuple[str, ...]], _Columns] = {}
     others = []
@@ -189,7 +189,7 @@ def update_(
 
 
 def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
-    """`struct Row` of the formula's sweep. The step is cut in two, because a float holds integers up to 2^24 only."""
+    """`struct Row` of the formula's sweep. The step is split in two, because a float holds integers up to 2^24 only."""
     step = int(hyper.step)
     return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
 
@@ -197,7 +197,7 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
 def _by_formats(
     works: Sequence[Work], codecs: Mapping[str, StateCodec]
 ) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
-    """`works` by what they are stored in, and their tensors."""
+    """`works` by their formats, with their tensors as columns."""
     if isinstance(works, Works) and works:
         columns = _columns(works, codecs)
         if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
@@ -221,9 +221,9 @@ def _formats(work: Work, names: Iterable[str]) -> Formats:
 
 
 def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, StateCodec]) -> Columns:
-    """`columns`, flat: a call has addresses only, and takes nothing on trust.
+    """`columns` as flat tensors, checked, because a call passes addresses only.
 
-    Raises LayoutError for what cannot be walked.
+    Raises LayoutError for tensors that cannot be swept.
     """
     if not columns.are_flat():
         columns = _columns([run_of(work, tuple(codecs)) for work in works], codecs)
@@ -245,7 +245,7 @@ def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, State
 
 
 def _columns(works: Sequence[Work | Run], codecs: Mapping[str, StateCodec]) -> Columns:
-    """Of works alike in which tensors they have."""
+    """The columns of works that have the same kinds of tensors."""
     firsts: Sequence[int] | None
     if isinstance(works, Works):
         mains = works.remainders if works.mains is None else works.mains

@@ -1,10 +1,10 @@
-"""A sweep's work spread over torch's own threads.
+"""Runs a sweep on torch's own threads.
 
-Threads of torch's OpenMP wait for work by spinning, and one beside them would get a busy processor. So the sweep is
-handed to them: GNU OpenMP starts a team by a plain function, which torch's libraries bring into the process. Where it
-is another OpenMP (macOS), a pool of Python's threads does it; library calls let go of the interpreter while they run.
-So it is in a process that was forked after this package was imported: GNU OpenMP would wait there for threads that only
-the parent has.
+The OpenMP threads of torch wait for work by spinning, so any other thread would compete with them for processors. The
+sweep therefore runs on these threads: GNU OpenMP, which torch loads into the process, starts a team by a plain
+function. With another OpenMP (macOS) a pool of Python threads runs the sweep; library calls release the interpreter
+lock. The same pool is used in a process that was forked after this package was imported: GNU OpenMP would wait there
+for threads that exist in the parent only.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ import torch
 
 from opt_kernels.backends.cpp.fork import is_forked
 
-SHARES_PER_THREAD = 4  # where a thread is held up, others take over
+SHARES_PER_THREAD = 4  # so that other threads can take over from a delayed one
 
 
 class SweepTask(ctypes.Structure):
-    """`struct Task` of elements.h: a sweep's arguments, and how far it has come."""
+    """`struct Task` of elements.h: the arguments and the progress of a sweep."""
 
     _fields_ = (
         ("table", c_void_p),
@@ -37,8 +37,8 @@ class SweepTask(ctypes.Structure):
 
 
 def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: int, least: int) -> int:
-    """Sweeps range(total) of what the table describes, in shares of at least `least`; returns the sum of what shares
-    return. Addresses are of what `library` takes."""
+    """Sweep range(total) of the runs in the table, in shares of at least `least`. Returns the sum of the results of all
+    shares. `table` and `extra` are addresses, in the form that `library` expects."""
     threads = max(1, min(torch.get_num_threads(), total // least))
     shares = 1 if threads == 1 else min(threads * SHARES_PER_THREAD, total // least)
     task = SweepTask(table, num_runs, extra, total, shares, 0, 0)
@@ -52,7 +52,7 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
 
 
 def _team() -> Callable[[Any, int, int], None]:
-    """Runs a function on so many threads."""
+    """A function that runs another one on a number of threads."""
     return _python_team if is_forked() else _torchs_team()
 
 
@@ -75,5 +75,5 @@ def _python_team(work: Any, task: int, threads: int) -> None:
 
 @lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """A forked process has none of its parent's threads, hence a pool for each."""
+    """One pool per process, because a forked process does not have its parent's threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="opt-kernels")

@@ -1,4 +1,4 @@
-"""An update sweep in C++, written from a formula and the codecs of its states."""
+"""Generates the C++ source of an update sweep from a formula and the codecs of its states."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from opt_kernels.formulas.translate import Dialect, assigned, body_and_results
 
 
 class Cpp(Dialect):
-    """Expressions of float; the names of a formula get a prefix, so that none is a word of C++."""
+    """Expressions of float. Names of a formula get a prefix, so that none is a keyword of C++."""
 
     def name(self, name: str) -> str:
         return f"x_{name}"
@@ -39,7 +39,7 @@ class Cpp(Dialect):
 
 
 def source_of(formula: Formula, codecs: Sequence[str]) -> str:
-    """The sweep of `formula` with its states kept by these codecs, types of `update.h`."""
+    """The source of the sweep of `formula` with these codecs, which are types of `update.h`."""
     return "\n".join((*_row(formula), *_update(formula), *_run(formula, codecs), *_span(codecs), SWEEP))
 
 
@@ -49,7 +49,7 @@ def _row(formula: Formula) -> list[str]:
 
 
 def _update(formula: Formula) -> list[str]:
-    """`update`: the formula on one element."""
+    """The function `update`: the formula on one element."""
     constants = dict(formula.constants)
     body, results = body_and_results(formula.update, formula.result_names, constants)
     dialect = Cpp(dict(formula.constants))
@@ -70,7 +70,7 @@ def _update(formula: Formula) -> list[str]:
 
 
 def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
-    """`Run`, in the order of the columns of `cpp/sweep.py`."""
+    """The struct `Run`, in the order of the columns of `cpp/sweep.py`."""
     kept = [f"using Codec{i} = {codec};" for i, codec in enumerate(codecs)]
     fields = ["MAIN *main", "OUT *out", "const GRAD *grad"]
     for i in range(len(formula.states)):
@@ -88,7 +88,7 @@ def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
 
 
 def _span(codecs: Sequence[str]) -> list[str]:
-    """`update_span`: elements [begin, end) of a run."""
+    """The function `update_span`, which updates elements [begin, end) of a run."""
     states = range(len(codecs))
     values = "".join(f", s{i}" for i in states)
     element = [

@@ -1,4 +1,4 @@
-"""A formula in one compiled pass over memory; formats that no sweep can be compiled for go to torch's operations."""
+"""A formula in one compiled pass over memory. Formats that no sweep supports use torch operations."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.update_` does, except for the last bits."""
+    """As `reference.update_`, except for the last bits."""
     if skipped(skip):
         return
     scale = float(grad_scale)

@@ -1,1 +1,1 @@
-"""The formulas, executed as they are written: slow, on any device, in any float dtype."""
+"""Reference versions: formulas executed as written. Slow, on any device, in any float dtype."""

@@ -1,4 +1,4 @@
-"""The statistics of gradients, in torch: sum of squares, non-finite elements, zeros; all in float64."""
+"""Reference version of gradient statistics: sum of squares, non-finite elements and zeros, in float64."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class GradStats(NamedTuple):
-    """Sums over all elements of all gradients, each a 0-d tensor on their device; they add up over ranks."""
+    """Sums over all elements of all gradients, each a 0-d tensor on their device. Sums over ranks add up."""
 
     sum_of_squares: Tensor  # float64; of |g|^p for another norm_type p, and the maximum of |g| for infinity
     nonfinite: Tensor  # int64: elements that are infinite or NaN
-    zeros: Tensor  # int64: elements equal to zero; 0 where they were not counted
+    zeros: Tensor  # int64: elements equal to zero; 0 if they were not counted
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """Statistics of `grads`, of any shapes and float dtypes, none of which is written.
+    """Statistics of `grads`, of any shapes and float dtypes, which are only read.
 
     `norm_type` p > 0 (infinity included) gives sum |g|^p, or max |g|. Raises ValueError for any other.
     """
@@ -40,6 +40,6 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
 
 
 def check_norm_type(norm_type: float) -> None:
-    """Raises ValueError unless `norm_type` is a number above zero, or infinity."""
+    """Raise ValueError unless `norm_type` is a number above zero, or infinity."""
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type!r} is not a norm; give a number above 0, or math.inf for the maximum")

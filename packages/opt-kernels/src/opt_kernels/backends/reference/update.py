@@ -1,4 +1,4 @@
-"""A formula executed on whole tensors: what every fast version is tested against, in float64 where the main is."""
+"""Reference version of updates: a formula executed on whole tensors, in float64 if the main is float64."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from opt_kernels.works import Batch
 
 
 def update_(
-    batches: Sequence[Batch],  # state: those of the formula, and their "_scale" where the codec has scales
+    batches: Sequence[Batch],  # state: those of the formula, and their "_scale" if the codec has scales
     formula: Formula,
     codecs: Mapping[str, StateCodec],  # of the states, in the formula's order
     *,
@@ -20,9 +20,9 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """Updates `main` (or `out` and `remainder`), `out` and the states of every work.
+    """Update `main` (or `out` and `remainder`), `out` and the states of every work.
 
-    The main moves by the new states before they are rounded to what they are stored in.
+    The main is computed from the new states before these are rounded to their storage format.
     """
     if skipped(skip):
         return

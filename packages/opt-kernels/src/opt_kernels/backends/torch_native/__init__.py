@@ -1,1 +1,1 @@
-"""Torch's own operations, on any device."""
+"""Versions made of torch operations, for any device."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from opt_kernels.backends.elements import Run, compute_dtype, dense_run_of, rounds_by_chance
+from opt_kernels.backends.elements import Run, compute_dtype, dense_run_of, rounds_stochastically
 from opt_kernels.backends.torch_native import remainder as remainder
 from opt_kernels.backends.torch_native import rounding as rounding
 from opt_kernels.codecs import Plain, StateCodec, scale_name
@@ -160,7 +160,7 @@ class _Stage:
             return
         for piece, value in zip(self.pieces, values):
             assert piece.main is not None
-            if stochastic_step is not None and rounds_by_chance(piece):
+            if stochastic_step is not None and rounds_stochastically(piece):
                 rounding.round_(piece.main, value, first=piece.first, step=stochastic_step)
             elif value is not piece.main:
                 piece.main.copy_(value)

@@ -70,7 +70,7 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return names[dtype]
 
 
-def rounds_by_chance(formats: LaunchFormats, wanted: bool) -> bool:
+def rounds_stochastically(formats: LaunchFormats, wanted: bool) -> bool:
     """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
     if wanted and formats.main is torch.float16:
         raise LayoutError(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.formats import LaunchFormats, rounds_by_chance, triton_dtype
+from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import Kernels, kernels_of
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import Rows, given_columns, rows_on
@@ -32,7 +32,7 @@ def update_(
     kernels = kernels_of(formula)
 
     def options(formats: LaunchFormats) -> dict[str, Any]:
-        return state_options(formats, codecs) | {"BY_CHANCE": rounds_by_chance(formats, stochastic_rounding)}
+        return state_options(formats, codecs) | {"BY_CHANCE": rounds_stochastically(formats, stochastic_rounding)}
 
     def scalar_block(device: torch.device) -> Tensor:
         return filled(kernels, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
