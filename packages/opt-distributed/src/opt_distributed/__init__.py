@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Find a public name at its first use. Raises AttributeError for any other."""
+        """Import a public name at its first use. Raises AttributeError for other names."""
         if not name.startswith("_"):
             public = import_module(f"{__name__}.public")
             if name in public.__all__:

@@ -1,6 +1,6 @@
 """The public names of this package, gathered from the modules that define them.
 
-`opt_distributed.NAME` imports this module at the first use of a name: `import opt_distributed` alone stays quick.
+`opt_distributed.NAME` imports this module at its first use, so that `import opt_distributed` alone is fast.
 """
 
 from opt_distributed.buffers.binding import GradientError, UnusableGradientError

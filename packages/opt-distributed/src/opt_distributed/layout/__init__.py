@@ -1,4 +1,4 @@
-"""Pure layouts: which element of which parameter lives on which rank. Integers only."""
+"""Layouts: which element of which parameter is on which rank. Pure functions of integers."""
 
 from opt_distributed.layout.compute import Block, ComputeLayout, Computes, ComputeSlot, SplitMatrix, compute_layout
 from opt_distributed.layout.flat import flat_layout, replicated_layout
