@@ -47,8 +47,10 @@ class KeptWorks:
 
     def begin(self, grads: Sequence[Tensor | None], *, states_may_change: bool) -> None:
         """Keeps the works from now on, where that is possible."""
+        if not self._are_possible:
+            return
         others, present = self._others(states_may_change), self._present(grads)
-        if not self._are_possible or not are_plain([*present, *others]):
+        if not are_plain([*present, *others]):
             return
         self._places = Places(present, others)
         self._with_states = states_may_change
