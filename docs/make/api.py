@@ -132,7 +132,7 @@ class _Text:
 
 
 def _shown(default: Any) -> Any:
-    """A default as it would be typed; `...` where there is no short way."""
+    """The source text of a default value; `...` if its repr is not valid source."""
     if default is inspect.Parameter.empty:
         return default
     text = repr(default)
