@@ -1,9 +1,35 @@
-"""The page on adapters: the diff it shows is in the code it runs."""
+"""The page on adapters: the diff it shows is in the code it runs, and lines for trainers do what those ask for."""
 
+import importlib
 import re
+import sys
+import textwrap
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
 
 PAGE = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+
+
+def section_of(title: str) -> str:
+    return re.split(r"^## ", PAGE[PAGE.index(f"## {title}\n") + 3 :], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def lines_to_write(title: str) -> str:
+    """The indented block of a section."""
+    (block,) = re.findall(r"(?:^(?:    .*)?\n)+", section_of(title)[len(title) + 1 :].strip("\n"), re.MULTILINE)
+    return textwrap.dedent(block)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    before = [param.detach().clone() for param in model.parameters()]
+    model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().mean().backward()
+    optimizer.step()
+    assert all((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
 
 
 def test_the_added_lines_of_the_diff_are_in_the_code_that_runs() -> None:
@@ -12,3 +38,35 @@ def test_the_added_lines_of_the_diff_are_in_the_code_that_runs() -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(added) == 11
     assert set(added) <= set(code.splitlines())
+
+
+def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {"post_trainer_create": lambda self, cfg, trainer: None})  # 0.21.0
+    for name, module in {
+        "axolotl": ModuleType("axolotl"),
+        "axolotl.integrations": ModuleType("x"),
+        base.__name__: base,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    names: dict[str, Any] = {}
+    exec(lines_to_write("Axolotl"), names)
+    trainer = SimpleNamespace(model=nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), optimizer=None)
+    names["StackPlugin"]().post_trainer_create(SimpleNamespace(learning_rate=0.01), trainer)
+    assert {(group["optimizer"], group["lr"]) for group in trainer.optimizer.param_groups} >= {("muon", 0.01)}
+    train(trainer.model, trainer.optimizer)
+
+
+def test_the_optimizer_that_verl_imports_is_called_as_verl_calls_it() -> None:
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load(lines_to_write("verl"))["optim"]
+    model = nn.Linear(4, 4).bfloat16()
+    # As `build_optimizer` of verl 0.9.1 does.
+    arguments = {key: config[key] for key in ("lr", "weight_decay", "betas")} | config["override_optimizer_config"]
+    optimizer = getattr(importlib.import_module(config["optimizer_impl"]), config["optimizer"])(
+        model.parameters(), **arguments
+    )
+    assert optimizer.param_groups[0]["lr"] == 1e-6
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1  # so that a step is more than a rounding of bfloat16
+    train(model, optimizer)

@@ -120,6 +120,24 @@ def test_a_save_before_the_first_step_holds_the_state_once_parameters_are_replac
     assert len(optimizer.state_dict()["state"]) == 6
 
 
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["stepped", "new"])
+def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
+    is_stepped: bool, is_replaced: bool
+) -> None:
+    saved_model, model = make_model(), make_model()
+    saved = copy.deepcopy(DeferredOptimizer(config(lr=2e-2), saved_model).state_dict())
+    want = train(saved_model, get_optimizer(config(lr=2e-2), [saved_model]))
+    optimizer = DeferredOptimizer(config(), model)
+    if is_replaced:
+        replace_parameters(model, optimizer)
+    if is_stepped:
+        train(model, optimizer)
+    model.load_state_dict(make_model().state_dict())
+    optimizer.load_state_dict(saved)
+    assert_same(train(model, optimizer), want)
+
+
 def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
     model = make_model()
     optimizer = DeferredOptimizer(config(weight_decay=0.1), model, hooks=[CautiousDecay()])
