@@ -281,7 +281,7 @@ class TestOneCall:
             (lambda: (linear(1.0, 0.0, steps=4), adamw()), "needs a torch.optim.Optimizer, not Ramp"),
             (lambda: ([adamw(), adamw()], linear(1.0, 0.0, steps=4)), "needs a torch.optim.Optimizer, not list"),
             (lambda: (adamw(),), "must be an optimizer followed by a schedule"),
-            (lambda: (FieldScheduler(adamw(), 1.0), 1.0), "FieldScheduler has its schedules already; give it alone"),
+            (lambda: (FieldScheduler(adamw(), 1.0), 1.0), "FieldScheduler already has its schedules; pass it alone"),
         ],
         ids=["swapped", "several", "no-schedule", "two-sets"],
     )

@@ -164,8 +164,8 @@ REFUSED = {
         meta((16, 8), FSDP, TP),
         ConfigError,
         "muon_tp_mode='blockwise', but w is cut along dim 0 over 4 ranks (dp), along dim 0 over 2 ranks (tp): what one "
-        "rank of 'tp' holds is no block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism "
-        "first",
+        "rank of 'tp' holds is not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor "
+        "parallelism first",
     ),
 }
 

@@ -22,8 +22,8 @@ OURS = [*FORMULAS, "muon", "adaptive_muon", "soap", "soap_muon"]
 def test_all_our_rules_are_listed_and_described() -> None:
     assert list_optimizers() == OURS
     assert describe_optimizer("signum") == (
-        "signum: Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. Without one it "
-        "is signSGD. State: momentum_buffer. Needs elements."
+        "signum: Signum (Bernstein et al. 2018, arXiv 1802.04434, algorithm 2): the sign of a momentum. With momentum "
+        "0 it is signSGD. State: momentum_buffer. Needs elements."
     )
     for name in OURS:
         assert describe_optimizer(name).startswith(f"{name}: ")

@@ -115,7 +115,7 @@ def as_lr_scheduler(
     if isinstance(optimizer, GroupScheduler):
         if schedule is not None or relative:
             raise ScheduleError(
-                f"as_lr_scheduler: {type(optimizer).__name__} has its schedules already; give it alone, or pass an "
+                f"as_lr_scheduler: {type(optimizer).__name__} already has its schedules; pass it alone, or pass an "
                 "optimizer and a schedule"
             )
         return _Adapter(optimizer, _torch_optimizer(optimizer.optimizer), increment=increment)

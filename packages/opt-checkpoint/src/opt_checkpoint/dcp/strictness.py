@@ -49,7 +49,7 @@ class StrictHandling(Enum):
 
     @property
     def raises_missing(self) -> bool:
-        """Whether a key that is not stored is an error."""
+        """Return whether a key that is not stored is an error."""
         return self in (
             StrictHandling.ASSUME_OK_UNEXPECTED,
             StrictHandling.RAISE_UNEXPECTED,

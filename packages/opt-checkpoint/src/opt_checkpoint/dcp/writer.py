@@ -91,7 +91,7 @@ class CheckpointWriter(StorageWriter):
 
     @property
     def temporary(self) -> Location:
-        """The place written to until the commit."""
+        """The directory that is written to until the commit."""
         return self._target.temporary
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -66,7 +66,7 @@ class DataFile(Protocol):
 
     @property
     def path(self) -> Location:
-        """Where it is."""
+        """The path of the file."""
 
     @property
     def read_sizes(self) -> ReadSizes:
@@ -105,7 +105,7 @@ class LocalDataFile:
         self.fd: int | None = None
 
     def open(self) -> int:
-        """A descriptor of the file, which is of the right save.
+        """Open the file and check that it belongs to this save; return a descriptor.
 
         Raises:
             CheckpointCorruptError: it is missing, or belongs to another save.
@@ -115,7 +115,7 @@ class LocalDataFile:
             fd = open_regular(self.path, follow=self._files.follow)
         except FileNotFoundError:
             raise CheckpointCorruptError(
-                f"data file {self.path} is missing; a checkpoint must lie where all ranks see it"
+                f"data file {self.path} is missing; save checkpoints to storage that all ranks can read"
             ) from None
         try:
             if self._header is not None and os.pread(fd, len(self._header), 0) != self._header:

@@ -22,7 +22,7 @@ class Files(Protocol):
     """What a save does to a file system, one method per system call that can fail."""
 
     def make_dir(self, path: Path) -> None:
-        """Create a directory, whose parent exists. FileExistsError where it is there already."""
+        """Create a directory in an existing parent. Raise FileExistsError if it exists."""
 
     def create(self, path: Path) -> int:
         """Create a new file for writing; a file descriptor."""

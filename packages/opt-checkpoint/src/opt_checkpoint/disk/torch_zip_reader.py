@@ -121,7 +121,9 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
             root = archive.namelist()[0].split("/")[0]
             pickled = archive.getinfo(f"{root}/data.pkl")
             if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > _DESCRIPTION_BYTES:
-                raise CheckpointCorruptError(f"{where} describes its tensor in {pickled.file_size} bytes or compressed")
+                raise CheckpointCorruptError(
+                    f"{where} is damaged: its data.pkl is compressed or too large ({pickled.file_size} bytes)"
+                )
             view = _described(archive.read(pickled))
             if view is None or view.dtype != dtype or view.shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")

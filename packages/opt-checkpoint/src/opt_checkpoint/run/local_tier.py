@@ -33,13 +33,13 @@ class UnsyncedFiles(LocalFiles):
     __slots__ = ()
 
     def fsync(self, fd: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def sync_dir(self, path: Path) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
-        """Nothing: written pages stay in memory."""
+        """Do nothing: written pages stay in memory."""
 
 
 class LocalTier:

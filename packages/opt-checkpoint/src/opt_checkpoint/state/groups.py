@@ -227,7 +227,7 @@ def saved_from_reference(
 
     Raises:
         GroupMismatchError: two saved groups have one identity (Megatron-Core cannot distinguish them), or a current
-            group has none of theirs.
+            group has no saved group of its identity.
     """
     by_identity: dict[tuple[Any, ...], Group] = {}
     for group in saved_groups:
