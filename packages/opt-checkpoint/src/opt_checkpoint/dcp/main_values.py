@@ -17,7 +17,7 @@ def is_wider(shard: ShardedTensor, stored: StoredTensor) -> bool:
 
 
 def may_convert(shard: ShardedTensor, stored: StoredTensor) -> bool:
-    """Return whether a dtype is converted without `dtype="cast"`: to fp32 main values, or rounded if mains are exact."""
+    """Return whether a dtype is converted without `dtype="cast"`: to fp32 mains, or rounded if mains are exact."""
     if not (shard.dtype.is_floating_point and stored.dtype.is_floating_point):
         return False
     is_main = MAINS.partition(".")[2] in shard.key and shard.dtype.itemsize >= stored.dtype.itemsize
