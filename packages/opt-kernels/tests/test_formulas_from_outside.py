@@ -7,6 +7,7 @@ import torch
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.formulas import Formula, FormulaError, Number, State, floor, fma, power, where
+from opt_kernels.hooks import CautiousUpdate, HookError, hooked
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -62,6 +63,37 @@ def test_a_state_may_become_the_weight_of_before(backend: str) -> None:
     assert_as_the_reference(formula, backend)
 
 
+def late_scalars(*, lr: float, step: float) -> dict[str, float]:
+    return {"lr": lr, "is_late": where(step > 50, 1.0, 0.0)}
+
+
+def late(p: Any, g: Any, *, lr: Any, is_late: Any) -> Any:
+    if is_late != 0:
+        p = p * 0.5
+    return p - lr * g
+
+
+def copies(p: Any, g: Any, before: Any, *, lr: Any) -> Any:
+    return p - lr * g, p
+
+
+def only_lr(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
+
+
+OF_WEIGHTS = {
+    "from a later step on": Formula(name="late", states=(), scalars=late_scalars, update=late),
+    "in a state": Formula(name="copies", states=(State("before"),), scalars=only_lr, update=copies),
+}
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_hooks_are_refused_where_an_update_depends_on_the_weights(name: str) -> None:
+    """Symptom: both were taken, and ran on zeros in place of the weights: the trial saw two steps and no state."""
+    with pytest.raises(HookError, match="needs an update of the form p - lr u, with u independent of the weights"):
+        hooked(elementwise(OF_WEIGHTS[name]), (CautiousUpdate(),))
+
+
 def power_scalars(*, lr: float, step: float, gamma: float) -> dict[str, float]:
     return {
         "a": lr * step**-0.8, "b": lr / step**0.5, "c": lr * power(gamma, step), "d": lr * step**gamma, "e": step**-2,
@@ -81,10 +113,6 @@ def test_scalars_may_be_raised_to_any_power(backend: str, gamma: float) -> None:
 
 def halving(*, lr: float, step: float) -> dict[str, float]:
     return {"lr": lr / (1 + step // 2)}
-
-
-def only_lr(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
 
 
 def floors(p: Any, g: Any, *, lr: Any) -> Any:

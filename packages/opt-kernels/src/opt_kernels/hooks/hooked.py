@@ -15,6 +15,7 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import Batch, Hyper, Work
 
+TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step
 TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
 
 
@@ -78,7 +79,7 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
     for couples in (False, True):
         if _moves_as(HookedUpdate(rule=rule, hooks=(), couples=couples), weight_decay=0.25):
             return couples
-    if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25)), _trial_values(rule)[0]):
+    if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25))[0], _trial_values(rule)[0]):
         raise HookError(
             f"{needs[0]} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
             "the hook would decay them; give weight decay as a hook too, CautiousDecay(), LrDecoupledDecay(max_lr) or "
@@ -91,29 +92,31 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
 
 
 def _moves_as(split: HookedUpdate, *, weight_decay: float) -> bool:
-    """Whether two trial steps of the rule and of `split`, which uses a buffer, give the same weights."""
+    """Whether trial steps of the rule and of `split`, which uses a buffer, give the same weights and states."""
     rule = _on_cpu(split.rule)
     whole, parts = (list(_tried(r, weight_decay)) for r in (rule, replace(split, rule=rule)))
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(whole, parts))
+    found = zip((x for step in whole for x in step), (x for step in parts for x in step), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in found)
 
 
-def _tried(rule: Rule, weight_decay: float) -> Iterator[Tensor]:
+def _tried(rule: Rule, weight_decay: float) -> Iterator[list[Tensor]]:
+    """The weights after each trial step, and the states that are stored as they are."""
     main, *grads = _trial_values(rule)
     state = rule.init_state(main)
     inner = bare(rule)
     own = dict.fromkeys(getattr(rule, "hyper_names", ()), 0.5)
     start = hyper_of(inner.formula) if isinstance(inner, ElementwiseRule) else Hyper(lr=0.0, own=own)
-    for step, grad in enumerate(grads, start=1):
-        hyper = replace(start, lr=0.125 * step, weight_decay=weight_decay, step=step)
+    for number, (step, grad) in enumerate(zip(TRIED_STEPS, grads, strict=True), start=1):
+        hyper = replace(start, lr=0.125 * number, weight_decay=weight_decay, step=step)
         with torch.no_grad():
             rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
-        yield main.clone()
+        yield [main.clone(), *(value.clone() for value in state.values() if value.dtype is torch.float32)]
 
 
 def _trial_values(rule: Rule) -> list[Tensor]:
-    """Weights, and the gradients of two steps."""
+    """Weights, and the gradients of the steps."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(3)]
+    return [torch.randn(TRIED_SHAPES[rule.needs], generator=generator) for _ in range(1 + len(TRIED_STEPS))]
 
 
 def _on_cpu(rule: Any) -> Any:
