@@ -1,4 +1,4 @@
-"""Works that are kept between steps, for as long as their tensors stay where and what they are."""
+"""Works that are kept between steps while their tensors do not change."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -13,8 +13,8 @@ from opt_kernels.works import Standing, Works
 
 
 class KeptWorks:
-    """The works of rows. To see that they still hold costs a few passes in C over all tensors; to make them again, and
-    to look up what sweeps found of them, costs several times as much."""
+    """The works of rows. Checking that they are still valid takes a few passes in C over all tensors; creating them
+    again, and looking up the tables of sweeps, takes several times as long."""
 
     def __init__(self, rows: Sequence[Row], members: Sequence[Member]) -> None:
         self._rows = rows
@@ -36,7 +36,7 @@ class KeptWorks:
         self._standings: list[Standing] = []
 
     def hold(self, grads: Sequence[Tensor | None], *, states_may_change: bool) -> bool:
-        """Whether works are kept and still hold. `grads` are those of all parameters."""
+        """Whether works are kept and still valid. `grads` are those of all parameters."""
         if self._places is None:
             return False
         others = self._others(states_may_change)
@@ -46,7 +46,7 @@ class KeptWorks:
         return True
 
     def begin(self, grads: Sequence[Tensor | None], *, states_may_change: bool) -> None:
-        """Keeps the works from now on, where that is possible."""
+        """Keep the works from now on, if possible."""
         if not self._are_possible:
             return
         others, present = self._others(states_may_change), self._present(grads)
@@ -58,7 +58,7 @@ class KeptWorks:
         self._standings = [Standing() for _ in self._rows]
 
     def works(self, grads: Sequence[Tensor | None]) -> list[Works] | None:
-        """Those of each row; None where nothing is kept."""
+        """The works of each row; None if nothing is kept."""
         if self._places is None:
             return None
         grads_at = self._places.grads_at
@@ -76,7 +76,7 @@ class KeptWorks:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that gives the entries at these places; all that there are where the places are the first ones."""
+    """A function that returns the entries at these places; all entries unchanged if these are all places in order."""
     if len(places) == 1:
         return lambda entries: (entries[places[0]],)
     pick = itemgetter(*places) if places else lambda entries: ()

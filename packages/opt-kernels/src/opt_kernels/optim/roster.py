@@ -1,7 +1,7 @@
-"""Which parameters move together: found once, and kept for as long as nothing about them changes.
+"""The parameters that are updated together, determined once and kept until something about them changes.
 
-A step over hundreds of parameters would otherwise spend more time on telling them apart than on launching what updates
-them. A roster holds columns, one entry per parameter, and goes over whole columns at a time.
+A step over hundreds of parameters would otherwise spend more time on grouping them than on launching the update. A
+roster stores columns with one entry per parameter, and processes whole columns at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Roster:
         *,
         steps_on_device: bool = False,
     ) -> None:
-        """`enrol` makes the state of a parameter that has none. Raises ValueError for a sparse or complex gradient."""
+        """`enrol` creates the state of a parameter without one. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
@@ -58,9 +58,9 @@ class Roster:
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, dict[str, Tensor]],
         *,
-        states_may_change: bool = True,  # False: nobody has had access to them
+        states_may_change: bool = True,  # False: no other code had access to them
     ) -> list[Tensor | None] | None:
-        """Those of all parameters, where the roster holds: the same have gradients, and the states that they had."""
+        """The gradients of all parameters; None if the roster is outdated: other parameters, gradients or states."""
         params = params_of(groups)
         if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
             return None
@@ -91,8 +91,8 @@ class Roster:
         *,
         write_steps: bool = True,
     ) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep; counts each parameter's step. `hyper` is made from group, sweep and step.
-        `made`: see `Steps.count`. Without `write_steps` the states have the counts after `write_steps_`."""
+        """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to
+        their numbers; `made` is that of `Steps.count`. Without `write_steps`, `write_steps_` updates the states."""
         found: dict[Sweep, list[Batch]] = {}
         for row, works in zip(self._rows, self._kept.works(grads) or self._works(grads)):
             batch = Batch(hyper(row.group, row.sweep, row.steps.count(made, write=write_steps)), works)
@@ -100,12 +100,12 @@ class Roster:
         return found
 
     def write_steps_(self) -> None:
-        """Brings the `step` states up to date."""
+        """Write the step counts to the `step` states."""
         for row in self._rows:
             row.steps.write_()
 
     def _works(self, grads: Sequence[Tensor | None]) -> list[Works]:
-        """Of each row, whose tensors may be anywhere."""
+        """The works of each row, for tensors at any address."""
         found = []
         for row in self._rows:
             params: list[Tensor] = row.params
@@ -123,11 +123,11 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 def _refuse(grad: Tensor) -> None:
     if grad.is_sparse:
-        raise ValueError("a sparse gradient: the sweeps need every element; give dense ones, as with sparse=False")
+        raise ValueError("a sparse gradient: only dense gradients are supported; give dense ones, as with sparse=False")
     if not grad.is_floating_point():
         raise ValueError(
-            f"a gradient of {grad.dtype}: the sweeps compute with real floats; give complex parameters as "
-            "torch.view_as_real has them"
+            f"a gradient of {grad.dtype}: only real floating-point gradients are supported; pass "
+            "torch.view_as_real(param) for complex parameters"
         )
 
 

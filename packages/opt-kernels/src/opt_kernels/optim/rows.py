@@ -1,4 +1,4 @@
-"""Rows: parameters that move together, column by column, and the steps that they count together."""
+"""Rows: parameters that are updated together, stored as columns, with a common step count."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from opt_kernels.works import MatrixSpec, Works
 
 
 class Sweep(NamedTuple):
-    """What one call of a rule can take."""
+    """The rule and device of one call of a rule."""
 
     rule: Rule
     device: torch.device
 
 
 class Member(NamedTuple):
-    """What is known of one parameter that has a gradient."""
+    """One parameter that has a gradient."""
 
     place: int  # among all parameters
     group: int
@@ -29,12 +29,12 @@ class Member(NamedTuple):
     state: dict[str, Tensor]
     rule: Rule
     matrix: MatrixSpec
-    first: int  # number of its first element among all
-    spans: tuple[Span, ...]  # of the elements that are here, numbered within the parameter
+    first: int  # number of its first element among those of all parameters
+    spans: tuple[Span, ...]  # of the local elements, by their numbers in the parameter
 
 
 class Steps:
-    """The `step` states of parameters that move together, as elements of one tensor: one addition counts for all."""
+    """The `step` states of parameters that are updated together, as elements of one tensor."""
 
     def __init__(self, step: float, count: int, device: torch.device | None) -> None:
         # float32 as in torch.optim; on the host unless a device is given
@@ -45,12 +45,12 @@ class Steps:
         self._version = self._all._version
 
     def are_even(self) -> bool:
-        """Whether nobody has set any of them since they were counted."""
+        """Whether no other code has changed any of them since they were counted."""
         return self._all._version == self._version
 
     def count(self, made: Tensor | None = None, *, write: bool = True) -> float | Tensor:
-        """One step more, of which `made`, 0-d, says on the device whether it is; returns the number of the step that is
-        tried, which waits for nothing. Without `write` a count of the host is in the states after `write_`."""
+        """Count a step, unless `made` (0-d, on the device) is zero. Returns the number of the attempted step, without
+        synchronizing. Without `write`, call `write_` to update the states of a count on the host."""
         if self._on_host is not None:
             self._on_host += 1
             self._is_written = False
@@ -63,7 +63,7 @@ class Steps:
         return self._all[0] if before is None else before
 
     def write_(self) -> None:
-        """Brings the states up to date."""
+        """Write the count to the states."""
         if not self._is_written and self._on_host is not None:
             self._all.fill_(self._on_host)
             self._version = self._all._version
@@ -71,7 +71,7 @@ class Steps:
 
 
 class Row(NamedTuple):
-    """Parameters of one sweep, one group, one step and one kind of mains, column by column."""
+    """Parameters of one sweep, group, step count and kind of mains, as columns."""
 
     sweep: Sweep
     group: int
@@ -80,27 +80,27 @@ class Row(NamedTuple):
     params: list[Tensor]
     states: list[dict[str, Tensor]]
     matrices: list[MatrixSpec]
-    firsts: tuple[int, ...]  # of the parameters where there are `spans`, else of what is here
+    firsts: tuple[int, ...]  # numbers of the first elements: of the parameters with `spans`, else of the local elements
     spans: list[tuple[Span, ...]] | None  # None: every parameter is one span
     steps: Steps
 
     def holds(self, grad: Tensor | None) -> bool:
-        """Whether all have made as many steps, and are still where their first gradient is."""
+        """Whether all have the same step count, and are on the device of their first gradient."""
         return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
 
     @property
     def is_launched(self) -> bool:
-        """Whether kernels read addresses from a table, which is worth keeping."""
+        """Whether kernels read addresses from a table, which can be kept."""
         return self.sweep.device.type == "cuda" or getattr(self.sweep.rule, "backend", None) == "triton"
 
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
-        """What is to be done with these, the local shards of DTensors."""
+        """The works of these tensors, which are the local shards of DTensors."""
         if self.spans is not None:
             return self._works_by_span(params, grads, self.spans)
         return self.columns(params).with_grads(grads, standing=None, grads_at=())
 
     def columns(self, params: Sequence[Tensor]) -> Works:
-        """All columns but the gradients."""
+        """All columns except the gradients."""
         kept = params if self.kind is None else [state[self.kind] for state in self.states]
         return Works(
             (),
@@ -113,7 +113,7 @@ class Row(NamedTuple):
         )
 
     def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
-        """A work for each span, as stochastic rounding must number them; the parameters are their own mains."""
+        """One work per span, for the numbering of stochastic rounding. The parameters are their own mains."""
         cuts = [(index, span) for index, of_param in enumerate(spans) for span in of_param]
 
         def cut(tensor: Tensor, span: Span) -> Tensor:
