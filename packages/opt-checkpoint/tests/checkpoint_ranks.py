@@ -34,6 +34,16 @@ TIMEOUT = timedelta(seconds=60)
 NO_ANSWER = "no answer"
 
 
+def fork_server() -> Any:
+    """A context whose processes are forked from one that has imported torch, and has run no threads.
+
+    A spawned process would import torch and torch's checkpoints again: two seconds each.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "opt_checkpoint", "killed_ranks"])
+    return context
+
+
 def new_meeting(folder: Path) -> str:
     """A new file in which the ranks of a world find each other.
 
@@ -80,7 +90,7 @@ class RankPool:
     """Up to four processes that take part in one world after another."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = fork_server()
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
 

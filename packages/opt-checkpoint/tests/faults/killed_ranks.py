@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import re
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import stores
-from checkpoint_ranks import function_at, join_world, new_meeting
+from checkpoint_ranks import fork_server, function_at, join_world, new_meeting
 from disks import dying_at
 from states import state_at
 from stores import faulty
@@ -20,13 +18,6 @@ from stores import faulty
 from opt_checkpoint import CheckpointFailedError, CheckpointManager, ObjectPath, TieredCheckpointManager, save
 from opt_checkpoint.run.local_tier import UnsyncedFiles
 from opt_checkpoint.run.manager import step_name
-
-
-def context() -> Any:
-    """A fork server that has torch and this module imported, and has run no threads."""
-    server = mp.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "opt_checkpoint", "killed_ranks"])
-    return server
 
 
 def train_and_save(rank: int, size: int, meeting: str, folder: str, background: bool, steps: int) -> None:
@@ -107,7 +98,7 @@ def die_by_name(file: str, rank: int, size: int, meeting: str, folder: str) -> N
 
 def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
     """Start a world, kill some of its ranks a while after its first commit, then the rest; exit codes by rank."""
-    meeting, server = new_meeting(folder.parent), context()
+    meeting, server = new_meeting(folder.parent), fork_server()
     arguments = (size, meeting, str(folder), background, 100_000)
     processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, join_world, new_meeting, save_as_ranks
+from checkpoint_ranks import RankPool, fork_server, join_world, new_meeting, save_as_ranks
 from states import COLUMNS, ROWS, assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -35,7 +35,7 @@ from opt_checkpoint.dcp.save_planner import Common
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import context, die_by_name
+from killed_ranks import die_by_name
 
 
 def drop_shard(state: dict[str, Any]) -> None:
@@ -324,7 +324,7 @@ def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
 
 
 def test_when_a_rank_dies_while_loading_the_others_raise(saved: Path) -> None:
-    meeting, server = new_meeting(saved.parent), context()
+    meeting, server = new_meeting(saved.parent), fork_server()
     processes = [server.Process(target=die_by_name, args=(__file__, r, 2, meeting, str(saved))) for r in range(2)]
     for process in processes:
         process.start()

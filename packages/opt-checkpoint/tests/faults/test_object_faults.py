@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool
+from checkpoint_ranks import RankPool, fork_server
 from states import assert_is_step, state_at
 from stores import FaultyClient, failing, faulty
 
@@ -39,7 +39,7 @@ from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import context, save_to_store_and_die
+from killed_ranks import save_to_store_and_die
 
 pytest.importorskip("obstore")
 
@@ -276,7 +276,7 @@ def test_killed_before_any_request_the_newest_is_whole_and_the_next_save_clears_
     for number in numbers if full else (2, writing.index("create") + 1):
         bucket = ObjectPath.at(f"file://{tmp_path}/{number}")
         save(state_at(1, 0, 1), bucket / step_name(1))
-        process = context().Process(target=save_to_store_and_die, args=(f"{tmp_path}/{number}", 2, number))
+        process = fork_server().Process(target=save_to_store_and_die, args=(f"{tmp_path}/{number}", 2, number))
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, new_meeting
+from checkpoint_ranks import RankPool, fork_server, new_meeting
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -35,7 +35,7 @@ from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import context, save_tiers_and_die
+from killed_ranks import save_tiers_and_die
 
 
 def tiers(folder: str, rank: int, *, per_node: int = 1, **options: Any) -> TieredCheckpointManager:
@@ -314,7 +314,7 @@ def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
     jobs = []
     meeting = new_meeting(tmp_path)
     for rank in (0, 1):
-        job = context().Process(target=save_tiers_and_die, args=(rank, 2, meeting, str(tmp_path), victim))
+        job = fork_server().Process(target=save_tiers_and_die, args=(rank, 2, meeting, str(tmp_path), victim))
         job.start()
         jobs.append(job)
     for job in jobs:
