@@ -79,9 +79,9 @@ def go_on(args: argparse.Namespace) -> None:
         sys.exit(f"{args.dir} has no finished run to resume: run once without --resume")
     before = read(args.dir, "resumed")
     done = before["log"][-1]["step"] + 1
-    args.rule, args.steps = before["rule"], done + args.more
+    args.rule, args.steps = before["rule"], before["steps"]  # the schedule that has ended, and stays at its last value
     heading(f"resume after step {done} on {counted(args.ranks)}, for {args.more} steps at the least learning rate")
-    train(args, "resumed", "--resume")
+    train(args, "resumed", "--resume", "--stop-at", done + args.more)
 
 
 def train(args: argparse.Namespace, name: str, *options: object, directory: Path | None = None, ranks: int = 0) -> dict:

@@ -1,7 +1,7 @@
 """Trains a character-level GPT on every rank of a `torchrun`: the shortest complete use of the stack.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
-    torchrun --nproc-per-node 3 examples/train_gpt.py --steps 200 --dir runs/demo --resume
+    torchrun --nproc-per-node 3 examples/train_gpt.py --stop-at 200 --dir runs/demo --resume
 
 The plan and the parameter groups; bf16 weights with fp32 mains, sharded over the ranks (ZeRO-1, or whole matrices for
 Muon and SOAP), gradients reduced during backward and parameters gathered during forward; clipping; a
@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     checkpoints.save(stop, state_of(model, optimizer, scheduler))
     found = {
         "rule": args.rule,
+        "steps": args.steps,
         "compute": str(COMPUTE).removeprefix("torch."),
         "log": log,
         "seconds": seconds,
@@ -201,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rule", choices=RULES, default="adam")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=24, help="sequences in a step, over all ranks")
-    parser.add_argument("--stop-at", type=int, help="save and stop after this many steps")
+    parser.add_argument("--stop-at", type=int, help="save and stop after this many steps; the schedule ends at --steps")
     newest = {"nargs": "?", "const": NEWEST, "metavar": "STEP"}
     parser.add_argument("--resume", **newest, type=int, help="go on from this checkpoint in --dir, or the newest one")
     parser.add_argument("--brief", action="store_true", help="do not print the plan and the parameter groups")

@@ -62,6 +62,7 @@ def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(quic
     resumed = log(directory / "resumed.json")
     assert resumed["rule"] == "muon"
     assert [row["step"] for row in resumed["log"]] == [STEPS, STEPS + 1]
+    assert "of the checkpoint replaces" not in ran.stderr  # the schedule is the one that was saved
 
 
 def test_a_folder_of_somebody_elses_is_not_deleted(tmp_path: Path) -> None:
