@@ -1,1 +1,1 @@
-"""Contiguous buffers of parameters and gradients, and when they travel."""
+"""Contiguous buffers of parameters and gradients, and when they are reduced and gathered."""

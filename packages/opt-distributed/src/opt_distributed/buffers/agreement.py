@@ -15,7 +15,7 @@ def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
 
 
 def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
-    """Check a configuration by itself, and against the process groups and the kind of loss.
+    """Check a configuration alone, and against the process groups and the kind of loss.
 
     Raises:
         ValueError: a field contradicts another one, the groups, or the loss.

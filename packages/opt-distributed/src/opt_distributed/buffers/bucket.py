@@ -36,7 +36,7 @@ class BucketState(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Travel:
+class Reduction:
     """How the gradients of one buffer are reduced."""
 
     name: str  # of the buffer, for errors
@@ -57,9 +57,9 @@ class GradBucket:
     """
 
     def __init__(
-        self, memory: ParamAndGradBuffer, index: int, travel: Travel, *, sums: Mapping[ParamId, Tensor] = _NO_SUMS
+        self, memory: ParamAndGradBuffer, index: int, reduction: Reduction, *, sums: Mapping[ParamId, Tensor] = _NO_SUMS
     ):
-        self.memory, self.index, self.travel = memory, index, travel
+        self.memory, self.index, self.reduction = memory, index, reduction
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
         self.views = {id: memory.grad_view(id) for id in self.ids}
         self.sums = {id: sums[id] for id in self.ids if id in sums}
@@ -77,7 +77,7 @@ class GradBucket:
     @property
     def name(self) -> str:
         """For errors."""
-        return f"bucket {self.index} of {self.travel.name}"
+        return f"bucket {self.index} of {self.reduction.name}"
 
     @property
     def is_complete(self) -> bool:
@@ -92,7 +92,7 @@ class GradBucket:
     @property
     def result(self) -> Tensor:
         """A view of the result on this rank: its shard, or the whole bucket if the buffer is replicated."""
-        return self.memory.result(self.index, self.travel.axes.dp.rank)
+        return self.memory.result(self.index, self.reduction.axes.dp.rank)
 
     def note(self, id: ParamId) -> None:
         """Note that a gradient of this parameter was added."""
@@ -139,14 +139,16 @@ class GradBucket:
         self._round_sums_()
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
-        if self.travel.check_for_nan:
+        if self.reduction.check_for_nan:
             self._check_for_nan(full)
-        if self.travel.check_for_large:
-            self._largest_norm = LargestNorm(full, self.travel.axes, f"norm of {self.name}", device=self.memory.queues)
-        if self.travel.scale_before != 1.0:
-            full.mul_(self.travel.scale_before)
+        if self.reduction.check_for_large:
+            self._largest_norm = LargestNorm(
+                full, self.reduction.axes, f"norm of {self.name}", device=self.memory.queues
+            )
+        if self.reduction.scale_before != 1.0:
+            full.mul_(self.reduction.scale_before)
         what = f"gradient reduction {iteration} of {self.name}"
-        wire = self.travel.wire
+        wire = self.reduction.wire
         stages = wire.stages(full, self.result)
         self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
@@ -155,7 +157,7 @@ class GradBucket:
         for check in (self._largest_norm, self.nonfinite):
             if check is not None:
                 check.advance()
-        if self._flight is not None and self.travel.wire.is_staged:
+        if self._flight is not None and self.reduction.wire.is_staged:
             self._flight.advance()
 
     @torch.no_grad()
@@ -176,8 +178,8 @@ class GradBucket:
                 )
             return
         self._land()
-        if self.travel.scale_after != 1.0:
-            self.result.mul_(self.travel.scale_after)
+        if self.reduction.scale_after != 1.0:
+            self.result.mul_(self.reduction.scale_after)
         self.state = BucketState.REDUCED
         self.problem = self.problem or self._find_rebound()
 
@@ -274,7 +276,7 @@ class GradBucket:
         """Start the check. On an accelerator the step reads its result; on a CPU it is known at once."""
         queues = self.memory.queues
         if queues.is_asynchronous:
-            self.nonfinite = NonfiniteGrads(self.views, self.travel.axes, self.name, device=queues)
+            self.nonfinite = NonfiniteGrads(self.views, self.reduction.axes, self.name, device=queues)
         else:
             self.problem = self.problem or self._find_nonfinite(full)
 
@@ -282,7 +284,7 @@ class GradBucket:
         """One reduction over the bucket, with one verdict of all replicas; parameters are checked to name them."""
         largest = torch.stack(full.aminmax()) if full.numel() else full
         found = 1.0 - largest.isfinite().all().to(torch.float32).view(1)
-        for comm in (self.travel.axes.dp, self.travel.axes.inter):
+        for comm in (self.reduction.axes.dp, self.reduction.axes.inter):
             comm.all_reduce_(found, op=Op.MAX)
         if not found.item():
             return None

@@ -9,7 +9,7 @@ from torch import nn
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.agreement import Facts, agree_on, check_config
 from opt_distributed.buffers.binding import check_unbound
-from opt_distributed.buffers.bucket import Travel
+from opt_distributed.buffers.bucket import Reduction
 from opt_distributed.buffers.fp8_memory import check_gathered_in_fp8
 from opt_distributed.buffers.grouping import BufferPlan, IsWhole, NumShards, plan_buffers
 from opt_distributed.buffers.local_sums import LocalSums, local_sums
@@ -24,7 +24,7 @@ class ChunkBuffer(NamedTuple):
 
     plan: BufferPlan
     memory: ParamAndGradBuffer
-    travel: Travel
+    reduction: Reduction
     sums: LocalSums
 
 
@@ -98,18 +98,18 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
     )
     patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
     sums = local_sums(plan.params, patterns, grad_dtype=plan.key.grad_dtype, device=device)
-    return ChunkBuffer(plan, memory, _travel(spec, plan), sums)
+    return ChunkBuffer(plan, memory, _reduction(spec, plan), sums)
 
 
 def _axes(spec: ChunkSpec, plan: BufferPlan) -> Axes:
     return spec.roles.expert if plan.key.is_expert else spec.roles.dense
 
 
-def _travel(spec: ChunkSpec, plan: BufferPlan) -> Travel:
+def _reduction(spec: ChunkSpec, plan: BufferPlan) -> Reduction:
     config = spec.config
     axes = _axes(spec, plan)
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
-    return Travel(
+    return Reduction(
         name=f"{plan.key}",
         wire=_wire(config, plan, axes),
         axes=axes,

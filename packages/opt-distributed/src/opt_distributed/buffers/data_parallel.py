@@ -124,7 +124,7 @@ class DistributedDataParallel(nn.Module):
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
         self.synced_buffers = tuple(
-            SyncedBuffer(buffer.plan, buffer.memory, buffer.travel.axes, self, memories) for buffer in buffers
+            SyncedBuffer(buffer.plan, buffer.memory, buffer.reduction.axes, self, memories) for buffer in buffers
         )
         self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
         self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
@@ -353,9 +353,9 @@ class DistributedDataParallel(nn.Module):
 
 
 def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:
-    """The gathers of a chunk: none where parameters are replicated."""
+    """The gathers of a chunk: none if parameters are replicated."""
     sharded = buffers if config.use_distributed_optimizer else ()
-    buckets = [ParamBucket(buffer.memory, index, buffer.travel.axes.dp) for buffer, index in _buckets(sharded)]
+    buckets = [ParamBucket(buffer.memory, index, buffer.reduction.axes.dp) for buffer, index in _buckets(sharded)]
     return ParamSync(buckets, gathers=Gathers.IN_STEP, number=chunk)
 
 
@@ -369,7 +369,7 @@ def _grad_sync(
     """The reductions of a chunk."""
     return GradSync(
         [
-            GradBucket(buffer.memory, index, buffer.travel, sums=buffer.sums.views)
+            GradBucket(buffer.memory, index, buffer.reduction, sums=buffer.sums.views)
             for buffer, index in _buckets(buffers)
         ],
         reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,

@@ -167,7 +167,7 @@ class GradSync:
             bucket.check_here()
 
     def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
-        is_expert = self.buckets[index].travel.is_expert
+        is_expert = self.buckets[index].reduction.is_expert
         is_late = is_late or self.reduces is Reduces.IN_STEP
         return LaunchKey(is_late, -self.number, time, is_expert, index)
 
@@ -176,10 +176,10 @@ class GradSync:
             bucket.learn()
         keys = list(self.keys)
         for is_expert in (False, True):
-            family = [index for index, bucket in enumerate(self.buckets) if bucket.travel.is_expert == is_expert]
+            family = [index for index, bucket in enumerate(self.buckets) if bucket.reduction.is_expert == is_expert]
             if not family:
                 continue
-            axes = self.buckets[family[0]].travel.axes
+            axes = self.buckets[family[0]].reduction.axes
             reports: list[list[_Seen]] = from_all_replicas(axes, [self._seen(index) for index in family])
             for index, seen in zip(family, zip(*reports, strict=True), strict=True):
                 keys[index] = self._key(index, time=seen[0].time, is_late=any(one.lacks_gradient for one in seen))
@@ -195,6 +195,6 @@ class GradSync:
 def _measured(buckets: Sequence[GradBucket]) -> Iterator[list[GradBucket]]:
     """Buckets whose norms are checked, by family: the same on all replicas of a family."""
     for is_expert in (False, True):
-        of_family = [one for one in buckets if one.travel.check_for_large and one.travel.is_expert == is_expert]
+        of_family = [one for one in buckets if one.reduction.check_for_large and one.reduction.is_expert == is_expert]
         if of_family:
             yield of_family

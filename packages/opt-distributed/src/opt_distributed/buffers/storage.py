@@ -111,7 +111,7 @@ class ParamAndGradBuffer:
 
         Raises:
             LayoutError: the layout was planned for another number of ranks.
-            CollectiveError: a collective failed, or ran into the group's timeout.
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
         self._check_shards(axes.dp)
         wire = sum_over(axes, num_shards=self.layout.num_shards)
@@ -132,7 +132,7 @@ class ParamAndGradBuffer:
         """Write the shards of all ranks to `param_data`, if the buffer has one. Parameters are complete on return.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout.
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
         if self.wire is None:
             return

@@ -41,7 +41,7 @@ def stored_bytes(param: Tensor) -> Tensor | None:
 
 
 def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, ParamMeta]:
-    """`opt_paramgroups.describe`, with the dtype of the codes where a parameter is stored in fp8.
+    """`opt_paramgroups.describe`, with the dtype of the codes for fp8 parameters.
 
     Raises:
         ConfigError: a DTensor has fp8 parts.

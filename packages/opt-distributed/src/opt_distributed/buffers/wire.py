@@ -37,7 +37,7 @@ class SumEverywhere:
     """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
 
     comm: Comm
-    across: Comm  # a world of one where there is one instance
+    across: Comm  # the other instances; a world of one if there are none
 
     @property
     def is_staged(self) -> bool:
@@ -56,7 +56,7 @@ class SumToShards:
     """A reduce-scatter in one instance of the optimizer, then an all-reduce of the shard over the other instances."""
 
     comm: Comm
-    across: Comm  # a world of one where there is one instance
+    across: Comm  # the other instances; a world of one if there are none
 
     @property
     def is_staged(self) -> bool:

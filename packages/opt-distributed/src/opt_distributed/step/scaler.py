@@ -39,7 +39,7 @@ class Scaler(Protocol):
 
 
 class ConstantScaler:
-    """A scale that never changes; 1.0 where there is no scaling."""
+    """A scale that never changes; 1.0 without scaling."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale

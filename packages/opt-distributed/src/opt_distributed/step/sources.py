@@ -223,7 +223,7 @@ class AveragedReplicas:
         """Average this step's gradients.
 
         Raises:
-            CollectiveError: a collective failed, or ran into the group's timeout.
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
         self._all.zero_()
         for id, param in self.params.items():

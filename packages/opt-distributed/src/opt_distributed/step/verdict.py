@@ -127,7 +127,7 @@ class Decided(NamedTuple):
     def of(cls, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> "Decided":
         """Decide by the rules of `Verdict.findings`."""
         sums = Sums.of(numbers, num_slots=terms.num_slots)
-        norms = sums.squares.sqrt()  # NaN where a sum is negative or NaN
+        norms = sums.squares.sqrt()  # NaN if a sum is negative or NaN
         norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
         overflow = ~norms.isfinite().all()
         has_error = (sums.num_refused > 0) | (sums.num_moved > 0)
