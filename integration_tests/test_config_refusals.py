@@ -27,11 +27,11 @@ def test_parameters_of_a_dtype_that_no_field_allows_are_refused(dtype: torch.dty
 MOMENTS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "exp_avg of a rule that keeps none": (
         {"optimizer": "sgd", "exp_avg_dtype": BF16},
-        "exp_avg_dtype=torch.bfloat16: sgd keeps no such state; leave it at torch.float32, or use optimizer='adam'",
+        "exp_avg_dtype=torch.bfloat16: sgd has no such state; leave it at torch.float32, or use optimizer='adam'",
     ),
     "exp_avg_sq of lion": (
         {"optimizer": "lion", "exp_avg_sq_dtype": FP16},
-        "exp_avg_sq_dtype=torch.float16: lion keeps no such state; leave it at torch.float32, or use optimizer='adam'",
+        "exp_avg_sq_dtype=torch.float16: lion has no such state; leave it at torch.float32, or use optimizer='adam'",
     ),
     "moments of soap": (
         {"optimizer": "soap", "exp_avg_dtype": BF16},

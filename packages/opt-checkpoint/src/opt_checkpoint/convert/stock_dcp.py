@@ -51,7 +51,9 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     source = local_path(path, "a checkpoint whose files are to be linked")
     opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
-        raise CheckpointingException(f"{path} was written by {opened.index.kind.value}; only ours are converted")
+        raise CheckpointingException(
+            f"{path} was written by {opened.index.kind.value}; only checkpoints of opt-checkpoint are converted"
+        )
     if os.path.lexists(target):
         raise CheckpointExistsError(f"{target} exists; choose another folder")
     saved, archives = find_optimizer(opened, at), read_dcp_index(source)

@@ -55,7 +55,7 @@ class Files(Protocol):
         """Delete a file."""
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a directory and all in it."""
+        """Delete a directory and its contents."""
 
     def touch(self, path: Path) -> None:
         """Set the modification time of a file to now."""

@@ -122,7 +122,7 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
             pickled = archive.getinfo(f"{root}/data.pkl")
             if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > _DESCRIPTION_BYTES:
                 raise CheckpointCorruptError(
-                    f"{where} is damaged: its data.pkl is compressed or too large ({pickled.file_size} bytes)"
+                    f"{where} is damaged: its description is compressed or too large ({pickled.file_size} bytes)"
                 )
             view = _described(archive.read(pickled))
             if view is None or view.dtype != dtype or view.shape != shape:

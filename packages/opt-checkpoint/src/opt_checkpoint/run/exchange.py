@@ -23,13 +23,13 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Parcel(NamedTuple):
-    """A directory to be sent.
+    """A directory to send.
 
     Args:
-        sender: rank of the group that has it.
-        receiver: rank that gets it.
-        source: where the sender has it.
-        target: where the receiver puts it; nothing is there.
+        sender: rank of the group that has the directory.
+        receiver: rank that gets a copy.
+        source: path on the sender.
+        target: path on the receiver; it must not exist.
     """
 
     sender: int

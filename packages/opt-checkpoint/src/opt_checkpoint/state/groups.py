@@ -41,7 +41,7 @@ class GroupMismatchError(CheckpointingException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """What became of the groups.
+    """How saved groups were assigned to current groups.
 
     Args:
         new: names of parameters that were in no saved group; they keep the current values.
