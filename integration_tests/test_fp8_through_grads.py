@@ -151,7 +151,7 @@ def test_other_recipes_are_refused() -> None:
             wrapped(comm, "blockwise", **{REUSE: True})
 
     run_threads(2, rank_main)
-    with pytest.raises(ConfigError, match=f"{REUSE}=True: is for fp8_recipe='mxfp8'"):
+    with pytest.raises(ConfigError, match=f"{REUSE}=True: needs fp8_recipe='mxfp8'"):
         OptimizerConfig(fp8_recipe="blockwise", **{REUSE: True})
 
 
