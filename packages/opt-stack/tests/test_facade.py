@@ -320,7 +320,7 @@ def test_main_values_follow_weights_that_were_loaded_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (..., "state_dict lacks '0.weight' of model chunk 0"),
         (None, "state_dict's '0.weight' of model chunk 0 is a NoneType; it must be a tensor of shape (7, 5)"),
