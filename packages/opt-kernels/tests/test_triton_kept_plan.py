@@ -1,6 +1,6 @@
-"""What a step keeps between steps is found again only where it still holds: each way to leave the road, one by one.
+"""A step reuses what it kept from the last one only while that still holds: every way to invalidate it, one by one.
 
-Every case is run twice: by an optimizer that keeps its plan, and by a twin that makes it anew at every step.
+Each case runs twice: with an optimizer that keeps its plan, and with a twin that makes a new plan in every step.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.optim import SGD, AdamW, Muon
+
+pytest.importorskip("triton", reason="triton is not installed")
 
 SHAPES = ((8, 8), (6, 4), (5,))
 Disturb = Callable[[Any, list[nn.Parameter]], None]
@@ -212,7 +214,7 @@ def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb) -> None:
 
 @pytest.mark.parametrize("disturb", [grad_elsewhere, weight_elsewhere, state_elsewhere, loaded])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "float32"])
-def test_so_it_is_in_every_form(disturb: Disturb, form: str) -> None:
+def test_the_same_in_every_form(disturb: Disturb, form: str) -> None:
     assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
 
 
@@ -228,7 +230,7 @@ OF_MUON = [
 
 
 @pytest.mark.parametrize("disturb", OF_MUON)
-def test_so_it_is_for_the_rounds_of_muon(disturb: Disturb) -> None:
+def test_the_same_for_the_rounds_of_muon(disturb: Disturb) -> None:
     expected = run(disturb, "bfloat16 with remainders", kept=False, build=muon)
     assert same(run(disturb, "bfloat16 with remainders", kept=True, build=muon), expected)
 
