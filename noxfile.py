@@ -293,6 +293,19 @@ def release(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def changelog(session: nox.Session) -> None:
+    """Moves the fragments of packages/*/changelog.d into the changelogs: `-- 0.2.0`; `-- 0.2.0 --draft` prints them."""
+    if not session.posargs:
+        session.error("give the version of the release: nox -s changelog -- 0.2.0")
+    session.install(*GROUPS["changelog"])
+    version, *options = session.posargs
+    for package in PACKAGES:
+        if any(Path("packages", package, "changelog.d").glob("*.md")):
+            where = ("--dir", f"packages/{package}", "--config", "pyproject.toml")
+            session.run("towncrier", "build", "--yes", *where, "--version", version, *options)
+
+
+@nox.session(default=False)
 def checkout(session: nox.Session) -> None:
     """Runs each README's one command that installs from a checkout, and an example of that README."""
     for package in PACKAGES:

@@ -49,8 +49,30 @@ def test_all_packages_have_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", stage.version())
 
 
+def test_a_tag_needs_every_change_in_a_changelog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(stage, "ROOT", tmp_path / "repository")
+    changelog_folder = tmp_path / "repository" / "packages" / "opt-a" / "changelog.d"
+    changelog_folder.mkdir(parents=True)
+    (changelog_folder.parent / "pyproject.toml").write_text("")
+    init = changelog_folder.parent / "src" / "opt_a" / "__init__.py"
+    init.parent.mkdir(parents=True)
+    init.write_text('__version__ = "1.2.3"\n')
+    (changelog_folder / "7.fixed.md").write_text("A NaN is refused.")
+    with pytest.raises(SystemExit, match=r"packages/opt-a/changelog\.d/7\.fixed\.md.*nox -s changelog -- 1\.2\.3"):
+        stage.stage(tmp_path / "staged", tag="v1.2.3")
+
+
+def test_fragments_of_changelogs_have_names_and_places_that_towncrier_finds() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
+    kinds = "|".join(kind["directory"] for kind in settings["type"])
+    for package in PACKAGES:
+        assert settings["start_string"] in (ROOT / "packages" / package / settings["filename"]).read_text()
+        for path in (ROOT / "packages" / package / settings["directory"]).glob("*"):
+            assert re.fullmatch(rf"(\d+|\+[\w-]+)\.({kinds})\.md", path.name), path
+
+
 def test_staged_packages_need_exactly_their_siblings_and_know_their_page(tmp_path: Path) -> None:
-    stage.stage(tmp_path / "staged", tag=f"v{stage.version()}", url="https://example.org/o/r")
+    stage.stage(tmp_path / "staged", url="https://example.org/o/r")
     for package in PACKAGES:
         project = project_of(tmp_path / "staged" / package)
         ours = [line for line in project["dependencies"] if line.startswith("opt-")]

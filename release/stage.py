@@ -41,6 +41,11 @@ def packages() -> list[Path]:
     return sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
+def fragments() -> list[str]:
+    """Changes that `nox -s changelog` has not moved into a changelog, as paths."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/changelog.d/*.md"))
+
+
 def init_of(package: Path) -> Path:
     return package / "src" / package.name.replace("-", "_") / "__init__.py"
 
@@ -65,10 +70,17 @@ def set_version(new: str) -> None:
 
 
 def stage(folder: Path, *, tag: str | None = None, url: str = "") -> None:
-    """Copy every package into `folder`, ready to be built. Exits where `tag` is not the packages' version."""
+    """Copy every package into `folder`, ready to be built.
+
+    Exits where `tag` is not the packages' version, or changes for a tag are still outside the changelogs.
+    """
     of_all = version()
     if tag is not None and tag != f"v{of_all}":
         sys.exit(f"the tag is {tag}, but the packages have version {of_all}: the tag must be v{of_all}")
+    if tag is not None and (left := fragments()):
+        sys.exit(
+            f"not in the changelogs yet: {', '.join(left)}; run `python -m nox -s changelog -- {of_all}` and commit"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     for package in packages():
         copy = folder / package.name
