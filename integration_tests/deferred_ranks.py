@@ -5,19 +5,15 @@ from typing import Any
 
 import accelerate
 import torch
-import transformers
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch import nn
 from trainer_ranks import (
     MAX_NORM,
-    ROWS,
     SAVED_AT,
     STEPS,
     Trained,
-    _HfToy,
-    _InOrder,
-    _Rows,
     as_launched,
+    hf_trainer_runs,
     local_batch,
     make_layers,
     whole_weights,
@@ -104,30 +100,4 @@ def rules_after_fsdp2() -> list[str]:
 
 def hf_trainer_factory(folder: Path) -> tuple[Trained, Trained]:
     """The Trainer over DDP builds the stack itself; uninterrupted, and saved and resumed."""
-    as_launched()
-
-    def trained(output: str, resume: str | None = None) -> Trained:
-        model = _HfToy()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder / output),
-            num_train_epochs=1,
-            per_device_train_batch_size=ROWS // torch.distributed.get_world_size(),
-            max_grad_norm=MAX_NORM,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            ddp_backend="gloo",
-            report_to=[],
-            save_strategy="steps",
-            save_steps=SAVED_AT,
-            disable_tqdm=True,
-            logging_steps=1,
-        )
-        factory = (StackFactory, {"config": CONFIG})
-        trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), optimizer_cls_and_kwargs=factory)
-        trainer.train(resume_from_checkpoint=resume)
-        norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-        return Trained(whole_weights(model.layers), norms)
-
-    unbroken = trained("one")
-    torch.distributed.barrier()  # rank 0 writes the checkpoints
-    return unbroken, trained("two", resume=str(folder / "one" / f"checkpoint-{SAVED_AT}"))
+    return hf_trainer_runs(folder, lambda _: {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})})

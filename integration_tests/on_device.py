@@ -1,7 +1,7 @@
 """Steps of small models on the fake accelerator, for the tests of what a step does there."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +26,15 @@ SIZE = 2
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
 
 sweep_stats = stats.grad_stats
+
+
+def every_layout() -> Iterator[Case]:
+    """Every combination of layout, precision and wrapping on `SIZE` ranks, with clipping."""
+    for spread in Spread:
+        for numbers in Numbers:
+            for wrapping in Wrapping:
+                rule = "muon" if spread is Spread.WHOLE else "adam"
+                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
 
 
 class LaunchedRule:

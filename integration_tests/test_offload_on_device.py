@@ -4,14 +4,14 @@
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 from on_device import built as built_on_device
-from on_device import iterate
+from on_device import every_layout, iterate
 from parity import Case, Numbers, Spread, Wrapping
 from test_step_on_device import (
     SIZE,
@@ -58,15 +58,7 @@ def train(case: Case, one: DeferredRank, **fields: Any) -> Trained:
     return outcome(model, optimizer, [iterate(model, optimizer, step, one.comm) for step in range(STEPS)])
 
 
-def cases() -> Iterator[Case]:
-    for spread in Spread:
-        for numbers in Numbers:
-            for wrapping in Wrapping:
-                rule = "muon" if spread is Spread.WHOLE else "adam"
-                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", list(every_layout()), ids=str)
 def test_every_order_gives_the_bits_of_a_step_without_offload(case: Case) -> None:
     """One of the steps overflows."""
     expected = run_threads(SIZE, partial(train_on_host, case))

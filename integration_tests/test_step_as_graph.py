@@ -20,6 +20,7 @@ from on_device import (
     Trained,
     built,
     equal,
+    every_layout,
     launched_stats,
     outcome,
     sweep_stats,
@@ -132,11 +133,7 @@ class Watched:
 
 
 def cases() -> Iterator[Case]:
-    for spread in Spread:
-        for numbers in Numbers:
-            for wrapping in Wrapping:
-                rule = "muon" if spread is Spread.WHOLE else "adam"
-                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+    yield from every_layout()
     for rule in ("sgd", "lion", "adaptive_muon"):
         yield Case(
             size=1, spread=Spread.REPLICATED, numbers=Numbers.FP16, rule=rule, clips=True, wrapping=Wrapping.PLAIN

@@ -3,7 +3,6 @@
 `OPT_ORDERS` is the number of orders for each case.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from on_device import (
     Trained,
     built,
     equal,
+    every_layout,
     iterate,
     launched_stats,
     outcome,
@@ -61,15 +61,7 @@ def train_on_device(case: Case, one: DeferredRank) -> Trained:
     return outcome(model, optimizer, results)
 
 
-def cases() -> Iterator[Case]:
-    for spread in Spread:
-        for numbers in Numbers:
-            for wrapping in Wrapping:
-                rule = "muon" if spread is Spread.WHOLE else "adam"
-                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
-
-
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", list(every_layout()), ids=str)
 def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(case: Case) -> None:
     """One of the steps overflows."""
     expected = run_threads(SIZE, partial(train_on_host, case))

@@ -3,7 +3,7 @@ resume. Imported only where the trainers are installed."""
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,31 +238,43 @@ class _InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(_Rows())
 
 
-def hf_trainer_ddp(folder: Path) -> tuple[Trained, Trained]:
+def train_with_hf_trainer(
+    output: Path, resume: str | None, make_arguments: Callable[[_HfToy], dict[str, Any]]
+) -> Trained:
+    """One run of the HF Trainer over DDP; `make_arguments(model)` gives the arguments that choose the optimizer."""
+    model = _HfToy()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(output),
+        num_train_epochs=1,
+        per_device_train_batch_size=ROWS // dist.get_world_size(),
+        max_grad_norm=MAX_NORM,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        ddp_backend="gloo",
+        report_to=[],
+        save_strategy="steps",
+        save_steps=SAVED_AT,
+        disable_tqdm=True,
+        logging_steps=1,
+    )
+    trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), **make_arguments(model))
+    trainer.train(resume_from_checkpoint=resume)
+    norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
+    return Trained(whole_weights(model.layers), norms)
+
+
+def hf_trainer_runs(folder: Path, make_arguments: Callable[[_HfToy], dict[str, Any]]) -> tuple[Trained, Trained]:
+    """The uninterrupted run, and one that resumes from its checkpoint."""
     as_launched()
-
-    def trained(output: str, resume: str | None = None) -> Trained:
-        model = _HfToy()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder / output),
-            num_train_epochs=1,
-            per_device_train_batch_size=ROWS // dist.get_world_size(),
-            max_grad_norm=MAX_NORM,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            ddp_backend="gloo",
-            report_to=[],
-            save_strategy="steps",
-            save_steps=SAVED_AT,
-            disable_tqdm=True,
-            logging_steps=1,
-        )
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer := make_optimizer(model), factor=1.0)
-        trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), optimizers=(optimizer, schedule))
-        trainer.train(resume_from_checkpoint=resume)
-        norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-        return Trained(whole_weights(model.layers), norms)
-
-    unbroken = trained("one")
+    uninterrupted = train_with_hf_trainer(folder / "one", None, make_arguments)
     dist.barrier()  # rank 0 writes the checkpoints
-    return unbroken, trained("two", resume=str(folder / "one" / f"checkpoint-{SAVED_AT}"))
+    checkpoint = folder / "one" / f"checkpoint-{SAVED_AT}"
+    return uninterrupted, train_with_hf_trainer(folder / "two", str(checkpoint), make_arguments)
+
+
+def hf_trainer_ddp(folder: Path) -> tuple[Trained, Trained]:
+    def optimizer_and_schedule(model: _HfToy) -> dict[str, Any]:
+        optimizer = make_optimizer(model)
+        return {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
+
+    return hf_trainer_runs(folder, optimizer_and_schedule)
