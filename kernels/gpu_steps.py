@@ -197,7 +197,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     [(formats, table, _)] = sweeps(batches, codecs)
     kernels = kernels_of(ADAM)
     block = filled(kernels, [batches[0].hyper], grad_scale=1.0, skip=None, device=one.grad.device)
-    options = launch_options(formats, table) | state_options(formats, codecs) | {"BY_CHANCE": False} | changed
+    options = launch_options(formats, table) | state_options(formats, codecs) | {"STOCHASTIC_ROUNDING": False} | changed
     return lambda: kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 
 

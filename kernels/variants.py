@@ -147,7 +147,7 @@ def formats(
 
 
 def update(
-    name: str, formula: Formula, dtypes: tuple[torch.dtype, ...], *, by_chance: bool = False, **of: Any
+    name: str, formula: Formula, dtypes: tuple[torch.dtype, ...], *, stochastic_rounding: bool = False, **of: Any
 ) -> Variant:
     """The sweep of a formula with states of these dtypes."""
     codecs = {
@@ -155,17 +155,19 @@ def update(
         for state, dtype in zip(formula.states, dtypes, strict=True)
     }
     kept = formats(states=dtypes, **of)
-    extra = state_options(kept, codecs) | {"BY_CHANCE": by_chance}
+    extra = state_options(kept, codecs) | {"STOCHASTIC_ROUNDING": stochastic_rounding}
     one = sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
     # Formulas differ in arithmetic alone: what formats become on each target, Adam's variants show.
     return one if formula.name == ADAM.name else replace(one, targets=("sm_90", "gfx942"))
 
 
 def adam(
-    name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", by_chance: bool = False, **of: Any
+    name: str, m: torch.dtype, v: torch.dtype, *, order: str = "torch", stochastic_rounding: bool = False, **of: Any
 ) -> Variant:
     """Adam with these moments."""
-    return update(f"adam/{name}", ADAM.with_constants(order=order), (m, v), by_chance=by_chance, **of)
+    return update(
+        f"adam/{name}", ADAM.with_constants(order=order), (m, v), stochastic_rounding=stochastic_rounding, **of
+    )
 
 
 def lion(name: str, m: torch.dtype, **of: Any) -> Variant:
@@ -363,13 +365,16 @@ def all_variants() -> list[Variant]:
         adam("remainder", F32, F32, **remainder),
         adam("remainder-g16", F32, F32, grad=BF16, **remainder),
         adam("remainder-g16-bf16-state", BF16, BF16, grad=BF16, **remainder),
-        adam("bf16-by-chance", BF16, BF16, grad=BF16, main=BF16, by_chance=True),
+        adam("bf16-stochastic", BF16, BF16, grad=BF16, main=BF16, stochastic_rounding=True),
         adam("remainder-g16-fp16-state", F16, F16, grad=BF16, **remainder),
         adam("remainder-g16-e4m3-state", E4M3, E4M3, grad=BF16, **remainder),
         adam("remainder-g16-e5m2-state", E5M2, E5M2, grad=BF16, **remainder),
         adam("remainder-g16-8-bit-state", I8, U8, grad=BF16, **remainder),
         # Bound by instructions: two thirds of a copy's speed.
-        replace(adam("bf16-by-chance-8-bit-state", I8, U8, grad=BF16, main=BF16, by_chance=True), max_instructions=104),
+        replace(
+            adam("bf16-stochastic-8-bit-state", I8, U8, grad=BF16, main=BF16, stochastic_rounding=True),
+            max_instructions=104,
+        ),
         lion("fp32", F32),
         lion("remainder-g16-bf16-state", BF16, grad=BF16, **remainder),
         lion("remainder-g16-8-bit-state", I8, grad=BF16, **remainder),

@@ -229,20 +229,20 @@ def test_both_splits_agree_on_any_words(bit_patterns: list[int]) -> None:
 
 @pytest.mark.parametrize("first", [0, 5, 2**31 - 7, 2**32 - 50, 2**33 + 5])
 @pytest.mark.parametrize("x", [MODERATE, EVERY_UPPER_HALF], ids=["moderate", "every upper half"])
-def test_both_roundings_by_chance_agree(first: int, x: Tensor) -> None:
+def test_fast_stochastic_rounding_has_the_bits_of_the_reference(first: int, x: Tensor) -> None:
     one, other = (torch.empty(x.numel(), dtype=torch.bfloat16) for _ in range(2))
     rounding.round_(one, x, first=first, step=7)
     fast_rounding.round_(other, x, first=first, step=7)
     assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
-def test_rounding_by_chance_gives_a_neighbour_as_often_as_it_is_near() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     numel, fraction = 1 << 16, 0x3000 / 0x10000
     x = torch.full((numel,), 1.0) + fraction * 2.0**-7
     rounded = torch.empty(numel, dtype=torch.bfloat16)
     rounding.round_(rounded, x, first=0, step=1)
     assert set(rounded.tolist()) == {1.0, 1.0078125}
-    # A binomial share: four of its deviations.
+    # Four standard deviations of the binomial share.
     share = (rounded > 1).double().mean()
     assert abs(share - fraction) < 4 * (fraction * (1 - fraction) / numel) ** 0.5
 

@@ -45,14 +45,14 @@ class Formats(NamedTuple):
         known = tuple(one for one in types if one is not None)
         return known if len(known) == len(types) else None
 
-    def macros(self, *, by_chance: bool) -> dict[str, str | int]:
+    def macros(self, *, stochastic_rounding: bool) -> dict[str, str | int]:
         """The macros of `update.h`. A missing out gets a type that is not used."""
         return {
             "GRAD": UPDATE_TYPES[self.grad],
             "MAIN": "int16_t" if self.main is None else UPDATE_TYPES[self.main],
             "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
             "HAS_OUT": int(self.out is not None),
-            "BY_CHANCE": int(by_chance and self.main is torch.bfloat16),
+            "STOCHASTIC_ROUNDING": int(stochastic_rounding and self.main is torch.bfloat16),
         }
 
 
@@ -180,7 +180,7 @@ def update_(
         return others
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
     for (formats, types), call in calls.items():
-        compiled = attempt(sweep_source(formula, types), **formats.macros(by_chance=stochastic_rounding))
+        compiled = attempt(sweep_source(formula, types), **formats.macros(stochastic_rounding=stochastic_rounding))
         if compiled is None:
             others += [Batch(batches[index].hyper, same) for index, same in call.works]
         else:

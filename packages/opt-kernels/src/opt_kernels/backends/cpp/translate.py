@@ -94,7 +94,7 @@ def _span(codecs: Sequence[str]) -> list[str]:
     element = [
         "float p = read_main(main, out, i);",
         f"update(read(grad[i]) * row.grad_scale, p{values}, row);",
-        "write_main<HAS_OUT, BY_CHANCE>(main, out, i, p, run.first, step);",
+        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, p, run.first, step);",
     ]
     if all(codec.startswith("Plain<") for codec in codecs):
         return _plain_span(states, element)

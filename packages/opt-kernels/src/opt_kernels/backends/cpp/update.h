@@ -3,7 +3,8 @@
 // Compiled once for each combination of formats, which come as macros:
 //
 //   GRAD, MAIN, OUT      float, bfloat16 or half; MAIN int16_t: the remainder of a bfloat16 OUT
-//   HAS_OUT, BY_CHANCE   whether there is an out; whether a bfloat16 main is rounded stochastically
+//   HAS_OUT              whether there is an out
+//   STOCHASTIC_ROUNDING  whether a bfloat16 main is rounded stochastically
 
 constexpr int64_t AHEAD = 4 * GROUP;  // elements by which groups are fetched before they are needed
 
@@ -22,7 +23,7 @@ static inline uint32_t mix(uint32_t x) {
     return x ^ (x >> 16);
 }
 
-static inline void write_by_chance(bfloat16 &to, float x, int64_t i, int64_t first, uint32_t step) {
+static inline void write_stochastically(bfloat16 &to, float x, int64_t i, int64_t first, uint32_t step) {
     const uint32_t base = uint32_t(first), upper = uint32_t(uint64_t(first) >> 32), lower = base + uint32_t(i);
     const uint32_t key = mix(step + upper * 0x9E3779B9u), next = mix(step + (upper + 1) * 0x9E3779B9u);
     const uint32_t noise = mix(lower ^ (lower < base ? next : key)) >> 16;
@@ -32,10 +33,10 @@ static inline void write_by_chance(bfloat16 &to, float x, int64_t i, int64_t fir
     to.bits = (word & 0x7F800000) != 0x7F800000 ? uint16_t((word + noise) >> 16) : nearest.bits;
 }
 
-template <bool HasOut, bool ByChance, class Main, class Out>
+template <bool HasOut, bool StochasticRounding, class Main, class Out>
 static inline void write_main(Main *main, Out *out, int64_t i, float x, int64_t first, uint32_t step) {
-    if constexpr (ByChance) {
-        write_by_chance(main[i], x, i, first, step);
+    if constexpr (StochasticRounding) {
+        write_stochastically(main[i], x, i, first, step);
         if constexpr (HasOut) write(out[i], x);
     } else {
         write_main<HasOut>(main, out, i, x);

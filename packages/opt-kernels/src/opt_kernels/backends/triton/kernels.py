@@ -199,7 +199,7 @@ def _tile(formula: Formula) -> list[str]:
     return [
         "@jit",
         f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
-        f"{_formats(formula)}REMAINDER: tl.constexpr, BY_CHANCE: tl.constexpr, IEEE: tl.constexpr, "
+        f"{_formats(formula)}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
         "BLOCK: tl.constexpr, FULL: tl.constexpr):",
         *_indented(
             [
@@ -215,7 +215,7 @@ def _tile(formula: Formula) -> list[str]:
                 # Written before the states are computed: the main then leaves its registers.
                 *with_loads([f"new_p = {values[0]}"]),
                 "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
-                "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, BY_CHANCE, FULL)",
+                "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
                 *(
                     line
                     for i, state in states
@@ -236,12 +236,15 @@ def _sweep(formula: Formula, row_width: int) -> list[str]:
     formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, SCALE{i}: tl.constexpr, " for i in states)
     given = "".join(f"codes{i}, scales{i}, " for i in states)
     kept = "".join(f"STATE{i}, SCHEME{i}, " for i in states)
-    call = f"tile(main, out, grad, {given}row, start, n, first, MAIN, OUT, {kept}REMAINDER, BY_CHANCE, IEEE, BLOCK, "
+    call = (
+        f"tile(main, out, grad, {given}row, start, n, first, MAIN, OUT, {kept}"
+        "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
+    )
     return [
         "@jit",
         "def sweep(records, grads, block, GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, "
-        f"{formats}REMAINDER: tl.constexpr, BY_CHANCE: tl.constexpr, IEEE: tl.constexpr, WIDTH: tl.constexpr, "
-        "CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):",
+        f"{formats}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
+        "WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):",
         *_indented(
             [
                 "chunk = tl.program_id(0)",

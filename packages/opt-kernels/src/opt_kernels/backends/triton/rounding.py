@@ -26,7 +26,7 @@ def noise(at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 
 @jit
-def by_chance(x: tl.tensor, at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
+def round_stochastically(x: tl.tensor, at: tl.tensor, first: tl.tensor, step: tl.tensor) -> tl.tensor:
     """`x` (float32) as one of its two bfloat16 neighbours; infinities and NaN as they are."""
     word = x.to(tl.uint32, bitcast=True)
     rounded = ((word + noise(at, first, step)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -3,7 +3,7 @@
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, nearest, store
 from opt_kernels.backends.triton.remainder import join, lower_half, upper_half
-from opt_kernels.backends.triton.rounding import by_chance
+from opt_kernels.backends.triton.rounding import round_stochastically
 
 
 @jit
@@ -34,7 +34,7 @@ def write_main(
     MAIN: tl.constexpr,  # dtype of the main
     OUT: tl.constexpr,  # dtype of the out, or None
     REMAINDER: tl.constexpr,
-    BY_CHANCE: tl.constexpr,  # whether a bfloat16 main is rounded stochastically
+    STOCHASTIC_ROUNDING: tl.constexpr,  # whether a bfloat16 main is rounded stochastically
     FULL: tl.constexpr,
 ) -> None:
     """Writes the mains and their rounded copy, or both halves."""
@@ -42,8 +42,8 @@ def write_main(
         store(out, at, n, upper_half(p), FULL)
         store(main, at, n, lower_half(p), FULL)
     else:
-        if BY_CHANCE and tl.bfloat16 == MAIN:
-            store(main, at, n, by_chance(p, at, first, step), FULL)
+        if STOCHASTIC_ROUNDING and tl.bfloat16 == MAIN:
+            store(main, at, n, round_stochastically(p, at, first, step), FULL)
         else:
             store(main, at, n, nearest(p, MAIN), FULL)
         if OUT is not None:

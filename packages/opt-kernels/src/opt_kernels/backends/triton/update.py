@@ -32,7 +32,9 @@ def update_(
     kernels = kernels_of(formula)
 
     def options(formats: LaunchFormats) -> dict[str, Any]:
-        return state_options(formats, codecs) | {"BY_CHANCE": rounds_stochastically(formats, stochastic_rounding)}
+        return state_options(formats, codecs) | {
+            "STOCHASTIC_ROUNDING": rounds_stochastically(formats, stochastic_rounding)
+        }
 
     def scalar_block(device: torch.device) -> Tensor:
         return filled(kernels, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
