@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.hooks import CautiousUpdate
 from opt_kernels.optim import SGD, AdamW, Muon
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -114,6 +115,25 @@ def state_elsewhere(optimizer: Any, params: list[nn.Parameter]) -> None:
     state["exp_avg"].data = state["exp_avg"].clone().neg_()
 
 
+def states_named_anew(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """The same tensors in the same order, under each other's names."""
+    state = optimizer.state[params[0]]
+    first, second = state.pop("exp_avg").abs_(), state.pop("exp_avg_sq")
+    state["exp_avg_sq"], state["exp_avg"] = first, second
+
+
+def memory_of_states_replaced(optimizer: Any, _: list[nn.Parameter]) -> None:
+    """Tensors of a state_dict share the memory of states, which a resize of their storage replaces."""
+    for state in optimizer.state_dict()["state"].values():
+        values = state["exp_avg"].clone()
+        state["exp_avg"].untyped_storage().resize_(1 << 16)
+        state["exp_avg"].copy_(values)
+
+
+def hooks_replaced(optimizer: Any, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["hooks"] = (CautiousUpdate(),)
+
+
 def state_emptied(optimizer: Any, params: list[nn.Parameter]) -> None:
     optimizer.state[params[1]] = {}
 
@@ -129,6 +149,16 @@ def states_set(optimizer: Any, params: list[nn.Parameter]) -> None:
 
 def counts_set(optimizer: Any, params: list[nn.Parameter]) -> None:
     optimizer.state[params[0]]["step"].fill_(9)
+
+
+def counts_written_unseen(optimizer: Any, params: list[nn.Parameter]) -> None:
+    """As `dist.broadcast` writes: without another version of the tensor."""
+    for param in params:
+        optimizer.state[param]["step"].data.fill_(40)
+
+
+def count_written_as_array(optimizer: Any, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"].numpy()[...] = 40
 
 
 def count_replaced(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -157,7 +187,8 @@ DISTURBED: list[Disturb] = [
     grad_elsewhere, grad_data_elsewhere, grad_transposed, grad_wider, grad_gone, grads_gone_and_back, weight_elsewhere,
     weight_transposed, weight_wider, weight_replaced, weight_of_another_group, group_added, numbers_changed,
     state_replaced, state_elsewhere, state_emptied, all_states_dropped, states_set, counts_set, count_replaced, loaded,
-    saved, restored,
+    saved, restored, counts_written_unseen, count_written_as_array, states_named_anew, memory_of_states_replaced,
+    hooks_replaced,
 ]  # fmt: skip
 
 
@@ -216,6 +247,39 @@ def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb) -> None:
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "float32"])
 def test_the_same_in_every_form(disturb: Disturb, form: str) -> None:
     assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
+
+
+def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Parameter], list[float]]:
+    """Weights and step counts after six steps, in which one parameter has gradients only in the fourth and fifth."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = build(params, lr=0.1)
+    for step in range(6):
+        params[late].grad = None
+        new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
+        if not kept:
+            optimizer._forget_roster()
+        optimizer.step()
+    return params, [float(optimizer.state[param]["step"]) for param in params]
+
+
+def adamw_on_triton(params: Any, lr: float) -> Any:
+    return AdamW(params, lr=lr, backend="triton")
+
+
+def muon_on_triton(params: Any, lr: float) -> Any:
+    return muon(params)
+
+
+@pytest.mark.parametrize("build", [adamw_on_triton, muon_on_triton, AdamW])
+@pytest.mark.parametrize("late", range(len(SHAPES)))
+def test_a_first_gradient_that_comes_late_is_used(build: Any, late: int) -> None:
+    """It was ignored as long as the other gradients had their old layouts."""
+    params, counts = late_gradient(build, late, kept=True)
+    assert counts == [2.0 if place == late else 6.0 for place in range(len(SHAPES))]
+    assert same([*params], [*late_gradient(build, late, kept=False)[0]])
+    if build is not muon_on_triton:
+        torch.testing.assert_close(params, late_gradient(torch.optim.AdamW, late, kept=True)[0])
 
 
 def muons_state_elsewhere(optimizer: Any, params: list[nn.Parameter]) -> None:

@@ -198,12 +198,11 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them."""
-        could_change = self._states_may_change or bool(
-            self._optimizer_state_dict_pre_hooks or self._optimizer_state_dict_post_hooks
-        )
+        """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them.
+
+        States that need no decoding share their memory with those of the optimizer, as in torch.
+        """
         packed = super().state_dict()
-        self._states_may_change = could_change  # the packed states below are copies
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self._states:
                 codecs = codecs_of(self.rule_of(group, param))

@@ -32,6 +32,7 @@ class KeptWorks:
         )
         self._places: Places | None = None  # None: nothing is kept
         self._with_states = False  # whether the places of states are among them
+        self._names: list[str] = []  # of these states
         self._columns: list[Works] = []
         self._standings: list[Standing] = []
 
@@ -40,7 +41,12 @@ class KeptWorks:
         if self._places is None:
             return False
         others = self._others(states_may_change)
-        if self._with_states != states_may_change or not self._places.hold(self._present(grads), others):
+        is_held = (
+            self._with_states == states_may_change
+            and self._names_of(states_may_change) == self._names
+            and self._places.hold(self._present(grads), others)
+        )
+        if not is_held:
             self._places = None
             return False
         return True
@@ -53,7 +59,7 @@ class KeptWorks:
         if not are_plain([*present, *others]):
             return
         self._places = Places(present, others)
-        self._with_states = states_may_change
+        self._with_states, self._names = states_may_change, self._names_of(states_may_change)
         self._columns = [row.columns(row.params) for row in self._rows]
         self._standings = [Standing() for _ in self._rows]
 
@@ -73,6 +79,9 @@ class KeptWorks:
         if not with_states:
             return self._params
         return [*self._params, *chain.from_iterable(map(dict.values, self._states))]
+
+    def _names_of(self, with_states: bool) -> list[str]:
+        return list(chain.from_iterable(self._states)) if with_states else []
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.optim.hooks import HOOKS
 from opt_kernels.optim.kept_works import KeptWorks
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
@@ -37,7 +38,9 @@ class Roster:
         """`enrol` creates the state of a parameter without one. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
+        self._hooks = [group.get(HOOKS) for group in groups]
         self._missing = [param.grad is None for param in self._params]
+        self._without_grad = [place for place, is_missing in enumerate(self._missing) if is_missing]
         members = []
         place = first = 0
         for index, group in enumerate(groups):
@@ -60,11 +63,16 @@ class Roster:
         *,
         states_may_change: bool = True,  # False: no other code had access to them
     ) -> list[Tensor | None] | None:
-        """The gradients of all parameters; None if the roster is outdated: other parameters, gradients or states."""
+        """The gradients of all parameters; None if the roster is outdated: other parameters, hooks, gradients
+        or states."""
         params = params_of(groups)
         if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
             return None
+        if not _same([group.get(HOOKS) for group in groups], self._hooks):
+            return None
         grads: list[Any] = list(map(_GRAD, params))
+        if any(grads[place] is not None for place in self._without_grad):
+            return None  # a parameter has its first gradient; `hold` looks at those of members alone
         if states_may_change and not self._has_states_of(state):
             return None
         if self._kept.hold(grads, states_may_change=states_may_change):
@@ -80,7 +88,7 @@ class Roster:
         return (
             _same(list(state.values()), self._states)
             and _same([of_member[STEP] for of_member in self._of_members], self._steps)
-            and all(row.steps.are_even() for row in self._rows)
+            and all(row.steps.are_as_counted() for row in self._rows)
         )
 
     def batches(

@@ -48,6 +48,12 @@ class Steps:
         """Whether no other code has changed any of them since they were counted."""
         return self._all._version == self._version
 
+    def are_as_counted(self) -> bool:
+        """As `are_even`, and compares values on the host: collectives, `.data` and NumPy write without a version."""
+        if not self.are_even():
+            return False
+        return self._on_host is None or not self._is_written or bool((self._all == self._on_host).all())
+
     def count(self, made: Tensor | None = None, *, write: bool = True) -> float | Tensor:
         """Count a step, unless `made` (0-d, on the device) is zero. Returns the number of the attempted step, without
         synchronizing. Without `write`, call `write_` to update the states of a count on the host."""
