@@ -68,7 +68,7 @@ class Accelerated:
 
 def accelerate_fsdp2(folder: Path) -> tuple[Trained, Trained]:
     """The uninterrupted run, and one that was saved and resumed."""
-    return _accelerate(folder, rank_0_loads=False)
+    return _accelerate(folder)
 
 
 def accelerate_fsdp2_rank_0_loads(folder: Path) -> tuple[Trained, Trained]:
@@ -76,17 +76,36 @@ def accelerate_fsdp2_rank_0_loads(folder: Path) -> tuple[Trained, Trained]:
     return _accelerate(folder, rank_0_loads=True)
 
 
-def _accelerate(folder: Path, *, rank_0_loads: bool) -> tuple[Trained, Trained]:
+def accelerate_fsdp2_saved_before_the_first_step(folder: Path) -> tuple[Trained, Trained]:
+    """The same where the checkpoint is of a new run, and is loaded into a new one."""
+    return _accelerate(folder, saved_at=0)
+
+
+def _accelerate(folder: Path, *, rank_0_loads: bool = False, saved_at: int = SAVED_AT) -> tuple[Trained, Trained]:
     as_launched()
     unbroken = Accelerated(rank_0_loads=rank_0_loads)
     unbroken.train(range(STEPS))
     first = Accelerated(rank_0_loads=rank_0_loads)
-    first.train(range(SAVED_AT))
+    first.train(range(saved_at))
     first.accelerator.save_state(str(folder))
     resumed = Accelerated(rank_0_loads=rank_0_loads)
     resumed.accelerator.load_state(str(folder))
-    resumed.train(range(SAVED_AT, STEPS))
+    resumed.train(range(saved_at, STEPS))
     return unbroken.trained(), resumed.trained()
+
+
+def one_rank_reads_built() -> str:
+    """What rank 0 gets that reads the optimizer alone before the first step, after which both ranks take one."""
+    as_launched()
+    run = Accelerated()
+    refusal = ""
+    if run.accelerator.is_main_process:
+        try:
+            run.deferred.built  # noqa: B018
+        except RuntimeError as error:
+            refusal = str(error)
+    run.train(range(1))
+    return refusal
 
 
 def rules_after_fsdp2() -> list[str]:

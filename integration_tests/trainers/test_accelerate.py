@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
+from opt_stack.adapters import DeferredOptimizer
 
 accelerate = pytest.importorskip("accelerate")  # an optional session installs the trainers
 
@@ -15,11 +16,12 @@ accelerate = pytest.importorskip("accelerate")  # an optional session installs t
 class Run:
     """A toy model, its optimizer and torch's own schedule, all prepared."""
 
-    def __init__(self, *, accumulate: int = 1) -> None:
+    def __init__(self, *, accumulate: int = 1, is_deferred: bool = False) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-        self.facade = get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5), [model])
+        config = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+        self.facade = DeferredOptimizer(config, model) if is_deferred else get_optimizer(config, [model])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.facade, 12)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, self.facade, schedule)
 
@@ -40,16 +42,20 @@ class Run:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
 
 
-def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved_at", [0, 3])
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["get_optimizer", "DeferredOptimizer"])
+def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path, is_deferred: bool, saved_at: int) -> None:
     unbroken = Run()
     start = unbroken.weights()
     used = unbroken.train(range(8))
-    first = Run()
-    before = first.train(range(3))
+    first = Run(is_deferred=is_deferred)
+    before = first.train(range(saved_at))
     first.accelerator.save_state(str(tmp_path))
-    resumed = Run()
+    resumed = Run(is_deferred=is_deferred)
+    if saved_at == 0:
+        resumed.train(range(8, 10))  # what a load has to undo
     resumed.accelerator.load_state(str(tmp_path))
-    assert before + resumed.train(range(3, 8)) == used
+    assert before + resumed.train(range(saved_at, 8)) == used
     for name, weight in unbroken.weights().items():
         assert torch.equal(resumed.weights()[name], weight), name
         assert (weight != start[name]).any(), name

@@ -38,6 +38,7 @@ def results(rank_main: Any, *args: Any) -> list[Any]:
     [
         pytest.param(deferred_ranks.accelerate_fsdp2, marks=needs_fsdp2),
         pytest.param(deferred_ranks.accelerate_fsdp2_rank_0_loads, marks=needs_fsdp2),
+        pytest.param(deferred_ranks.accelerate_fsdp2_saved_before_the_first_step, marks=needs_fsdp2),
         deferred_ranks.hf_trainer_factory,
     ],
     ids=lambda rank_main: rank_main.__name__,
@@ -54,6 +55,13 @@ def test_two_ranks_are_one_process_with_the_joined_batch(rank_main: Any, tmp_pat
 @needs_fsdp2
 def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_rule() -> None:
     assert results(deferred_ranks.rules_after_fsdp2) == [["muon", "adam", "adam", "adam"]] * 2
+
+
+@needs_fsdp2
+def test_a_rank_that_reads_the_optimizer_alone_before_the_first_step_is_refused_and_waits_for_nobody() -> None:
+    first, second = results(deferred_ranks.one_rank_reads_built)
+    assert "is not built" in first
+    assert second == ""
 
 
 def hf_run(folder: Path, *, resume: bool = False, with_schedule: bool = False) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_kernels.hooks import CautiousDecay
@@ -136,6 +137,54 @@ def test_a_state_saved_before_the_first_step_is_the_state_before_the_first_step(
     model.load_state_dict(make_model().state_dict())
     optimizer.load_state_dict(saved)
     assert_same(train(model, optimizer), want)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
+def test_reading_an_attribute_never_builds_which_would_wait_for_other_ranks(is_replaced: bool) -> None:
+    model = make_model()
+    optimizer = DeferredOptimizer(config(), model)
+    if is_replaced:
+        replace_parameters(model, optimizer)
+    optimizer.train()
+    assert list(optimizer.state) == []
+    assert model[0].weight not in optimizer.state
+    for read in (
+        lambda: optimizer.built,
+        lambda: optimizer.state[model[0].weight],
+        lambda: optimizer.state.__setitem__(model[0].weight, {}),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(RuntimeError, match=r"is not built.*build\(\) after prepare"):
+            read()
+    assert optimizer._built is None
+    assert optimizer.build() is optimizer.build() is optimizer.built
+    assert "momentum_buffer" in optimizer.state[model[0].weight]
+
+
+@pytest.mark.parametrize("steps_before_save", [0, 2])
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
+def test_torchs_checkpoints_of_a_new_one_hold_its_state_and_fill_a_new_one(
+    is_replaced: bool, steps_before_save: int
+) -> None:
+    def made() -> tuple[nn.Module, DeferredOptimizer]:
+        model = make_model()
+        optimizer = DeferredOptimizer(config(), model)
+        if is_replaced:
+            replace_parameters(model, optimizer)
+        return model, optimizer
+
+    unbroken = make_model()
+    want = train(unbroken, get_optimizer(config(), [unbroken]), range(4))
+    first, saving = made()
+    train(first, saving, range(steps_before_save))
+    saved = copy.deepcopy(get_optimizer_state_dict(first, saving))
+    resumed, loading = made()
+    resumed.load_state_dict(first.state_dict())
+    to_fill = get_optimizer_state_dict(resumed, loading)
+    assert to_fill["state"].keys() == saved["state"].keys() == dict(resumed.named_parameters()).keys()
+    assert {float(of_param["step"]) for of_param in saved["state"].values()} == {float(steps_before_save)}
+    set_optimizer_state_dict(resumed, loading, saved)
+    assert_same(train(resumed, loading, range(steps_before_save, 4)), want)
 
 
 def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:

@@ -1,7 +1,7 @@
 """An optimizer that is built after a trainer has replaced the model's parameters, as Accelerate does for FSDP2."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -35,9 +35,12 @@ class DeferredOptimizer(torch.optim.Optimizer):
     """The optimizer of a model whose parameters will be replaced, as by Accelerate's `prepare(model, optimizer)`.
 
     It has parameter groups from the start, so schedulers can be made of it, and it checks the configuration. The
-    optimizer itself, `built`, is made from these groups by what first needs it: a step, `state`, a loaded state, or
-    `state_dict()` once parameters were replaced. All ranks do that together. Attributes set on the original parameters,
-    as `is_embedding_or_output_parameter`, are put on those that replaced them.
+    optimizer itself is built from these groups by the first call of `build`, `step`, `eval`, `load_state_dict` with
+    state, or `state_dict` after parameters were replaced. Building is collective: all ranks make that first call
+    together. Reading an attribute never communicates; before then, `built` and the entries of `state` raise.
+
+    Attributes set on the original parameters, as `is_embedding_or_output_parameter`, are put on those that replaced
+    them.
 
     With the interface of torch's optimizers only; the rest (`plan`, `get_grad_norm`, ...) is that of `built`.
 
@@ -66,6 +69,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
     ):
         _check_model(model)
         self._built: Optimizer | None = None
+        self._state_expected = False
         everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
         overrides = agreed(everyone, lambda: with_matrix_rule(config, config_overrides, known))
@@ -92,7 +96,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self._originals = [ref(param) for group in groups for param in group["params"]]
         attributes = [dict(vars(param)) for group in groups for param in group["params"]]
 
-        def build() -> Optimizer:
+        def make() -> Optimizer:
             _restore_attributes_(self._present(), attributes)
             return get_optimizer_based_on_param_groups(
                 config,
@@ -105,16 +109,30 @@ class DeferredOptimizer(torch.optim.Optimizer):
                 extra_group_keys=extra_group_keys,
             )
 
-        self._build: Callable[[], Optimizer] = build
+        self._make: Callable[[], Optimizer] = make
 
-    @property
-    def built(self) -> Optimizer:
-        """The optimizer; builds it on first use, which all ranks do together, after `prepare`."""
+    def build(self) -> Optimizer:
+        """Build the optimizer, if no earlier call has, and return it. Collective; call it after `prepare`.
+
+        Raises:
+            ConfigError (a ValueError), on every rank: as `get_optimizer`.
+        """
         if self._built is None:
-            built = self._build()
+            built = self._make()
             for name in _STATE_DICT_HOOKS:
                 setattr(built, name, getattr(self, name))
             self._built = built
+        return self._built
+
+    @property
+    def built(self) -> Optimizer:
+        """The optimizer. Never communicates.
+
+        Raises:
+            RuntimeError: it is not built yet.
+        """
+        if self._built is None:
+            _raise_not_built("built")
         return self._built
 
     @property
@@ -130,18 +148,22 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self._built.param_groups = groups
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[Tensor, Any]:
-        """This rank's state by parameter: that of `built`."""
-        return self.built.state
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """This rank's state by parameter: that of `built`, or a mapping without entries before it is built."""
+        return _NoState(self) if self._built is None else self._built.state
 
     @state.setter
     def state(self, value: Mapping[Tensor, Any]) -> None:
-        if hasattr(self, "_build"):  # torch's constructor sets an empty one
+        if hasattr(self, "_make"):  # torch's constructor sets an empty one
             self.built.state = value
 
+    def expect_state_(self) -> None:
+        """Make the next `state_dict()` build the optimizer, so that it includes state. Does not communicate."""
+        self._state_expected = True
+
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
-        """One step of `built`."""
-        result: StepResult = self.built.step(closure)
+        """One step of `built`. Collective, as is `build`."""
+        result: StepResult = self.build().step(closure)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,35 +174,44 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self._built.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
-        """As `Optimizer.train`, for rules that evaluate with other weights."""
-        self.built.train(mode)
+        """As `Optimizer.train`, for rules that evaluate with other weights; nothing to restore before it is built."""
+        if not mode:
+            self.eval()
+        elif self._built is not None:
+            self._built.train()
 
     def eval(self) -> None:
-        """As `Optimizer.eval`, for rules that evaluate with other weights."""
-        self.built.eval()
+        """As `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
+        self.build().eval()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction, as by `Optimizer`."""
-        if hasattr(self, "_build"):
+        if hasattr(self, "_make"):
             raise ValueError("the model's parameters are grouped when the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `built`. Before it is built and parameters were replaced: the groups, and no state."""
-        if self._built is None and not self._replaced():
+        """The state of `built`. Before it is built and parameters were replaced: the groups, and no state.
+
+        Collective, as is `build`, after parameters were replaced, and in torch.distributed.checkpoint, whose loads fill
+        the state that it finds here.
+        """
+        if self._is_untouched() and not self._state_expected:
             return {"state": {}, "param_groups": packed_groups(self.param_groups, rank_local=False)}
-        return self.built.state_dict()
+        return self.build().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """As `Optimizer.load_state_dict`. A state dict of groups alone does not build the optimizer."""
-        if self._built is None and not options and not self._replaced() and state_dict.get("state") == {}:
+        if self._is_untouched() and not options and state_dict.get("state") == {}:
             for group, saved in zip(self.param_groups, match_groups(state_dict, self.param_groups), strict=True):
                 set_group_(group, saved)
             return
-        self.built.load_state_dict(state_dict, **options)
+        self.build().load_state_dict(state_dict, **options)
 
-    def _replaced(self) -> bool:
-        return any(original() is not param for original, param in zip(self._originals, self._present(), strict=True))
+    def _is_untouched(self) -> bool:
+        """Whether it is not built, and no parameter was replaced."""
+        kept = (original() is param for original, param in zip(self._originals, self._present(), strict=True))
+        return self._built is None and all(kept)
 
     def _present(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -190,6 +221,46 @@ class DeferredOptimizer(torch.optim.Optimizer):
             "a DeferredOptimizer belongs to its model, so it is not copied or pickled; make another and load this "
             "one's state_dict"
         )
+
+
+class _NoState(MutableMapping[Tensor, Any]):
+    """`state` before the optimizer is built: no entries, and none can be read or set.
+
+    Truthy, as `Optimizer.state` always is: torch.distributed.checkpoint takes a step with zero gradients where `state`
+    is falsy. It asks this on every rank before `state_dict()`, for saves and loads, so that must then include state.
+    """
+
+    def __init__(self, optimizer: DeferredOptimizer):
+        self._optimizer = optimizer
+
+    def __bool__(self) -> bool:
+        self._optimizer.expect_state_()
+        return True
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __contains__(self, param: object) -> bool:
+        return False
+
+    def __getitem__(self, param: Tensor) -> NoReturn:
+        _raise_not_built("state")
+
+    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> NoReturn:
+        _raise_not_built("state")
+
+    def __delitem__(self, param: Tensor) -> NoReturn:
+        _raise_not_built("state")
+
+
+def _raise_not_built(attribute: str) -> NoReturn:
+    raise RuntimeError(
+        f"{attribute}: this DeferredOptimizer is not built; building communicates, so it takes a call that all ranks "
+        "make: build() after prepare, the first step, or a load"
+    )
 
 
 def _restore_attributes_(params: Sequence[nn.Parameter], attributes: Sequence[Mapping[str, Any]]) -> None:
