@@ -27,6 +27,17 @@ class LayoutError(ValueError):
     """Tensors of a work that cannot be traversed in one order of elements."""
 
 
+def check_halves(work: Work) -> None:
+    """Raise LayoutError for a work without a main unless it has a bfloat16 out and an int16 remainder."""
+    if work.main is None:
+        dtypes = [None if tensor is None else tensor.dtype for tensor in (work.out, work.remainder)]
+        if dtypes != [torch.bfloat16, torch.int16]:
+            raise LayoutError(
+                f"a work has neither a main nor its two halves: out is {dtypes[0]} and remainder {dtypes[1]}; "
+                "give main, or out (torch.bfloat16) and its remainder (torch.int16)"
+            )
+
+
 def skipped(skip: Tensor | None) -> bool:
     """Whether the sweep must write nothing."""
     return skip is not None and bool(skip)
@@ -37,9 +48,9 @@ def run_of(work: Work, codes: Sequence[str] = ()) -> Run:
 
     Raises LayoutError if a tensor to be written has holes, another order or another number of elements.
     """
+    check_halves(work)
     anchor = work.main if work.main is not None else work.out
-    if anchor is None:
-        raise LayoutError("a work has neither main nor out: give main, or out (bfloat16) and its remainder")
+    assert anchor is not None
     _same_shape(work.grad, anchor, "grad")
     is_readable = _same_order(work.grad, anchor) and not work.grad.is_neg()  # as it lies in memory
     grad = work.grad if is_readable else torch.empty_like(anchor, dtype=work.grad.dtype)
@@ -65,6 +76,7 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
 
     For sweeps that accept any shape, because a view costs as much as launching an operation.
     """
+    check_halves(work)
     # Fused sweeps traverse memory and ignore strides.
     grad, state = work.grad, work.state
     shape = grad.shape

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.elements import check_halves
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.codecs import remainder as remainder
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
@@ -161,8 +161,9 @@ def read_main(work: Work) -> Tensor:
     """The main in its compute dtype: the tensor itself if it has this dtype, else a copy."""
     if work.main is not None:
         return work.main.to(compute_dtype(work))
-    if work.out is None or work.remainder is None:
-        raise LayoutError("a work has no main; give main, or out (bfloat16) and its remainder (int16)")
+    check_halves(work)
+    assert work.out is not None
+    assert work.remainder is not None
     return remainder.join(work.out, work.remainder)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import source_of
-from opt_kernels.backends.elements import LayoutError, Run, run_of
+from opt_kernels.backends.elements import check_halves, LayoutError, Run, run_of
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper, Work, Works
@@ -225,6 +225,8 @@ def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, State
 
     Raises LayoutError for tensors that cannot be swept.
     """
+    for work in works if works[0].main is None else ():
+        check_halves(work)
     if not columns.are_flat():
         columns = _columns([run_of(work, tuple(codecs)) for work in works], codecs)
     for column in (*columns.all(), *(scales for scales in columns.scales if scales is not None)):

@@ -10,6 +10,7 @@ from opt_kernels.backends.triton.jit import tl
 
 BLOCK = 1024  # elements a program handles at a time: 8 for each lane of 4 warps
 NUM_WARPS = 4
+VALUES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of gradients, mains and outs
 ALIGNMENT = 16  # bytes; below it a tensor is swept one element at a time
 IEEE_BYTES = 18  # bytes per element from which on exact division hides behind the memory traffic
 
@@ -68,6 +69,17 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
         allowed = ", ".join(map(str, names))
         raise LayoutError(f"the triton backend cannot sweep {dtype}; allowed are {allowed}; use backend='torch'")
     return names[dtype]
+
+
+def value_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The Triton dtype of tensors of values. Raises LayoutError for fp8, whose bytes Triton would read as integers."""
+    if dtype not in VALUES:
+        allowed = ", ".join(map(str, VALUES))
+        raise LayoutError(
+            f"the triton backend cannot sweep {dtype}; allowed for gradients, mains and outs are {allowed}; "
+            "use backend='torch'"
+        )
+    return triton_dtype(dtype)
 
 
 def rounds_stochastically(formats: LaunchFormats, wanted: bool) -> bool:

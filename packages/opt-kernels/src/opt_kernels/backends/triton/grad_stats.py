@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_kernels import devices
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats
-from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, triton_dtype
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, pointer
 from opt_kernels.backends.triton.layouts import Layouts
@@ -167,7 +167,7 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
         end = begin + records.shape[0]
         stats_sweep[(records.shape[0],)](
             records, sums[begin:end], counts[begin:end],
-            GRAD=triton_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
+            GRAD=value_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
             WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
             num_warps=NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip

@@ -19,7 +19,7 @@ TINY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale: below it a s
 def scheme(codec: StateCodec) -> str:
     """The name by which a sweep is compiled for `codec`. Raises LayoutError for one that no sweep knows."""
     match codec:
-        case Plain():
+        case Plain(dtype=torch.float32 | torch.bfloat16 | torch.float16 | torch.float64):
             return "plain"
         case Scaled(dtype=torch.float16, block=GROUP.value, exponent=15):
             return "half"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.elements import LayoutError, Run, run_of
-from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
+from opt_kernels.backends.elements import LayoutError, Run, check_halves, run_of
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, value_dtype
 from opt_kernels.backends.triton.jit import tl
 from opt_kernels.backends.triton.layouts import Layouts
 from opt_kernels.backends.triton.multi_tensor import (
@@ -127,9 +127,9 @@ def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
 @cache
 def _constants(formats: LaunchFormats) -> dict[str, Any]:
     return {
-        "GRAD": triton_dtype(formats.grad),
-        "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
-        "OUT": None if formats.out is None else triton_dtype(formats.out),
+        "GRAD": value_dtype(formats.grad),
+        "MAIN": tl.int16 if formats.main is None else value_dtype(formats.main),
+        "OUT": None if formats.out is None else value_dtype(formats.out),
         "REMAINDER": formats.remainder,
         "IEEE": formats.ieee,
         "BLOCK": BLOCK,
@@ -426,6 +426,9 @@ def _launches(
 
 def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
     numel = item.grad.numel()
+    if item.remainder:
+        remainder, out = item.columns[:2]
+        check_halves(Work(grad=item.grad, main=None, out=out, remainder=remainder, state={}))
     for (name, elements), tensor in zip(_names(codecs).items(), item.columns):
         if tensor is None:
             continue
