@@ -1,4 +1,4 @@
-"""Shampoo's preconditioner of a matrix: a factor for each side, and its eigenbasis, found once and then followed."""
+"""Shampoo's preconditioner of a matrix: a factor for each side and its eigenbasis, updated by power iteration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Shampoo:
         plain   L <- L + (1 - b_t)(GGᵀ - L)                               R likewise with GᵀG
         KL      L <- L + (1 - b_t)(G Q_R max(λ_R, eps)⁻¹ Q_Rᵀ Gᵀ / n - L)   R likewise with Q_L, λ_L, m
 
-    Both factors are updated from the bases and eigenvalues of before. A side without a factor counts as the identity.
+    Both updates use the previous bases and eigenvalues. A side without a factor counts as the identity.
     Plain: Gupta et al., arXiv 1802.09568, as a moving average; KL: Lin et al., arXiv 2509.03378.
     """
 
@@ -55,7 +55,7 @@ class Shampoo:
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Of both sides; `sides` tells which of them a parameter has."""
+        """The states of both sides. `sides` returns the sides that a parameter has."""
         optional = self.one_sided or self.max_dim is not None
         kept: dict[str, Any] = {"whole": True, "optional": optional, "by_part": True}
         specs = []

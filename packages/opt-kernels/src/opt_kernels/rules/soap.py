@@ -25,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
 class Order(NamedChoice):
     """The order of a step."""
 
-    PAPER = "paper"  # update in the bases of before, then factors, then bases; the first step only finds the bases
+    PAPER = "paper"  # update in the previous bases, then factors, then bases; the first step only finds the bases
     MEGATRON = "megatron"  # factors, then bases, then the update in them; from the first step
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import source_of
-from opt_kernels.backends.elements import check_halves, LayoutError, Run, run_of
+from opt_kernels.backends.elements import LayoutError, Run, check_halves, run_of
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch, Hyper, Work, Works

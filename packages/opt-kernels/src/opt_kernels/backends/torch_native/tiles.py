@@ -23,7 +23,7 @@ from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.works import Work
 
 # 2 MiB of float32 a row, at most five rows: within the cache that two cores share, below 16 MiB, and long enough that
-# the cost of starting an operation is small beside its work. A multiple of every codec's block.
+# the overhead of an operation is small. A multiple of every codec's block.
 TILE_NUMEL = 1 << 19
 FEW = 8  # tensors, for which to join them costs more than it saves
 
@@ -66,9 +66,9 @@ def tiles(
 ) -> Iterator[Tile]:
     """The tiles of all `runs`; what the caller does to one is stored when it asks for the next.
 
-    With `flat_grads`, for a sweep that walks memory whatever the shapes, scaled gradients may be flat beside mains that
+    With `flat_grads`, for a sweep that walks memory whatever the shapes, scaled gradients may be flat while mains
     are not: giving each of thousands its shape back costs more than the sweep.
-    With `stochastic_step`, the step, a bfloat16 main is rounded by chance.
+    With `stochastic_step`, the step, a bfloat16 main is rounded stochastically.
     """
     scratch = Scratch()
     for pieces in _gathered(runs, codecs):
@@ -101,7 +101,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """What is between the pieces of one tile, alike in all their dtypes, and their copies in the compute dtype."""
+    """Copies in the compute dtype of the pieces of one tile, which have the same dtypes."""
 
     pieces: Sequence[Run]
     dtype: torch.dtype
@@ -215,7 +215,7 @@ def _is_direct(codec: StateCodec, dtype: torch.dtype) -> bool:
 
 
 def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator[list[Run]]:
-    """Pieces alike in their dtypes, in lists of at most TILE_NUMEL elements."""
+    """Pieces of equal dtypes, in lists of at most TILE_NUMEL elements."""
     lists: dict[tuple[torch.dtype | None, ...], list[Run]] = {}
     room: dict[tuple[torch.dtype | None, ...], int] = {}  # elements that still fit into the list
     for run in runs:
@@ -233,7 +233,7 @@ def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator
 
 
 def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
-    """What runs must have in common to share a tile."""
+    """The dtypes that runs must have in common to share a tile."""
     main, out = run.main, run.out
     return (run.grad.dtype, None if main is None else main.dtype, None if out is None else out.dtype)
 

@@ -1,4 +1,4 @@
-"""In which numbers the tensors of a Triton sweep are kept: what it is compiled for."""
+"""The dtypes and alignment that a Triton sweep is compiled for."""
 
 from functools import cache
 from typing import NamedTuple
@@ -12,11 +12,11 @@ BLOCK = 1024  # elements a program handles at a time: 8 for each lane of 4 warps
 NUM_WARPS = 4
 VALUES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of gradients, mains and outs
 ALIGNMENT = 16  # bytes; below it a tensor is swept one element at a time
-IEEE_BYTES = 18  # bytes per element from which on exact division hides behind the memory traffic
+IEEE_BYTES = 18  # bytes per element from which memory traffic hides the cost of exact division
 
 
 class LaunchFormats(NamedTuple):
-    """What a launch is compiled for: the dtype of every column, and whether all of them are aligned."""
+    """The formats that a launch is compiled for: the dtype of every column, and whether all columns are aligned."""
 
     grad: torch.dtype
     main: torch.dtype | None  # None: the main is joined from out and remainder
@@ -54,7 +54,7 @@ class LaunchFormats(NamedTuple):
 
 @cache
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """What tensors of `dtype` are in Triton. Raises LayoutError for one that a sweep does not know."""
+    """The Triton dtype of tensors of `dtype`. Raises LayoutError for a dtype that sweeps do not support."""
     names = {
         torch.float32: tl.float32,
         torch.bfloat16: tl.bfloat16,
@@ -83,10 +83,10 @@ def value_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def rounds_stochastically(formats: LaunchFormats, wanted: bool) -> bool:
-    """Whether stochastic rounding, if wanted, has anything to round. Raises LayoutError where it cannot."""
+    """Whether stochastic rounding is requested and applies. Raises LayoutError for a main that it does not support."""
     if wanted and formats.main is torch.float16:
         raise LayoutError(
-            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded by chance; "
-            "keep a float32 main beside float16 parameters, or give stochastic_rounding=False"
+            "stochastic_rounding=True with a float16 main: only bfloat16 is rounded stochastically; "
+            "keep a float32 main of float16 parameters, or give stochastic_rounding=False"
         )
     return wanted and formats.main is torch.bfloat16

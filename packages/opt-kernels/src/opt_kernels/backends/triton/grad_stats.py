@@ -1,4 +1,4 @@
-"""The statistics of gradients in one Triton sweep and one small sum: nothing waits for the host, and the bits repeat.
+"""The statistics of gradients in one Triton sweep and one small sum, without synchronizing; deterministic.
 
 Bytes per element: 4 for float32 gradients, 2 for 16-bit ones. Every program sums its chunk in float32, in one fixed
 order; one last program adds the chunks in float64, in one fixed order too. `kernels/grad_stats.md` derives the design.
@@ -51,7 +51,7 @@ def stats_tile(
     """The running statistics, lane by lane, with the elements `at` added.
 
     Both counts share a word, zeros below and non-finite elements above: a chunk has at most 2^14 of either, and the
-    registers saved are programs that fit beside this one.
+    saved registers let more programs run at once.
     """
     g = load(grad, at, n, FULL).to(tl.float32)
     if MAXIMUM:
@@ -141,7 +141,7 @@ class _Format(NamedTuple):
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """What `reference.grad_stats` gives, the sum of squares to about 1e-6 of itself; the host waits for nothing.
+    """What `reference.grad_stats` gives, the sum of squares to a relative 1e-6; does not synchronize.
 
     The kernel knows norm_type 2 and infinity, where a NaN gives infinity; any other is computed by the reference, on
     the device too. Zeros cost nothing and are counted always; without `count_zeros` 0 is returned.
@@ -188,7 +188,7 @@ class _Table(NamedTuple):
 
 
 class _KnownGrads(NamedTuple):
-    """What is known of gradients that are where they were."""
+    """The cached tables of gradients that stay in place."""
 
     layouts: Layouts
     tables: list[_Table] | None

@@ -1,4 +1,4 @@
-"""The one place where Triton is imported; importing this module raises ImportError where there is none."""
+"""The only module that imports Triton. Importing it raises ImportError if Triton is not installed."""
 
 from collections.abc import Callable
 from importlib import import_module

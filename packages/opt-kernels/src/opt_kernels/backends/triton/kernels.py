@@ -29,12 +29,12 @@ from opt_kernels.backends.triton.storage import read_main, write_main
 
 
 class Kernels(NamedTuple):
-    """What is launched for a formula."""
+    """The kernels of a formula."""
 
     fill: Any  # compiled-from-source functions have no type that a checker knows
     sweep: Any
     row_width: int  # float32 in a row of the scalar block
-    own: tuple[Callable[[Hyper], Any], ...]  # give the numbers that `fill` reads after those of every formula
+    own: tuple[Callable[[Hyper], Any], ...]  # getters of the formula's own numbers, which `fill` reads last
 
 
 class _Triton(Dialect):
@@ -74,7 +74,7 @@ class _Triton(Dialect):
 
 
 class _Element(_Triton):
-    """Of float32 elements; divisions and roots are exact where the kernel is compiled for it."""
+    """Expressions of float32 elements. Divisions and roots are correctly rounded if IEEE is set."""
 
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"divide({left}, {right}, IEEE)" if operator == "/" else super().operation(operator, left, right)
@@ -84,10 +84,10 @@ class _Element(_Triton):
 
 
 class _Scalar(_Triton):
-    """Of float64 scalars."""
+    """Expressions of float64 scalars."""
 
     def literal(self, value: float) -> str:
-        return f"tl.full((), {value!r}, tl.float64)"  # a bare one would be float32 in calls
+        return f"tl.full((), {value!r}, tl.float64)"  # a bare literal would be float32 in calls
 
     def call(self, function: str, arguments: list[str]) -> str:
         if function == "power":
@@ -111,14 +111,14 @@ def kernels_of(formula: Formula) -> Kernels:
 
 
 def _reader(name: str, formula: Formula) -> Callable[[Hyper], Any]:
-    """What `number_of` gives, found once."""
+    """A getter of the number `name`, as `number_of` gives it."""
     if name in ("eps", "momentum") and name not in formula.own_numbers:
         return attrgetter(name)
     return lambda hyper: number_of(hyper, name, formula)
 
 
 def _executed(file: str, source: str) -> dict[str, Any]:
-    """The names that `source` defines. Triton reads the source of its kernels again, by the name of their file."""
+    """The names that `source` defines. Triton reads the source of its kernels through `linecache`."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"__name__": f"{__name__}.generated"}
     exec(compile(source, file, "exec"), names)
@@ -187,7 +187,7 @@ def _tile(formula: Formula) -> list[str]:
     loaded: set[str] = set()
 
     def with_loads(lines: list[str]) -> list[str]:
-        """`lines` after the scalars that they are the first to read: loaded early, these would fill registers."""
+        """`lines`, preceded by loads of the scalars that they read first. Earlier loads would occupy registers."""
         words = _words(" ".join(lines))
         new = [name for name in scalars if f"x_{name}" in words and name not in loaded]
         loaded.update(new)
@@ -231,7 +231,7 @@ def _tile(formula: Formula) -> list[str]:
 
 
 def _sweep(formula: Formula, row_width: int) -> list[str]:
-    """One program per chunk; it writes nothing at all where the scalar block says not to proceed."""
+    """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     states = range(len(formula.states))
     formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, SCALE{i}: tl.constexpr, " for i in states)
     given = "".join(f"codes{i}, scales{i}, " for i in states)

@@ -1,4 +1,4 @@
-"""What every Triton sweep is made of: typed pointers with their alignment, whole and partial tiles, one rounding."""
+"""Device functions that all Triton sweeps share: aligned pointers, loads and stores of tiles, rounding, arithmetic."""
 
 from opt_kernels.backends.triton.jit import INTERPRETED, jit, tl
 
@@ -16,9 +16,9 @@ def pointer(address: tl.tensor, dtype: tl.constexpr, E: tl.constexpr) -> tl.tens
 
 @jit
 def load(base: tl.tensor, at: tl.tensor, n: tl.tensor, FULL: tl.constexpr) -> tl.tensor:
-    """Elements `at` of the run; zero behind its end `n`, which a full chunk need not ask about.
+    """Elements `at` of the run, zero beyond its end `n`. A full chunk needs no mask.
 
-    A mask costs the vector width, even where all of it is true: hence two versions of every tile.
+    A mask prevents wide loads even if it is all true, so every tile has two versions.
     """
     if FULL:
         return tl.load(base + at)
@@ -28,7 +28,7 @@ def load(base: tl.tensor, at: tl.tensor, n: tl.tensor, FULL: tl.constexpr) -> tl
 
 @jit
 def store(base: tl.tensor, at: tl.tensor, n: tl.tensor, value: tl.tensor, FULL: tl.constexpr) -> None:
-    """Writes `value`, already of the run's dtype, to the elements `at` of the run."""
+    """Write `value`, which has the dtype of the run, to its elements `at`."""
     if FULL:
         tl.store(base + at, value)
     else:
@@ -76,17 +76,17 @@ def root(x: tl.tensor, IEEE: tl.constexpr) -> tl.tensor:
 
 @jit
 def sign(x: tl.tensor) -> tl.tensor:
-    """-1, 0 or 1; NaN for NaN, without which a diverged weight would look like one at rest."""
+    """-1, 0 or 1; NaN for NaN, so that a diverged weight does not look like one at rest."""
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, x))
 
 
 @jit
 def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The larger of both; NaN where either is NaN."""
+    """The larger of the two; NaN if either is NaN."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @jit
 def smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The smaller of both; NaN where either is NaN."""
+    """The smaller of the two; NaN if either is NaN."""
     return tl.where((a < b) | (a != a), a, b)

@@ -1,4 +1,4 @@
-"""Whether tensors are still what they were, but for where they lie: all of a step's in one call."""
+"""Detects whether the dtype, device, shape or strides of a step's tensors changed, in one call for all tensors."""
 
 from collections.abc import Hashable, Sequence
 from importlib import import_module
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def _guards() -> Any:
-    """What torch.compile guards its graphs with: one call for any number of tensors, 30 ns each. Private to torch."""
+    """The tensor guards of torch.compile, private to torch: one call for any number of tensors, 30 ns each."""
     try:
         return import_module("torch._C._dynamo.guards").TensorGuards
     except (ImportError, AttributeError):
@@ -19,7 +19,7 @@ _GUARDS = _guards()
 
 
 class Layouts:
-    """Dtype, device, sizes and strides of tensors, to be compared with those of others. Holds none of the tensors."""
+    """Dtypes, devices, sizes and strides of tensors, for comparison with other tensors. Keeps no tensor alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._count = len(tensors)
@@ -28,12 +28,12 @@ class Layouts:
         if _GUARDS is None:
             self._known = [_layout(tensor) for tensor in tensors]
         else:
-            # A size that is given is compared; None would be any.
+            # Given sizes are compared; None would match any size.
             sizes, strides = ([list(of) for of in map(read, tensors)] for read in (Tensor.size, Tensor.stride))
             self._guards = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def same(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are laid out as those were, one by one. May say no where only autograd's flags differ."""
+        """Whether each tensor has the layout of its predecessor. May be False if only autograd's flags differ."""
         if len(tensors) != self._count:
             return False
         if self._guards is not None:

@@ -8,8 +8,8 @@ transaction and nothing is looked up twice:
 The addresses are byte addresses already moved to the chunk. Gradients stand in a column of their own: their storage
 moves whenever `.grad` is set to None, and only that column is then rewritten.
 
-A table depends on addresses and sizes alone, and is found again by exactly these: with parameters, states and gradients
-that stay where they are (flat buffers always do), a step builds and copies nothing.
+Tables are cached by addresses and sizes, on which alone they depend. If parameters, states and gradients stay in place
+(flat buffers always do), a step builds and copies nothing.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ from opt_kernels.devices import launching_on
 
 T = TypeVar("T")
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
-TRAILING = 3  # elements, row, first: behind the addresses
+TRAILING = 3  # elements, row, first: after the addresses
 MIN_CHUNK = 2048
 MAX_CHUNK = 16384
 PROGRAMS_PER_PROCESSOR = 16  # enough that the last, partly filled wave of programs costs little
@@ -36,18 +36,20 @@ class ChunkTableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One tensor of each work, as a column of addresses: so many bytes for so many elements of the parameter."""
+    """One tensor of each work, as a column of addresses: `item_bytes` for every `elements` of the parameter."""
 
     item_bytes: int
     elements: int = 1  # 1, or the block size where the column holds one scale per block
 
 
 class Extents(NamedTuple):
-    """The runs of elements to be swept, one entry per run in each field."""
+    """The runs of elements to sweep, one entry per run in each field."""
 
     numels: tuple[int, ...]
-    rows: tuple[int, ...]  # by which row of the scalar block it is updated
-    firsts: tuple[int, ...]  # global index of element 0: draws are counted by it, and so do not depend on the cut
+    rows: tuple[int, ...]  # row of the scalar block that updates it
+    firsts: tuple[
+        int, ...
+    ]  # global index of element 0, which seeds stochastic rounding: results do not depend on how a tensor is cut
 
 
 class ChunkTable(NamedTuple):
@@ -103,7 +105,7 @@ def chunk_records(
     *,
     chunk: int,  # elements; a multiple of every column's `elements`
 ) -> Tensor:
-    """The records of all chunks, (num_chunks, `record_width`) int64 on the host; lanes that nobody uses are zero."""
+    """The records of all chunks, (num_chunks, `record_width`) int64 on the host; unused lanes are zero."""
     numels, rows, firsts = (torch.tensor(field, dtype=torch.int64) for field in extents)
     chunks = cut(extents.numels, chunk)
     records = torch.zeros(len(chunks.run), record_width(len(columns)), dtype=torch.int64)
@@ -116,7 +118,7 @@ def chunk_records(
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched on `device` now goes into a CUDA graph."""
+    """Whether launches on `device` are being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     with launching_on(device):
@@ -124,12 +126,12 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream to which launches on `device` go now; 0 on a CPU, which has none."""
+    """The current stream of `device`; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on `device`, without waiting for the device. Raises ChunkTableError while a graph is captured."""
+    """Copy `host` to `device` without synchronizing. Raises ChunkTableError while a graph is captured."""
     if is_capturing(device):
         raise ChunkTableError(
             "a table would have to be copied to the device while a graph is captured, because a tensor has moved since "
@@ -140,12 +142,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 class DeviceTables(Generic[T]):
-    """Tables on one device, found again by what they were built from; the longest unused ones go first.
+    """LRU cache of tables on one device.
 
-    There are at most `capacity` of them, and more than one only while they have `room` bytes, as `bytes_of` counts.
+    Keeps at most `capacity` tables and at most `room` bytes, as counted by `bytes_of`, but always the last table.
 
-    Each stream has its own: what was copied on one stream may not have arrived yet when another reads it, and may be
-    freed there while the other still does. A capture, before which all streams have come to rest, uses those of any.
+    Each stream has tables of its own: a copy issued on one stream may not have finished when another stream reads it,
+    and its memory may be reused while the other stream still reads. A capture, which starts after all streams are
+    synchronized, uses the tables of any stream.
     """
 
     def __init__(
@@ -163,15 +166,15 @@ class DeviceTables(Generic[T]):
         self._bytes = 0
         self._tables: OrderedDict[tuple[int, Hashable], T] = OrderedDict()  # by stream and key
         self._last: tuple[tuple[int, Hashable], T] | None = None
-        # A captured graph holds the address of its tables for as long as it can be replayed, and nobody tells us how
-        # long that is: what a capture has used is never freed.
+        # A captured graph reads its tables for as long as it can be replayed, which is unknown here: tables that a
+        # capture used are never freed.
         self._captured: list[T] = []
 
     def __len__(self) -> int:
         return len(self._tables)
 
     def get(self, key: Hashable, build: Callable[[], T], *, holds: Callable[[T], bool] | None = None) -> T:
-        """The table of `key`; `build` makes it where it is not here yet, or `holds` says that it is no longer true."""
+        """The table of `key`, built by `build` if it is missing or if `holds` returns False for it."""
         capturing = is_capturing(self._device)
         place = (current_stream(self._device), key)
         table = self._found(place)
@@ -196,8 +199,7 @@ class DeviceTables(Generic[T]):
             self._bytes -= self._bytes_of(oldest)
 
     def _found(self, place: tuple[int, Hashable]) -> T | None:
-        # A step that repeats the last one is the rule, and to compare a key of a thousand addresses is less than to
-        # hash it.
+        # Most steps repeat the last one, and comparing a key of a thousand addresses is cheaper than hashing it.
         if self._last is not None and self._last[0] == place:
             return self._last[1]
         table = self._tables.get(place)

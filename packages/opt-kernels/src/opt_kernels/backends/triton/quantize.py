@@ -1,4 +1,4 @@
-"""Reading and writing a state as its codec keeps it, inside a sweep; the formulas stand in `opt_kernels.codecs.codec`.
+"""Decoding and encoding states inside a sweep; the formulas are in `opt_kernels.codecs.codec`.
 
 A codec is named by its scheme: "plain" (the values), "half", "e4m3" and "e5m2" (`Scaled`), "companded", "root". fp8
 codes are bytes put together from the float32's bits: Triton's own casts exist on some architectures only, and on one of
@@ -17,7 +17,7 @@ TINY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale: below it a s
 
 
 def scheme(codec: StateCodec) -> str:
-    """The name by which a sweep is compiled for `codec`. Raises LayoutError for one that no sweep knows."""
+    """The scheme that a sweep is compiled with for `codec`. Raises LayoutError for an unsupported codec."""
     match codec:
         case Plain(dtype=torch.float32 | torch.bfloat16 | torch.float16 | torch.float64):
             return "plain"
@@ -40,7 +40,7 @@ def scheme(codec: StateCodec) -> str:
 @jit
 def read_state(
     codes: tl.tensor,  # pointer
-    scales: tl.tensor,  # pointer to float32; read where the scheme has scales
+    scales: tl.tensor,  # pointer to float32; read if the scheme has scales
     start: tl.tensor,  # first element of the tile
     n: tl.tensor,
     BLOCK: tl.constexpr,
@@ -70,8 +70,8 @@ def read_state(
 @jit
 def write_state(
     codes: tl.tensor,  # pointer
-    scales: tl.tensor,  # pointer to float32; written where the scheme has scales
-    x: tl.tensor,  # (BLOCK,) float32; zero behind the end of the run
+    scales: tl.tensor,  # pointer to float32; written if the scheme has scales
+    x: tl.tensor,  # (BLOCK,) float32; zero beyond the end of the run
     start: tl.tensor,
     n: tl.tensor,
     DTYPE: tl.constexpr,  # of the codes
@@ -81,7 +81,7 @@ def write_state(
     IEEE: tl.constexpr,
     FULL: tl.constexpr,
 ) -> None:
-    """Writes the state of one tile, and the scales of its groups."""
+    """Write the state of one tile and the scales of its groups."""
     at = start + tl.arange(0, BLOCK)
     if SCHEME == "plain":
         store(codes, at, n, nearest(x, DTYPE), FULL)
@@ -99,7 +99,7 @@ def write_state(
 def code(
     x: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, SCHEME: tl.constexpr, SIGNED: tl.constexpr, IEEE: tl.constexpr
 ) -> tl.tensor:
-    """The codes of a tile under the scales of its groups; zero where the scale is NaN."""
+    """The codes of a tile under the scales of its groups; zero if the scale is NaN."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         # Powers of two: the reciprocal is exact, and made from the exponent, 254 less the scale's own.
         word = scale.to(tl.int32, bitcast=True)
@@ -126,15 +126,15 @@ def code(
 
 @jit
 def largest_of_groups(x: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """max |x| of each group, (BLOCK / 128,) float32; infinite where a value is not finite."""
-    # A maximum may or may not pass NaN on, by architecture; infinity it always does.
+    """max |x| of each group, (BLOCK / 128,) float32; infinite if a value is not finite."""
+    # Whether a maximum propagates NaN depends on the architecture; it always propagates infinity.
     size = tl.where(x == x, tl.abs(x), float("inf"))
     return tl.max(tl.reshape(size, (BLOCK // GROUP, GROUP)), axis=1)
 
 
 @jit
 def scale_of(largest: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
-    """The scale of a group whose largest value has this size: 0 for 0, NaN for what is not finite."""
+    """The scale of a group from its largest magnitude: 0 for 0, NaN if it is not finite."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         exponent = 8 if SCHEME == "e4m3" else 15
         biased = (largest.to(tl.int32, bitcast=True) >> 23) + (1 - exponent)

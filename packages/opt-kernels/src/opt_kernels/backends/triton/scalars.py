@@ -1,8 +1,8 @@
-"""The scalar block: every number that a sweep needs of a parameter group, computed on the device by one small kernel.
+"""The scalar block: all numbers of a parameter group that a sweep needs, computed on the device by one small kernel.
 
 One row of 16 float32 per group, one memory line. Learning rate, weight decay, step, gradient scale and skip flag may be
-device tensors; then nothing here waits for the device, and a captured step follows them. Bias corrections and products
-are computed in float64 and rounded once, as a host would.
+device tensors: no synchronization is needed, and a captured step uses their current values. Bias corrections and
+products are computed in float64 and rounded once, as a host would.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
 from opt_kernels.works import Hyper
 
 WIDTH: tl.constexpr = tl.constexpr(16)
-PROCEED: tl.constexpr = tl.constexpr(0)  # 0 where the step is skipped, else 1
+PROCEED: tl.constexpr = tl.constexpr(0)  # 0 if the step is skipped, else 1
 GRAD_SCALE: tl.constexpr = tl.constexpr(1)
 LR: tl.constexpr = tl.constexpr(2)
 WEIGHT_DECAY: tl.constexpr = tl.constexpr(3)
@@ -37,7 +37,7 @@ STEP: tl.constexpr = tl.constexpr(15)  # an int32 in the float's bits
 
 Rows = tuple[tuple[float | Tensor, ...], ...]
 
-HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 per row that come from the host
+HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 numbers per row that the host provides
 
 
 class FrozenHyperError(ValueError):
@@ -127,9 +127,9 @@ def scalar_block(
     skip: Tensor | None,  # 0-d
     device: torch.device,
 ) -> Tensor:
-    """The block of these rows, (rows, 16) float32 on `device`; nothing waits for the device.
+    """The scalar block of `hypers`, (rows, 16) float32 on `device`, computed without synchronizing.
 
-    Raises FrozenHyperError where a CUDA graph is being captured and a number that must change is a host number.
+    Raises FrozenHyperError if a CUDA graph is being captured and lr, weight decay or step is a host number.
     """
     own = [(*hyper.betas[:2], hyper.eps, hyper.momentum) for hyper in hypers]
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
@@ -165,7 +165,7 @@ def given_columns(
 
 
 def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> Tensor | None:
-    """A column of the block as a device tensor, or None where all of it are host numbers."""
+    """A column of the block as a device tensor, or None if all of its values are host numbers."""
     tensors = [v for v in values if isinstance(v, Tensor)]
     if not tensors:
         return None
@@ -178,7 +178,7 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
 
 
 def rows_on(device: torch.device, rows: Rows, *, is_new: bool = False) -> Tensor:
-    """These numbers on `device`, (rows, numbers) float64. With `is_new` they are not looked for, nor kept."""
+    """`rows` on `device`, (rows, numbers) float64. With `is_new` the cache is bypassed."""
     if any(isinstance(value, Tensor) for row in rows for value in row):
         stacked = _on_device([value for row in rows for value in row], device)
         assert stacked is not None
@@ -190,7 +190,7 @@ def rows_on(device: torch.device, rows: Rows, *, is_new: bool = False) -> Tensor
 
 @cache
 def known_rows(device: torch.device) -> DeviceTables[Tensor]:
-    """The host's numbers that are on `device`: a captured graph reads its own at every replay."""
+    """Cache of the host numbers that were copied to `device`. A captured graph reads its own at every replay."""
     return DeviceTables(device)
 
 

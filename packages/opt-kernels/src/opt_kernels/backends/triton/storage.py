@@ -1,4 +1,4 @@
-"""How a Triton sweep reads mains and states into float32 registers, and writes them back in what they are kept in."""
+"""Reading mains into float32 registers and writing them back in their storage dtype, inside a Triton sweep."""
 
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, nearest, store
@@ -8,8 +8,8 @@ from opt_kernels.backends.triton.rounding import round_stochastically
 
 @jit
 def read_main(
-    main: tl.tensor,  # pointer; to the remainders where REMAINDER
-    out: tl.tensor,  # pointer; to the weights as int16 words where REMAINDER
+    main: tl.tensor,  # pointer; to the remainders if REMAINDER
+    out: tl.tensor,  # pointer; to the weights as int16 words if REMAINDER
     at: tl.tensor,
     n: tl.tensor,
     REMAINDER: tl.constexpr,
@@ -37,7 +37,7 @@ def write_main(
     STOCHASTIC_ROUNDING: tl.constexpr,  # whether a bfloat16 main is rounded stochastically
     FULL: tl.constexpr,
 ) -> None:
-    """Writes the mains and their rounded copy, or both halves."""
+    """Write the mains and their rounded copy, or both halves."""
     if REMAINDER:
         store(out, at, n, upper_half(p), FULL)
         store(main, at, n, lower_half(p), FULL)

@@ -1,7 +1,7 @@
 """From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups.
 
-What a launch needs of tensors that stay where they are is found again by their addresses and layouts. The look-up is
-most of what the host does in a step: it goes over whole columns at a time, and makes no object per tensor.
+The tables of a launch are cached by the addresses and layouts of its tensors. The look-up is most of the host's work in
+a step: it processes whole columns and creates no object per tensor.
 """
 
 import math
@@ -34,23 +34,23 @@ from opt_kernels.backends.triton.multi_tensor import (
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.works import Batch, Work, Works
 
-CALLS = 1024  # a step has one for each launch group, Muon one for each round: what does not fit is built every step
+CALLS = 1024  # a step has one per launch group, Muon one per round; calls that do not fit are rebuilt every step
 PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
 
 
 class Cut(NamedTuple):
-    """A run of elements of one work, as a sweep is to see it."""
+    """A run of elements of one work that a sweep treats as one tensor."""
 
     work: int  # which work of the call
     begin: int  # its first element within the work
     numel: int
     first: int  # the number of that element, in whatever numbering the sweep keeps
-    tag: int = 0  # a number that every chunk of the run carries, in a lane behind the addresses
-    beside: int = 0  # bytes to it in a buffer that is not in the table, but swept along
+    tag: int = 0  # a number stored in every chunk of the run, in a lane after the addresses
+    beside: int = 0  # its byte offset in a buffer that is swept too but is not in the table
 
 
 class Launch(NamedTuple):
-    """One launch: what to compile for, and the table of what to work on."""
+    """One launch: the formats to compile for, and the table of its chunks."""
 
     formats: LaunchFormats
     table: ChunkTable
@@ -61,7 +61,7 @@ Cutting = Callable[[int, int], Iterable[Cut]]  # from number and elements of a w
 
 
 class _Part(NamedTuple):
-    """The works of one launch, as far as it does not change while tensors stay where they are."""
+    """The data of one launch that stays valid while tensors stay in place."""
 
     formats: LaunchFormats
     cuts: tuple[Cut, ...]
@@ -72,13 +72,13 @@ class _Part(NamedTuple):
 
 
 class _Launches(NamedTuple):
-    """All that a call launches; None where some tensor is in another order than C's."""
+    """All launches of a call; None if some tensor is not in row-major order."""
 
     sweeps: list[Launch] | None
 
 
 class _KnownCall(NamedTuple):
-    """What is known of a call whose tensors, but for the gradients, are where they were."""
+    """Cached data of a call, valid while its tensors, except the gradients, stay in place."""
 
     layouts: Layouts  # of all tensors, gradients too
     parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # by which gradients are aligned, None where all are
@@ -102,7 +102,7 @@ def launch(
     options: Callable[[LaunchFormats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
     scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
 ) -> None:
-    """Launches `kernel` once for every combination of dtypes among the works; the host waits for nothing."""
+    """Launches `kernel` once for every combination of dtypes among the works; does not synchronize."""
     found = cut_sweeps(_pieces(batches), codecs)
     if found is None:
         # The table holds addresses only: the copies must live until the launch.
@@ -135,13 +135,13 @@ def _constants(formats: LaunchFormats) -> dict[str, Any]:
         "BLOCK": BLOCK,
         "E": formats.vector,
         "num_warps": NUM_WARPS,
-        # Said at every launch: the default changes between versions of Triton, and with it the bits of the result.
+        # Always explicit: the default differs between versions of Triton and changes the bits of the result.
         "enable_fp_fusion": not formats.ieee,
     }
 
 
 def processors(device: torch.device) -> int:
-    """How many programs run at the same time, roughly."""
+    """The approximate number of programs that run at the same time."""
     if device.type != "cuda":
         return PROCESSORS_OF_A_CPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -217,7 +217,7 @@ def _standing_sweeps(
 
 
 class _Placed(NamedTuple):
-    """What standing works found."""
+    """The cached result of a look-up for works with fixed tensors."""
 
     key: Hashable  # in `known_calls`
     known: _KnownCall
@@ -437,6 +437,6 @@ def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) 
         expected = math.ceil(numel / elements)
         if tensor.numel() != expected:
             raise LayoutError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} beside a gradient of shape "
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} with a gradient of shape "
                 f"{tuple(item.grad.shape)}; allowed is a contiguous tensor of {expected} elements"
             )

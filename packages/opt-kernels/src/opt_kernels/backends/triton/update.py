@@ -25,9 +25,9 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.update_` does, on the device of the tensors; the host waits for nothing and may be capturing.
+    """Do what `reference.update_` does, on the device of the tensors, without synchronizing; may be captured.
 
-    Raises LayoutError for a dtype that Triton cannot sweep, FrozenHyperError for host numbers in a capture.
+    Raises LayoutError for a dtype that Triton cannot sweep, and FrozenHyperError for host numbers in a capture.
     """
     kernels = kernels_of(formula)
 
@@ -62,7 +62,7 @@ def filled(
     skip: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """The scalar block of the formula, (rows, row_width) float32; nothing waits for the device."""
+    """The scalar block of the formula, (rows, row_width) float32, computed without synchronizing."""
     columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
     numbers = [[_number(read(hyper)) for read in kernels.own] for hyper in hypers]
     rows: Rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Muon's step around its orthogonalisation, as it is written down: one work after the other."""
+"""Muon's elementwise steps before and after the orthogonalisation, by their formulas, work by work."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,7 @@
 """How the matrices of a step are laid out for Muon's sweeps: rounds of stacks, of which each matrix is a few runs.
 
-A slot is what is normalised by itself: a matrix, or a split part of one, whose rows lie scattered. Its runs follow each
-other in the chunk table, and every chunk carries the slot's number behind its addresses.
+A slot is normalised separately: it is a matrix, or a split part of one, whose rows need not be adjacent. Its runs are
+consecutive in the chunk table, and every chunk has the number of its slot after the addresses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ APART = 64  # stacks begin at multiples of so many elements, for their alignment
 
 
 class Slot(NamedTuple):
-    """A matrix that is normalised by itself: one of a work's, or one split part of it."""
+    """A matrix that is normalised separately: one of a work's, or one split part of it."""
 
     runs: tuple[tuple[int, int], ...]  # first element and number of elements, within the work
     factor: float
@@ -52,7 +52,7 @@ class Stack(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Stacks whose inputs are alike and held at once."""
+    """Stacks with equal kinds of inputs, which are in memory at the same time."""
 
     inputs: Inputs
     stacks: list[Stack]
@@ -177,7 +177,7 @@ def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
 
 
 def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: torch.device) -> Tensor:
-    """(slots, 2) int64: the chunks of each slot, those of one sweep behind those of the one before."""
+    """(slots, 2) int64: the chunks of each slot, counted through all sweeps."""
 
     def build() -> Tensor:
         host = torch.zeros(num_slots, 2, dtype=torch.int64)
@@ -204,5 +204,5 @@ def factors_on(device: torch.device, one: Round) -> Tensor:
 
 @cache
 def known_tables(device: torch.device) -> DeviceTables[Tensor]:
-    """What rounds have on `device` beside their chunk tables."""
+    """Tables of rounds on `device`, except their chunk tables."""
     return DeviceTables(device, capacity=2 * CALLS)

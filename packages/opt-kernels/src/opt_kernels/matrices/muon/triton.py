@@ -130,7 +130,7 @@ def normalised_tile(
 
 @jit
 def normalise_sweep(
-    records: tl.tensor,  # those of `momentum_sweep`, of some chunks; behind the addresses the slot
+    records: tl.tensor,  # those of `momentum_sweep`, of some chunks; the slot is after the addresses
     u: tl.tensor,
     u_scales: tl.tensor,  # from the first of these chunks on
     x: tl.tensor,  # written; may be the memory of u, element for element
@@ -218,7 +218,7 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.muon_` does, on the device of the tensors; the host waits for nothing and may be capturing.
+    """What `reference.muon_` does, on the device of the tensors; without synchronizing; may be captured.
 
     The momenta of all matrices are one launch for each combination of dtypes, their updates one for each stack that was
     transformed. Matrices come to `transform` as `inputs` would have them. Raises LayoutError for a dtype that Triton

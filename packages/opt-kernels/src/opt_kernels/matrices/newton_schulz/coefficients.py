@@ -21,11 +21,11 @@ Schedule: TypeAlias = tuple[Coefficients, ...]
 class CoefficientType(NamedChoice):
     """The sets by name. In brackets the range that five steps make of the singular values in [0.01, 1]."""
 
-    SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start of a set that never settles
-    QUINTIC = "quintic"  # [0.978, 1.032] five different steps, the reference's default
+    SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start, does not converge
+    QUINTIC = "quintic"  # [0.978, 1.032] five different steps, Megatron-Core's default
     POLAR_EXPRESS = "polar_express"  # [0.870, 1.124] arXiv 2505.16932: minimax steps, damped by 1.01 per degree
     CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps
-    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, two that settle
+    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, then two that converge
     CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
     AOL = "aol"  # [0.987, 1.082] four steps, of [0.02, 0.8]: of rows rescaled by `reference.row_scales`
     CUSTOM = "custom"  # the caller's own, repeated in a cycle

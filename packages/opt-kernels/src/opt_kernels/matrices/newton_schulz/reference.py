@@ -1,4 +1,4 @@
-"""Newton-Schulz as it is written down: one step after the other, every product in full."""
+"""Newton-Schulz by its formula: step by step, with full products."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -10,7 +10,7 @@ from opt_kernels.matrices.newton_schulz.coefficients import Schedule
 from opt_kernels.matrices.syrk.reference import symmetric_product
 
 AOL_RANGE = 0.8  # largest singular value after the rescaling: below 0.884, where aol's first polynomial turns negative
-EPS = 1e-15  # the reference's; far below any gradient, so that clipping cannot push a momentum under it
+EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
 
 
 def newton_schulz(

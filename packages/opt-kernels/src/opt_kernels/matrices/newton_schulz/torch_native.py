@@ -22,7 +22,7 @@ def newton_schulz(
     normalised: bool = False,  # x is over its norm already
     rescale_rows: bool = False,
 ) -> Tensor:
-    """What `reference.newton_schulz` says, up to rounding.
+    """`reference.newton_schulz`, up to rounding.
 
     The Gram matrix is summed over ranks once a segment; all of a segment's other products are of (m, m) matrices, which
     every rank has.
