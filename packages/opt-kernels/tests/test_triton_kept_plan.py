@@ -249,6 +249,12 @@ def test_the_same_in_every_form(disturb: Disturb, form: str) -> None:
     assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
 
 
+@pytest.mark.parametrize("disturb", [grad_gone, grad_transposed, grad_wider])
+def test_the_same_where_torch_has_no_guards(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_kernels.backends.triton.layouts._GUARDS", None)
+    assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
+
+
 def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Parameter], list[float]]:
     """Weights and step counts after six steps, in which one parameter has gradients only in the fourth and fifth."""
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -41,5 +42,7 @@ class Layouts:
         return [_layout(tensor) for tensor in tensors] == self._known
 
 
-def _layout(tensor: Tensor) -> Hashable:
-    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg())
+def _layout(tensor: Tensor | None) -> Hashable:
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    return (type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg())
