@@ -32,12 +32,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert all((param != old).any() for param, old in zip(model.parameters(), before, strict=True))
 
 
-def test_the_added_lines_of_the_diff_are_in_the_code_that_runs() -> None:
-    section = PAGE[PAGE.index("## nanoGPT") :]
-    added = re.findall(r"^    \+(.*)$", section, re.MULTILINE)
+@pytest.mark.parametrize(("title", "num_added"), [("nanoGPT", 11), ("nanochat", 13)])
+def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str, num_added: int) -> None:
+    section = section_of(title)
+    added = [line.strip() for line in re.findall(r"^    \+(.*)$", section, re.MULTILINE)]
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(added) == 11
-    assert set(added) <= set(code.splitlines())
+    assert len(added) == num_added
+    assert set(added) <= {line.strip() for line in code.splitlines()}
 
 
 def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
