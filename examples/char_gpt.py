@@ -1,4 +1,4 @@
-"""What the examples train: a character-level GPT, on text that every machine has (Python's standard library)."""
+"""The examples' model and data: a character-level GPT, on the source text of Python's standard library."""
 
 import math
 import sysconfig
@@ -37,7 +37,7 @@ def bigram_bits(train: Tensor, held_out: Tensor) -> float:
 
 
 def compute_dtype() -> torch.dtype:
-    """What a model with bf16 weights should multiply in: CPUs without AVX-512 are up to 20 times slower in bf16."""
+    """The dtype for products with bf16 weights: CPUs without AVX-512 are up to 20 times slower in bf16."""
     return torch.bfloat16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else torch.float32
 
 

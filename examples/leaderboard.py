@@ -126,7 +126,7 @@ CONTENDERS = [
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a contender at a learning rate and a seed. What it found is kept under the hash of all of this."""
+    """One training run: a contender, a learning rate and a seed. Its results are kept under a hash of these fields."""
 
     contender: Contender
     lr: float
@@ -149,7 +149,7 @@ def setup(run: Run) -> tuple[CharGPT, torch.optim.Optimizer]:
 
 
 def train(run: Run, directory: Path) -> None:
-    """Trains, and writes the held-out losses (nats a character) by step; a loss that is not finite ends the run."""
+    """Train, and write the held-out losses (nats per character) by step. A non-finite loss ends the run."""
     model, optimizer = setup(run)
     text = stdlib_text()
     train_text, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
@@ -185,7 +185,7 @@ def train(run: Run, directory: Path) -> None:
 
 
 def held_out_loss(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torch.Tensor) -> float:
-    """With the weights to evaluate: a schedule-free optimizer has others for training."""
+    """Switch to the evaluation weights; a schedule-free optimizer trains different ones."""
     for_evaluation, for_training = getattr(optimizer, "eval", None), getattr(optimizer, "train", None)
     if for_evaluation:
         for_evaluation()
@@ -221,7 +221,7 @@ def final(found: dict) -> float:
 
 
 def next_runs(contender: Contender, directory: Path) -> list[Run]:
-    """What is still to be run; empty when the contender is done."""
+    """The remaining runs; empty when the contender is done."""
     rates = {exponent: Run(contender, contender.lr * FACTOR**exponent, 0) for exponent in (-1, 0, 1)}
     while True:
         found = {exponent: result(run, directory) for exponent, run in rates.items()}

@@ -2,7 +2,7 @@
 
 A run that resumes on as many ranks must repeat the uninterrupted run's losses to the last bit. The runs that
 resume on one and on three ranks, for a few steps, may differ by what bf16 and another order of summation cause. And the
-model must beat a bigram on held-out text. Writes loss.png and schedule.png beside the logs.
+model must beat a bigram on held-out text. Writes loss.png and schedule.png next to the logs.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def go_on(args: argparse.Namespace) -> None:
-    """Trains on from the newest checkpoint of the last quickstart, with the rule that it used."""
+    """Continue from the newest checkpoint of the last quickstart, with the same rule."""
     if not (args.dir / "resumed.json").exists():
         sys.exit(f"{args.dir} has no finished run to resume: run once without --resume")
     before = read(args.dir, "resumed")
@@ -85,7 +85,7 @@ def go_on(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, name: str, *options: object, directory: Path | None = None, ranks: int = 0) -> dict:
-    """One run of train_gpt.py; what it logged."""
+    """Run train_gpt.py once; return its log."""
     where, size = directory or args.dir, ranks or args.ranks
     words = ["--dir", where, "--name", name, "--rule", args.rule, "--steps", args.steps, *options]
     start_processes(run_rank, (size, free_port(), [str(word) for word in words]), nprocs=size, start_method=START)
@@ -137,7 +137,7 @@ def heading(text: str) -> None:
 
 
 def table(whole: dict, ranks: int) -> str:
-    """Losses and times of the uninterrupted run, and its memory beside that of torch's AdamW without sharding."""
+    """Losses and times of the uninterrupted run, and its memory next to that of torch's AdamW without sharding."""
     last = statistics.mean(row["loss"] for row in whole["log"][-10:])
     held, count = whole["bytes"], whole["num_parameters"]
     torchs = {"weights": 4 * count, "gradients": 4 * count, "state": 8 * count}

@@ -139,7 +139,7 @@ def memory(model: DistributedDataParallel, optimizer: Optimizer) -> dict[str, in
 
 
 def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: OptimizerParamScheduler) -> dict:
-    """All that a run is, sharded: the same description saves and loads, on any number of ranks."""
+    """The complete sharded state of a run, used for both saving and loading, on any number of ranks."""
     weights = sharded_model(model)
     return {
         "model": weights,
@@ -149,7 +149,7 @@ def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: Op
 
 
 def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step: int) -> int:
-    """Loads a step, or the newest one, in place; values that are not tensors come back in the report."""
+    """Load a step, or the newest one, in place; the report has the values that are not tensors."""
     if step == NEWEST and (step := checkpoints.latest()) is None:
         sys.exit(f"there is no checkpoint in {checkpoints.directory}: train without --resume first")
     loaded = checkpoints.load(state_of(model, optimizer, scheduler), step=step).state

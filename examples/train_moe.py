@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarni
 
 
 class Experts(nn.Module):
-    """One expert on each rank. A token goes to the expert that a learned gate likes best, weighted by how much."""
+    """One expert on each rank. A token goes to the expert with the largest gate weight, which scales its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, DIM) of this rank
         rank = dist.get_rank()
-        everyones = torch.cat(all_gather(x))
-        weights = self.gate(everyones).softmax(-1)
-        mine = weights.argmax(-1) == rank
-        out = torch.zeros_like(everyones)
-        out[mine] = weights[mine, rank, None] * self.expert(everyones[mine])
+        all_tokens = torch.cat(all_gather(x))
+        weights = self.gate(all_tokens).softmax(-1)
+        is_local = weights.argmax(-1) == rank
+        out = torch.zeros_like(all_tokens)
+        out[is_local] = weights[is_local, rank, None] * self.expert(all_tokens[is_local])
         return all_reduce(out).chunk(dist.get_world_size())[rank]
 
 

@@ -1,4 +1,4 @@
-"""Bytes that torch's allocator hands out on the CPU while something runs: counted, not timed."""
+"""Count the bytes that torch's allocator hands out on the CPU during a call."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch.autograd.profiler import profile
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes that were allocated at once during `call`, beyond what was there before it."""
+    """Peak bytes allocated during `call`, relative to before it."""
     with profile(use_cpu=True, profile_memory=True) as profiled:
         call()
     events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""What all integration tests share: one thread for each rank, and examples as modules."""
+"""Fixtures of all integration tests: one thread for each rank, and examples as modules."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_for_each_rank() -> Iterator[None]:
-    """Ranks that are threads or processes share the cores, and sums over one thread have one order."""
+    """Avoid oversubscribed cores, and keep one summation order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

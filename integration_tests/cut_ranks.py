@@ -1,4 +1,4 @@
-"""What ranks do in the tests of matrices that come cut as DTensors: functions of an importable module."""
+"""Rank programs for the tests of matrices that are DTensors; importable, so that spawned processes find them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -66,19 +66,19 @@ def tp(net: Net) -> None:
 
 
 def replicas_of_tp(net: Net) -> None:
-    """As `fsdp_x_tp`, but for FSDP2: what tensor parallelism leaves, twice."""
+    """The tensor-parallel part of `fsdp_x_tp`, replicated twice instead of sharded by FSDP2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _distribute(net, mesh, lambda name: [Replicate(), Shard(1 if name == "row" else 0)])
 
 
 def tp_on_a_part_of_the_mesh(net: Net) -> None:
-    """Each data-parallel replica on a mesh of its own, which knows nothing of the other."""
+    """Each data-parallel replica on a separate mesh, without a data-parallel axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _distribute(net, mesh["tp"], lambda name: [Shard(1 if name == "row" else 0)])
 
 
 def two_axes(net: Net) -> None:
-    """No plan of torch's: rows cut twice, or rows and columns."""
+    """Placements that no torch API produces: rows cut twice, or rows and columns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     _distribute(net, mesh, lambda name: [Shard(0), Shard(1 if name == "row" else 0)])
 
@@ -98,7 +98,7 @@ class Trained(NamedTuple):
 
 
 def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks: GivenHooks = ()) -> Trained:
-    """Steps on known gradients, which are a model of their own, laid out as the parameters are."""
+    """Step on known gradients, taken from a second model with the same placements."""
     net, optimizer = _begun(config, shapes, lay_out, hooks=hooks)
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
@@ -117,7 +117,7 @@ def clip_attention(shapes: Shapes, lay_out: LayOut, *, clips: bool = True) -> di
 
 
 def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
-    """Saves before the last step, and gives the weights after it."""
+    """Save before the last step; return the weights after it."""
     net, optimizer = _begun(config, shapes, lay_out)
     for step in range(STEPS - 1):
         _step(net, optimizer, shapes, lay_out, step)
@@ -127,7 +127,7 @@ def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, pat
 
 
 def save_apart(path: str) -> str:
-    """What is raised where the replicas of a tensor have come apart."""
+    """The message of a save whose replicas of a tensor differ."""
     net = _laid_out(EVEN, 0, tp_on_a_part_of_the_mesh)
     with torch.no_grad():
         net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
@@ -139,7 +139,7 @@ def save_apart(path: str) -> str:
 
 
 def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
-    """The last step of what was saved, from other weights and no state."""
+    """Load what was saved into other weights and an empty state, and run the last step."""
     net, optimizer = _begun(config, shapes, lay_out, seed=50)
     loaded = load(_state_of(net, optimizer), path).state
     optimizer.load_state_dict(loaded["optimizer"])
@@ -161,7 +161,7 @@ class Parts(nn.Module):
         return {name: part.sharded(f"{name}.weight", 0) for name, part in self.named_children()}
 
     def joined(self, tp: Comm) -> dict[str, Tensor]:
-        """By the ranks' own order, and by nothing of the checkpoint's."""
+        """Join the parts in rank order, without using the checkpoint's metadata."""
         by_rank = tp.gather_objects({name: part.weight.detach() for name, part in self.named_children()})
         parts = dict(self.named_children())
         return {f"{name}.weight": joined([rank[name] for rank in by_rank], dim=parts[name].dim) for name in parts}
@@ -183,7 +183,7 @@ def resume_by_attributes(
 def _run_by_attributes(
     config: OptimizerConfig, shapes: Shapes, tp: TorchComm, steps: list[int], path: str
 ) -> dict[str, Tensor]:
-    """From the beginning, and then saves; or from what was saved."""
+    """Start from scratch and save, or resume from what was saved."""
     net = Parts(shapes, 50 if steps[0] else 0, tp)
     axes = Axes(dp=Alone(), tp=tp)
     optimizer = get_optimizer(config, [net], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=tp))

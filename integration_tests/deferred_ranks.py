@@ -1,4 +1,4 @@
-"""What two gloo ranks do with `DeferredOptimizer` inside Accelerate and the HF Trainer, with FSDP2."""
+"""Rank programs for `DeferredOptimizer` inside Accelerate and the HF Trainer, with FSDP2 on two gloo ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)  # the traine
 
 
 def use_fsdp2(accelerator: accelerate.Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """On a CPU: Accelerate itself chooses FSDP for accelerators only."""
+    """Select FSDP on a CPU; Accelerate selects it for accelerators only."""
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # what later states start from
@@ -72,7 +72,7 @@ def accelerate_fsdp2(folder: Path) -> tuple[Trained, Trained]:
 
 
 def accelerate_fsdp2_rank_0_loads(folder: Path) -> tuple[Trained, Trained]:
-    """The same where the other ranks get their values from the first in `prepare`."""
+    """The same, with the other ranks' values broadcast from rank 0 in `prepare`."""
     return _accelerate(folder, rank_0_loads=True)
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of all elementwise rules: steps on gradients that are the same on every rank."""
+"""Rank programs for the tests of all elementwise rules; gradients are the same on every rank."""
 
 import copy
 from functools import partial
@@ -60,7 +60,7 @@ def begin(case: Case, *, sharded: bool) -> tuple[nn.Module, Optimizer]:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Tensor]:
-    """The parameters after these steps. A sum over three ranks and its mean round nothing of such gradients."""
+    """The parameters after these steps. Sums and means of these gradients over three ranks are exact."""
     for step in steps:
         for seed, param in enumerate(model.parameters()):
             grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + seed))
@@ -75,7 +75,7 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def run_and_save(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Tensor]]:
-    """Saves sharded state after some steps; gives the weights at the end."""
+    """Save sharded state after some steps; return the final weights."""
     found = {}
     for name, case in cases.items():
         model, optimizer = begin(case, sharded=True)
@@ -86,7 +86,7 @@ def run_and_save(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Ten
 
 
 def resume(cases: dict[str, Case], folder: str, again: str, *, sharded: bool = True) -> dict[str, dict[str, Tensor]]:
-    """Goes on from what is in `folder`, saves what it loaded in `again`, and gives the weights at the end."""
+    """Resume from `folder`, save the loaded state to `again`, and return the final weights."""
     found = {}
     for name, case in cases.items():
         model, optimizer = begin(case, sharded=sharded)
@@ -118,7 +118,7 @@ class Evaluated(NamedTuple):
 
 
 def _resumed(case: Case, shown: dict[str, Tensor], trained: dict[str, Tensor], saved: Any, *, sharded: bool) -> Any:
-    """The weights of a run that goes on from a model saved in evaluation, as trainers save it."""
+    """The weights of a run that resumes from a model saved in evaluation mode, as trainers do."""
     model, optimizer = begin(case, sharded=sharded)
     with torch.no_grad():
         for key, param in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the factory: module-level functions, so that spawned processes find them."""
+"""Rank programs for the tests of the factory; importable, so that spawned processes find them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.3)
 
 
 class Ran(NamedTuple):
-    """What a rank saw of some steps."""
+    """The results of some steps on one rank."""
 
     is_stub: bool
     results: list[tuple[Any, ...]]
@@ -40,8 +40,8 @@ def with_empty_ranks(config: OptimizerConfig, dtype: torch.dtype, empty: tuple[i
     for step in range(5):
         optimizer.zero_grad()
         if rank in training:
-            mine = joined_batch(step).chunk(len(training))[training.index(rank)]
-            optimizer.scale_loss(model(mine)).backward()
+            local_batch = joined_batch(step).chunk(len(training))[training.index(rank)]
+            optimizer.scale_loss(model(local_batch)).backward()
             if step == bad_step and rank == training[-1]:
                 model.head.weight.grad[0, 0] = torch.inf
         results.append(tuple(optimizer.step()))
@@ -53,11 +53,11 @@ def with_empty_ranks(config: OptimizerConfig, dtype: torch.dtype, empty: tuple[i
 
 
 def refusals() -> dict[str, str]:
-    """The message of each rank for builds that only one rank, or all together, can see to be wrong."""
-    return {name: _told(build) for name, build in REFUSED.items()}
+    """Each rank's error message, for mistakes that only one rank, or only a comparison of ranks, can detect."""
+    return {name: _message_of(build) for name, build in REFUSED.items()}
 
 
-def _told(build: Callable[[], Any]) -> str:
+def _message_of(build: Callable[[], Any]) -> str:
     try:
         build()
     except ValueError as error:
@@ -114,7 +114,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 class Stage(NamedTuple):
-    """What a rank has of a model that is spread over stages."""
+    """One rank's view of a model that is split over pipeline stages."""
 
     group_names: list[str]
     num_params: list[int]
@@ -142,7 +142,7 @@ def stages(folder: str) -> Stage:
 
 
 def unwritable(path: str) -> str:
-    """Asks for logs where rank 0 cannot write them."""
+    """Ask for logs in a folder that rank 0 cannot write to."""
     try:
         get_optimizer(OptimizerConfig(lr=1e-2, config_logger_dir=path), [make_model()])
     except (OSError, ValueError) as error:
@@ -150,7 +150,7 @@ def unwritable(path: str) -> str:
     return "built"
 
 
-def by_the_references_function() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def by_megatrons_function() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights after some steps of the whole factory, and of the function that takes ready groups and process groups."""
 
     def trained(optimizer_of: Callable[[nn.Module], Optimizer]) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def by_the_references_function() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 class Asked(NamedTuple):
-    """All answers of one rank."""
+    """All results of one rank."""
 
     refused: dict[str, str]
     stage: Stage
@@ -190,9 +190,9 @@ class Asked(NamedTuple):
 
 
 def ask_everything(folder: str) -> Asked:
-    """One world for many questions: starting ranks is what takes time."""
+    """Run all programs in one world, because starting ranks takes most of the time."""
     blocked = Path(folder) / "file"
     if dist.get_rank() == 0:
         blocked.write_text("")
     dist.barrier()
-    return Asked(refusals(), stages(folder), unwritable(f"{blocked}/logs"), by_the_references_function())
+    return Asked(refusals(), stages(folder), unwritable(f"{blocked}/logs"), by_megatrons_function())

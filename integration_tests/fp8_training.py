@@ -20,7 +20,7 @@ SHAPES = ((192, 160), (64, 192), (5, 64))  # squares of 128 that do not fill, mo
 
 
 def make_model(recipe: str | None, *, seed: int = 0) -> nn.Sequential:
-    """Linear layers in bf16; with a recipe their weights in fp8, and their biases in bf16."""
+    """Linear layers in bf16. With a recipe, weights are in fp8 and biases in bf16."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(*[nn.Linear(cols, rows, dtype=torch.bfloat16) for rows, cols in SHAPES])
     with torch.no_grad():
@@ -47,7 +47,7 @@ def set_grads(model: nn.Module, step: int) -> None:
 
 
 class Stored(NamedTuple):
-    """All that a model stores, in copies."""
+    """Copies of everything that a model stores."""
 
     fp8: list[tuple[Tensor, Tensor]]  # codes and scales
     wide: list[Tensor]
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 def build(
     comm: Comm, recipe: str | None, *, wraps: bool = False, wrapping: dict[str, Any] | None = None, **fields: Any
 ) -> tuple[nn.Module, nn.Module, Optimizer]:
-    """The model, what was given to the optimizer, and the optimizer."""
+    """The model, the module given to the optimizer, and the optimizer."""
     model, roles = make_model(recipe), roles_over(comm)
     config = OptimizerConfig(**{"lr": 1e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, **fields})
     chunk: nn.Module = model

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of process groups: module-level functions, so that spawned processes find them."""
+"""Rank programs for the tests of process groups; importable, so that spawned processes find them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 class Mlp(nn.Module):
-    """Two matrices that a tensor-parallel plan cuts, and a norm that it leaves alone."""
+    """Two matrices that a tensor-parallel plan shards, and a norm that it replicates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _tensor_parallel() -> nn.Module:
 
 
 def _pairs(model: nn.Module) -> nn.Module:
-    """Tensor parallelism on a mesh of two ranks that was sliced from none."""
+    """Tensor parallelism on a mesh of two ranks that is not a slice of a larger mesh."""
     group, _ = dist.new_subgroups(2)
     parallelize_module(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), PLAN)
     return model
@@ -262,7 +262,7 @@ def _outcome(build: Callable[[], Any]) -> str:
 
 
 def broadcasts_in_pairs() -> list[int]:
-    """What this rank has after a broadcast from each of the two ranks of its pair."""
+    """This rank's values after a broadcast from each rank of its pair."""
     group, _ = dist.new_subgroups(2)
     comm = TorchComm(group)
     found = []
@@ -274,12 +274,12 @@ def broadcasts_in_pairs() -> list[int]:
 
 
 def device_of_a_rank_without_tensors() -> str:
-    """Where the step's statistics of a rank are whose chunk holds no tensor."""
+    """The device of the step's statistics on a rank whose chunk holds no tensors."""
     model = nn.Identity() if dist.get_rank() == 1 else Mlp()
     return str(get_optimizer(config(), [model]).stepper.device)
 
 
 def chunks_on_different_devices() -> str:
-    """The message of each rank if one of them has its model on another device."""
+    """Each rank's error message if one of them has its model on another device."""
     device = "meta" if dist.get_rank() == 2 else "cpu"
     return _outcome(lambda: _device([Mlp().to(device)], world()))

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of DTensor parameters and of faults: module-level functions, for spawned processes."""
+"""Rank programs for the tests of DTensor parameters and of faults; importable, so that spawned processes find them."""
 
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -88,7 +88,7 @@ class Told(NamedTuple):
 
 
 def raise_in_backward(wrapped: bool) -> Told:
-    """The last rank raises in its second backward; the other goes on to its step."""
+    """The last rank raises in its second backward pass; the other proceeds to its step."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     groups = ProcessGroups(dp=group, expt_dp=group, mp=None, tp_ep_pp=None, intra_dist_opt=group)
     net = Mlp()

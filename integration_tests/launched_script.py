@@ -1,4 +1,4 @@
-"""A user's script as torchrun starts it: no process group is made here, and ranks draw other weights and samples."""
+"""A user's script as torchrun starts it: it makes no process group, and ranks draw different weights and samples."""
 
 import os
 import sys

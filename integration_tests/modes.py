@@ -75,7 +75,7 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Values that do not go together: one of each named axis."""
+    """A refused combination: one value for each named axis."""
 
     when: Mapping[str, Sequence[str]]
     sentence: str  # a regular expression of the message
@@ -104,7 +104,7 @@ REFUSALS: Sequence[Refusal] = (
 
 
 def distance(values: Values) -> float:
-    """How far a mode may end from fp32, as a fraction of what the training gained there.
+    """Allowed distance from the fp32 loss, as a fraction of fp32's improvement.
 
     Ten steps with 16-bit weights lose less than a hundredth. AdaptiveMuon divides each element of an update by its own
     size, so that small ones, which are rounding errors, move as far as others. SGD's first steps are its largest, and
@@ -131,7 +131,7 @@ def name_of(values: Values) -> str:
 
 
 def config_of(values: Values, **others: Any) -> OptimizerConfig:
-    """`others` are fields that no axis sets."""
+    """`others`: fields that no axis sets."""
     fields: dict[str, Any] = {"weight_decay": 0.1, "muon_fp32_matmul_prec": "highest", **others}
     for axis, of_axis in AXES.items():
         fields.update(of_axis[values[axis]])
@@ -139,14 +139,14 @@ def config_of(values: Values, **others: Any) -> OptimizerConfig:
 
 
 def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
-    """Raises `ConfigError` where the mode is refused."""
+    """Train in the mode. Raises `ConfigError` if the mode is refused."""
     initial()  # drawn before threads are the ranks: they share torch's generator
     return run_threads(ranks, lambda comm: _train(values, steps, comm))[0]
 
 
 @cache
 def initial() -> tuple[dict[str, Tensor], Tensor]:
-    """The weights that all modes start from, and the text."""
+    """The initial weights of all modes, and the text."""
     torch.manual_seed(5)
     return CharGPT(**SIZE).state_dict(), stdlib_text(200_000)
 

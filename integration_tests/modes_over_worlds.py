@@ -48,7 +48,7 @@ RULE = {"adaptive_muon": 1e-4, "soap": 5e-4, "soap_muon": 1e-3}
 
 
 class Distance(NamedTuple):
-    """How far a weight may be from that of one process. Few are: roundings move a weight only at a tie."""
+    """Allowed distance of a weight from that of one process. Few differ: roundings move a weight only at a tie."""
 
     rtol: float
     atol: float
@@ -99,7 +99,7 @@ def is_exact(case: Values) -> bool:
 
 
 def train(case: Values, *, steps: int = STEPS) -> list[Trained]:
-    """Every rank's weights in the end."""
+    """Every rank's final weights."""
     return run_threads(int(case["world"]), lambda comm: _train(case, steps, comm))
 
 

@@ -1,4 +1,4 @@
-"""Steps of small models on the fake accelerator, for the tests of what a step does there."""
+"""Training of small models on the fake accelerator, for the tests of steps on a device."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence

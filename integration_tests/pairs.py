@@ -1,4 +1,4 @@
-"""Few of many cases, among which every pair of two values occurs that occurs at all."""
+"""Pairwise selection: a small subset of cases that covers every pair of values occurring in any case."""
 
 import itertools
 import random

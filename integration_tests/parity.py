@@ -67,7 +67,7 @@ class Case:
 
     @property
     def is_legal(self) -> bool:
-        """A matrix rule cannot work on flat shards; it is refused, which the plans' tests show."""
+        """False for a matrix rule on flat shards, which the plan refuses (tested with the plans)."""
         return not (self.rule in MATRIX_RULES and self.spread is Spread.FLAT)
 
     @property
@@ -175,7 +175,7 @@ class Net(nn.Module):
 
 
 def grads_of(step: int, rank: int, size: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    """This rank's gradients: odd 64ths below 1, moved by even 64ths that cancel over the ranks.
+    """This rank's gradients: odd multiples of 1/64 below 1, shifted by even multiples that cancel over the ranks.
 
     So sums are exact in every dtype, their mean is the same for any `size`, and no momentum cancels to zero, where Lion
     would take the sign of a rounding error.

@@ -12,7 +12,7 @@ from opt_kernels.backends.triton import multi_tensor
 
 
 def queue_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queues every launch of a kernel on a fake accelerator, and answers whether that captures a graph."""
+    """Queue every kernel launch on the fake accelerator, and report whether it is capturing a graph."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     launch = interpreter.GridExecutor.__call__
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of resuming: functions of an importable module, so that spawned processes find them."""
+"""Rank programs for the tests of resuming; importable, so that spawned processes find them."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ FSDP2 = "fully_shard"  # among a run's options: torch shards the model
 
 
 class Case(NamedTuple):
-    """What the saving and the loading run are; they differ in layout or numbers where the names say so."""
+    """Configurations of the saving and the loading run, by name."""
 
     saved: dict[str, Any]
     loaded: dict[str, Any]
@@ -43,7 +43,7 @@ def state_of(model: Tiny, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def train(model: Tiny, optimizer: Optimizer, steps: range) -> list[float]:
-    """Losses of the joined batch, so that they compare between numbers of ranks."""
+    """Losses of the joined batch, comparable between numbers of ranks."""
     losses = []
     for step in steps:
         model(my_batch(step) if dist.is_initialized() else joined_batch(step)).backward()

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of resuming on other TP x DP grids: functions that spawned processes find by name."""
+"""Rank programs for the tests of resuming on other TP x DP grids; importable, so that spawned processes find them."""
 
 from typing import Any, NamedTuple
 
@@ -30,21 +30,21 @@ class Size(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What a run computes in."""
+    """The dtypes of a run."""
 
     options: dict[str, Any]
     dtype: torch.dtype
 
 
 class Run(NamedTuple):
-    """What a rank of a grid found: everything it is at the save, and the losses that follow."""
+    """The results of one rank: all elements at the save, and the losses that follow."""
 
     state: State
     losses: list[float]
 
 
 class Going(NamedTuple):
-    """A run under way."""
+    """A run in progress."""
 
     model: Lm
     optimizer: Optimizer
@@ -95,7 +95,7 @@ def begin(grid: Grid, numbers: Numbers, *, seed: int = 0) -> Going:
 
 
 class Job(NamedTuple):
-    """A run on a grid: begun and saved as `path`, or resumed from there."""
+    """A run on a grid that starts and saves to `path`, or resumes from it."""
 
     size: Size
     numbers: Numbers
@@ -104,7 +104,7 @@ class Job(NamedTuple):
 
 
 def run_all(saves: dict[str, Job], loads: dict[str, Job]) -> dict[str, Run]:
-    """The runs that this rank took part in. Small grids run side by side, as ranks are free."""
+    """The runs that include this rank. Small grids run at the same time on different ranks."""
     grids = _make_grids({job.size for job in (*saves.values(), *loads.values())})
     found: dict[str, Run] = {}
     for work, jobs in ((_save_and_go_on, saves), (_resume, loads)):
@@ -125,7 +125,7 @@ def _save_and_go_on(grid: Grid, job: Job) -> Run:
 
 
 def _resume(grid: Grid, job: Job) -> Run:
-    """What is there before the load comes from another seed, so that nothing is right by chance."""
+    """Values before the load come from another seed, so that a missing load cannot go unnoticed."""
     going = begin(grid, job.numbers, seed=1)
     loaded = load(going.sharded(), job.path, process_group=grid.world.group).state
     going.optimizer.load_state_dict(loaded["optimizer"])
@@ -157,7 +157,7 @@ def _make_grid(size: Size, first: int) -> Grid | None:
 
 @torch.no_grad()
 def everything(going: Going) -> State:
-    """All elements of the run, whole, put together by the ranks' own order and by nothing of the checkpoint's."""
+    """All elements of the run, joined in rank order without using the checkpoint's metadata."""
     local = _local_state(going)
     by_rank = going.grid.world.gather_objects(local)
     tp_size = going.grid.tp.size
@@ -185,7 +185,7 @@ def _of_whole(key: str) -> str:
 
 
 def _of_block(by_dp: list[State], name: str, part: Part) -> dict[str, Tensor]:
-    """One tensor-parallel rank's block: flat shards lie one behind the other in the order of data-parallel ranks."""
+    """One tensor-parallel rank's block: its flat shards concatenated in the order of data-parallel ranks."""
     weights = [of_rank[name]["weight"] for of_rank in by_dp]
     assert all(torch.equal(weight, weights[0]) for weight in weights), f"replicas of {name} differ"
     block = {"weight": weights[0]}

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of saved optimizer state that several ranks or chunks hold: importable functions."""
+"""Rank programs for the tests of saved optimizer state that several ranks or chunks share."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Net(nn.Module):
         self.none = nn.Parameter(torch.zeros(0, 7, dtype=dtype))
 
     def sharded(self, replica: int) -> dict[str, Any]:
-        """As Megatron-Core describes them: the fused weight is built by a function, of two halves of one key."""
+        """Sharded state as in Megatron-Core: a factory builds the fused weight from two halves of one key."""
 
         def build(key: str, data: Tensor, replica_id: Any, flat: slice | None) -> list[ShardedTensor]:
             halves = enumerate(data.chunk(2))
@@ -85,7 +85,7 @@ def weights(net: Net) -> dict[str, Tensor]:
 
 
 def train_and_save(path: str, sharded: bool, bf16: bool, instances: int = 1) -> dict[str, Tensor]:
-    """Weights of the run that went on after two steps, at which it was saved."""
+    """Final weights of a run that is saved after two steps."""
     net, optimizer = begin(0, sharded=sharded, bf16=bf16, instances=instances)
     for number in range(2):
         step(net, optimizer, number)

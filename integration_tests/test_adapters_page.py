@@ -1,4 +1,4 @@
-"""The page on adapters: the diff it shows is in the code it runs, and lines for trainers do what those ask for."""
+"""The page on adapters: its diff matches the code that runs, and its lines for trainers satisfy their interfaces."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""After an error in the middle of a step: nothing half done passes for done, and no error is lost."""
+"""After an error in the middle of a step, partial results are refused and no error is lost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Failed:
 
 @dataclass
 class FailingComm(RecordingComm):
-    """Loses the results of some collectives, on all ranks alike."""
+    """Drop the results of some collectives, the same ones on all ranks."""
 
     inner: Comm
     fails: str = ""  # the kind of collective that is lost from now on
@@ -59,7 +59,7 @@ def make_model() -> nn.Sequential:
 
 
 def initialised(model: Module) -> Module:
-    """Equal weights on all ranks, which are threads of one process."""
+    """Give all ranks, which are threads of one process, equal weights."""
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         nn.init.normal_(param, generator=generator)
@@ -83,7 +83,7 @@ def backward(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("at_start", [True, False], ids=["not started", "not completed"])
 def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_start: bool) -> None:
-    """A second step took what the lost reduction had left in the buffer."""
+    """The second step used what the failed reduction had left in the buffer."""
 
     def rank_main(inner: Comm) -> None:
         comm = FailingComm(inner)
@@ -105,7 +105,7 @@ def test_gradients_whose_reduction_failed_are_refused_until_they_are_zeroed(at_s
 
 
 def test_parameters_whose_gather_failed_cannot_be_read_until_they_are_gathered_again() -> None:
-    """The first read raised; the next one, of a save in an `except` block for example, took stale values."""
+    """The first read raised; the next one, such as a save in an `except` block, returned stale values."""
 
     def rank_main(inner: Comm) -> None:
         comm = FailingComm(inner)
@@ -132,7 +132,7 @@ def broken(*args: Any, **kwargs: Any) -> None:
 
 
 def test_an_update_that_raised_half_way_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first units had moved, and a second call moved them by the same gradients again."""
+    """The first units were updated, and a second call updated them with the same gradients again."""
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0), [model])
     backward(model)
@@ -147,7 +147,7 @@ def test_an_update_that_raised_half_way_is_not_made_again(monkeypatch: pytest.Mo
 
 
 def test_a_group_without_a_learning_rate_stops_the_step_before_any_update() -> None:
-    """Units before the one of that group had moved when the error came."""
+    """Units before that group had been updated when the error was raised."""
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0), [model])
     optimizer.param_groups[-1]["lr"] = None
@@ -178,7 +178,7 @@ def test_a_sparse_gradient_of_one_rank_is_refused_on_every_rank() -> None:
 
 
 def test_a_step_that_an_error_refused_has_no_norm() -> None:
-    """It was that of the step before."""
+    """The result was that of the previous step."""
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model])
     backward(model)
@@ -226,7 +226,7 @@ def results_of(one: DeferredRank) -> list[str]:
     return raised
 
 
-def test_a_late_look_at_a_refused_step_does_not_hide_the_error_of_a_later_one() -> None:
+def test_a_late_read_of_a_refused_step_does_not_hide_the_error_of_a_later_one() -> None:
     expected = ["", "", "HyperError", "", "", "HyperError", "HyperError", ""]
     for seed in range(3):
         assert run_deferred(SIZE, results_of, seed=seed) == [expected] * SIZE

@@ -1,4 +1,4 @@
-"""`torch.compile` and steps: a drop-in's is part of the graph, the stack's breaks it once; both see every number."""
+"""`torch.compile`: a drop-in's step is part of the graph, the stack's step breaks it once; both see every new value."""
 
 from collections.abc import Callable
 from typing import Any

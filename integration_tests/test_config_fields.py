@@ -96,7 +96,7 @@ def soap(**changes: Any) -> Peer:
 
 
 class Change(NamedTuple):
-    """A field off its default, and the optimizer that has the same number as an argument of its own."""
+    """A field with a value other than its default, and the optimizer that takes the same value as an argument."""
 
     rule: str
     value: Any
@@ -232,7 +232,7 @@ def test_soap_splits_fused_rows_where_asked() -> None:
     assert not torch.allclose(apart, together, rtol=0, atol=1e-3)
 
 
-def test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to() -> None:
+def test_fused_rows_are_orthogonalised_one_by_one_unless_disabled() -> None:
     rows, grad = (4, 1, 1), normal(*SHAPE, seed=10)
 
     def moved(split: bool) -> Tensor:
@@ -258,7 +258,7 @@ def test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to() -> None:
 
 
 def test_symmetric_products_are_computed_by_half() -> None:
-    """Of matrices that are large enough for it to pay on a CPU."""
+    """For matrices that are large enough for a saving on a CPU."""
 
     def flops(**fields: Any) -> int:
         model = Named(weight=normal(512, 512, seed=1))
@@ -336,7 +336,7 @@ def test_mains_and_moments_are_kept_in_the_numbers_asked_for(name: str) -> None:
     )
     assert found == kept
     assert optimizer.plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    # Adam's first step is lr against the gradient's sign, up to the bits of the moments: fp8 has 3 behind the first.
+    # Adam's first step is lr against the gradient's sign, up to the bits of the moments: fp8 has 3 mantissa bits.
     want = start.float() * (1 - LR * WEIGHT_DECAY) - LR * grad.float().sign()
     atol = LR / 16 if FLOAT8 in (kept.exp_avg, kept.exp_avg_sq) else LR / 128
     rtol = 2.0**-11 if kept.codes is FP16 else 1e-6
@@ -412,7 +412,7 @@ def test_gradients_are_scaled_down_to_the_norm_asked_for(clip_grad: float, moved
 
 
 class WaitedFor:
-    """A collective that writes when it is waited for, as one that runs beside compute may."""
+    """A collective that writes its result when it is awaited, as an asynchronous one may."""
 
     def __init__(self, write: Callable[[], object]):
         self.write = write
@@ -423,7 +423,7 @@ class WaitedFor:
 
 
 class LateGathers(RecordingComm):
-    """Passes on what comes, but for gathers in the background: they happen when they are waited for."""
+    """Forward every collective; asynchronous gathers run when they are awaited."""
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
         self._note("all_gather", full)
@@ -434,7 +434,7 @@ class LateGathers(RecordingComm):
 
 
 def state_bytes_of(size: int, **fields: Any) -> list[int]:
-    """Of each rank: bytes beside parameters and gradients, for two matrices of 256 elements."""
+    """Each rank's bytes of state (without parameters and gradients), for two matrices of 256 elements."""
 
     def rank_main(comm: ThreadComm) -> int:
         model = Named(first=normal(16, 16, seed=1), second=normal(16, 16, seed=2))

@@ -1,4 +1,4 @@
-"""The documentation is true: its code runs and prints what it says, and it builds without a warning."""
+"""The documentation: its code runs and prints what it says, and it builds without a warning."""
 
 import ast
 import itertools

@@ -28,7 +28,7 @@ SHAPES = ((8, 6), (6, 8), (9,))
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU would refuse, and kernels as queued work."""
+    """A fake accelerator that allows capture, with kernels as queued work."""
     queue_kernels(monkeypatch)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
     monkeypatch.setattr(on_device, "grad_stats", partial(statistics.grad_stats, backend="triton"))
@@ -60,7 +60,7 @@ def made(case: str, **more: Any) -> tuple[list[nn.Parameter], Any]:
 
 
 def schedule(step: int, optimizer: Any) -> None:
-    """Numbers that change at every step."""
+    """Set hyper-parameters that change at every step."""
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = 0.1 / (1 + step + number)
         group["weight_decay"] = 0.01 * step
@@ -125,7 +125,7 @@ def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_replays_are_the_steps_of_an_optimizer_that_reads_on_the_host(case: str) -> None:
-    """One of them overflows where gradients are clipped: nothing is updated or counted."""
+    """With clipping, one step overflows: nothing is updated or counted."""
     expected = train(case)
     (found,) = run_deferred(1, partial(replayed, case), seed=0, eagerness=1.0)
     assert equal(found, expected)

@@ -26,7 +26,7 @@ def test_a_drop_in_optimizer_goes_on_alone(alone: Path) -> None:
 
 
 def test_a_drop_in_optimizer_goes_on_under_fsdp2_and_on_another_number_of_ranks(alone: Path, tmp_path: Path) -> None:
-    """Its state is of local shards, which `sharded_optimizer` refused beside DTensor parameters."""
+    """The state is local shards, while parameters are DTensors."""
     jobs = {f"save {kind}": Job(save_with_ours, (kind, str(tmp_path / kind))) for kind in DROP_INS}
     jobs |= {f"again {kind}": Job(resume_with_ours, (kind, str(tmp_path / kind))) for kind in DROP_INS}
     jobs |= {f"from alone {kind}": Job(resume_with_ours, (kind, str(alone / kind))) for kind in DROP_INS}

@@ -1,4 +1,4 @@
-"""Experts beside dense parameters: expert, tensor and data parallelism together, and several optimizer instances.
+"""Experts and dense parameters: expert, tensor and data parallelism together, and several optimizer instances.
 
 Every world has the weights, norm and zero count of one process that holds everything. Threads.
 """
@@ -83,7 +83,7 @@ def _dim(name: str) -> int | None:
 
 
 def grads_here(step: int, place: Place) -> dict[str, Tensor]:
-    """What autograd leaves on this rank: of its replica, and of the tokens that came to its experts."""
+    """This rank's local gradients: of its replica, and of the tokens routed to its experts."""
     found = _grads(step, place.replica, None)
     for expert in place.experts:
         found |= _grads(step, place.replica, expert)

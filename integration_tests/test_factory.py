@@ -1,4 +1,4 @@
-"""The factory on several ranks: one verdict for all, ranks without parameters, files written once, groups alike."""
+"""The factory on several ranks: one verdict for all, ranks without parameters, files written once, identical groups."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> list[Asked]:
-    """What two ranks answered."""
+    """The results of two ranks."""
     ranks = run_processes(2, ask_everything, str(folder))
     for rank in ranks:
         assert not isinstance(rank, Exception), rank

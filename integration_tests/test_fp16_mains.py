@@ -143,7 +143,7 @@ def test_elements_lose_what_is_far_below_the_largest_of_their_block_and_no_other
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_an_element_that_is_not_finite_makes_its_block_nan(bad: float) -> None:
-    """As a NaN weight in any precision, it must be seen, never become a finite value."""
+    """As with a NaN weight in any precision, the NaN must remain, never become a finite value."""
     main = CodedMain.of(torch.ones(256).bfloat16())
     main.open_()[5] = bad
     main.close_()

@@ -166,7 +166,7 @@ def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> N
 
 
 def test_a_local_state_dict_that_is_broken_on_one_rank_is_refused_on_all() -> None:
-    """A load ends in collectives over fp8 parameters, in which the other ranks waited for the one that had refused."""
+    """A load ends with collectives over fp8 parameters, in which ranks used to wait for one that had raised."""
 
     def rank_main(comm: Comm) -> str:
         model, _, optimizer = build(comm, "blockwise", **LAYOUTS["flat"])

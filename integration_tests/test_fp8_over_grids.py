@@ -197,7 +197,7 @@ def in_two_instances(rank_main: Callable[[Roles], Any]) -> list[Any]:
 
 
 def train_in(roles: Roles, recipe: str, *, wraps: bool, num_chunks: int = 1, **fields: Any) -> list[Stored]:
-    """What every chunk stores in the end."""
+    """The final stored values of every chunk."""
     models = [Linears(Alone(), recipe, seed=seed) for seed in range(num_chunks)]
     chunks = [wrap(model, roles, fields, index) if wraps else model for index, model in enumerate(models)]
     optimizer = optimizer_of(chunks, roles, recipe, fields)

@@ -230,7 +230,7 @@ def test_mains_begin_with_weights_that_were_loaded_since(how: str) -> None:
     model = one_weight(values, keep_initial=True)
     if how == "load_state_dict":
         model.load_state_dict({"weight": loaded})
-    else:  # behind the tensor's back, as another library may
+    else:  # without going through the tensor, as another library may
         model.weight.scaled.quantize_(loaded)
     (main,) = get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="blockwise"), [model]).get_parameters()
     assert torch.equal(main, model.weight.values())

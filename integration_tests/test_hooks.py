@@ -86,7 +86,7 @@ def config(**changes: Any) -> OptimizerConfig:
 
 
 def collectives(hooks: Any, **changes: Any) -> list[str]:
-    """What rank 0 of two calls in its second step."""
+    """The collectives of rank 0 of two in its second step."""
 
     def rank_main(comm: Comm) -> list[str]:
         recording = RecordingComm(comm)
@@ -182,7 +182,7 @@ def test_rows_that_flat_shards_cut_lose_their_whole_mean(shape: tuple[int, ...])
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_rows_that_tensor_parallelism_cuts_lose_their_whole_mean(dim: int) -> None:
-    """Columns are cut in equal parts. Rows of other ranks are other rows, which are not added up."""
+    """Columns are cut in equal parts. Ranks that hold different rows must not be summed."""
     grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     parts = run_threads(2, lambda comm: moved_centered(grad, dim, comm, is_flat=False))
     want = grad.mean(1, keepdim=True) - grad

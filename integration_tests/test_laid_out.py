@@ -1,4 +1,4 @@
-"""Over gloo processes: parameters that come laid out as DTensors, over one axis of a mesh or two, evenly or not."""
+"""Over gloo processes: parameters that are DTensors, over one or two mesh axes, evenly sharded or not."""
 
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ if not FSDP2_RUNS:
 
 
 class Four(NamedTuple):
-    """What four ranks made."""
+    """The results of four ranks."""
 
     models: dict[str, list[Any]]
     trained: dict[str, list[Trained]]
@@ -146,7 +146,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
 
 
 # Ranks' means are summed in another order than one batch: a few 2**-24 of a gradient, which Adam and Muon turn into the
-# same share of lr = 0.02, more where elements are small beside the others.
+# same share of lr = 0.02, more where elements are small relative to the others.
 # AdaptiveMuon divides each element of an update by its own size; gradients, and their norms, follow the weights.
 ATOL, NORM_RTOL = (
     {"adam": 2e-5, "muon": 2e-5, "adaptive_muon": 2e-4},
@@ -156,7 +156,7 @@ ATOL, NORM_RTOL = (
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(name: str, four: Four) -> None:
-    """Elementwise rules on the local shards, Muon on matrices brought together; norms count each element once."""
+    """Elementwise rules on local shards, Muon on gathered matrices; norms count each element once."""
     rule = MODELS[name]
     want = train_whole(rule)
     for got in four.models[name]:
@@ -169,7 +169,7 @@ def test_a_model_that_torch_sharded_takes_the_step_of_the_whole_model(name: str,
 
 @pytest.mark.parametrize("name", CASES)
 def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Four) -> None:
-    """To the bit: gradients are equal, and the same matrix goes through the same products, wherever it is."""
+    """Bit-equal: gradients are equal, and the same matrix goes through the same products on any rank."""
     want = train(*CASES[name][:2])
     for got in four.trained[name]:
         for param in ("column.weight", "row.weight", "qkv.weight"):
@@ -196,7 +196,7 @@ def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) 
 
 
 def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(four: Four) -> None:
-    """NorMuon's rows and norms are those of the whole all the same: summed over the owners of the blocks."""
+    """NorMuon's row statistics and norms are still those of the whole matrix: summed over the owners of the blocks."""
     for kept, cut in zip(*four.blocks, strict=True):
         for param in ("column.weight", "row.weight", "qkv.weight"):
             assert torch.equal(cut.weights[param], kept.weights[param])

@@ -1,4 +1,4 @@
-"""Saves and loads right after a step whose verdict no host has seen: an overflow, a refused norm, an error."""
+"""Saves and loads right after a step whose result the host has not read: an overflow, a refused norm, an error."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +56,7 @@ def zero(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def in_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
-    """Counts and scale that are saved, read only afterwards."""
+    """The saved counts and scale, read only afterwards."""
     saved = optimizer.state_dict()
     return {float(state["step"]) for state in saved["state"].values()}, saved["grad_scaler"]["scale"]
 
@@ -131,7 +131,7 @@ def test_a_wrong_count_or_scale_is_noticed(
 
 @GRAPHS
 def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bool) -> None:
-    """What was queued before cannot undo it, and the next step goes on from it."""
+    """Work queued before the load cannot undo it, and the next step continues from the loaded state."""
 
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = begun(one, graphs=graphs)
@@ -163,7 +163,7 @@ def copied(tree: Any) -> Any:
 @GRAPHS
 @READS
 def test_a_save_right_after_a_refused_step_has_the_counts_of_before(read: Read, graphs: bool) -> None:
-    """Ranks have other learning rates: nobody has looked at the error yet, and the next step raises it."""
+    """Ranks have different learning rates: the error has not been read yet, and the next step raises it."""
 
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = begun(one, graphs=graphs)

@@ -1,4 +1,4 @@
-"""The layers of the house hold, and the checks that say so notice when one is broken."""
+"""The import layers hold, and the checks notice when one is broken."""
 
 import ast
 import shutil

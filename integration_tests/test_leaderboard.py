@@ -15,7 +15,7 @@ def board(small_example: Callable[..., ModuleType]) -> ModuleType:
 
 
 def finish(board: ModuleType, contender: object, directory: Path, best: float) -> list[float]:
-    """Runs the tuning with a loss that is least at the learning rate `best`; the rates that were tried with seed 0."""
+    """Run the tuning with a loss whose minimum is at the learning rate `best`; return the rates tried with seed 0."""
     rates = []
     while runs := board.next_runs(contender, directory):
         for run in runs:

@@ -46,7 +46,7 @@ class First(Alone):
 
 
 class Built:
-    """A model and its optimizer; `wrapper`: what `DistributedDataParallel` is told, None for a plain module."""
+    """A model and its optimizer; `wrapper`: the arguments of `DistributedDataParallel`, None for a plain module."""
 
     def __init__(self, dtype: torch.dtype, *, wrapper: dict[str, Any] | None, **fields: Any):
         axes = Axes(dp=First(), tp=Alone())
@@ -62,7 +62,7 @@ class Built:
         self.optimizer: Optimizer = get_optimizer(config, [self.model], {}, pg_collection=roles)
 
     def peaks_of_two_steps(self) -> list[int]:
-        """The first reduces nothing before it begins, the second finds what the first left."""
+        """The first step starts without reduced gradients, the second with the memory that the first left."""
         peaks = []
         for _ in range(2):
             self.model(torch.ones(2, WIDTH, dtype=self.dtype)).float().square().mean().backward()
@@ -95,7 +95,7 @@ def test_a_plain_modules_step_takes_two_buckets_beside_its_shard(
 @both
 @pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
 def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overlap: bool) -> None:
-    """Reduced and gathered in place: the fp32 gradients that backward filled are all there is."""
+    """Reduced and gathered in place: nothing is allocated besides the fp32 gradients that backward filled."""
     overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     built = Built(dtype, wrapper=overlaps | {"grad_reduce_in_fp32": True}, overlap_param_gather=overlap)
     assert max(built.peaks_of_two_steps()) <= SMALL

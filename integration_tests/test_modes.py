@@ -1,4 +1,4 @@
-"""Every combination of modes trains the small GPT as fp32 does, or is refused in a sentence. Ranks are threads."""
+"""Every combination of modes trains the small GPT as fp32 does, or is refused with a message. Ranks are threads."""
 
 import os
 from functools import cache
@@ -34,7 +34,7 @@ def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
 
 
 def allocated(optimizer: Optimizer) -> int:
-    """Bytes of the memory behind everything that the optimizer keeps beside parameters and gradients."""
+    """Bytes of storage that the optimizer holds in addition to parameters and gradients."""
     pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
     kept = [tensor for piece in pieces for tensor in (*piece.main.kept(), *piece.state.values())]
     storages = {storage.data_ptr(): storage.nbytes() for tensor in kept if (storage := tensor.untyped_storage())}

@@ -45,7 +45,7 @@ def test_every_rank_has_the_weights_of_one_process(case: Values) -> None:
 
 
 def test_every_mode_moves_every_weight() -> None:
-    """Otherwise equal weights would mean nothing."""
+    """Otherwise a comparison of weights would show nothing."""
     for case in CASES[::10]:
         first, last = (train({**alone(case), "clipping": case["clipping"]}, steps=steps)[0] for steps in (0, 3))
         assert all(not torch.equal(first.weights[name], last.weights[name]) for name in first.weights)

@@ -1,4 +1,4 @@
-"""Saved in any mode, loaded in any other: main values to the bit, moments as near as dtypes allow.
+"""Saved in any mode, loaded in any other: main values are bit-equal, moments as near as dtypes allow.
 
 One process; `test_resume*.py` change the number of ranks.
 """

@@ -1,4 +1,4 @@
-"""Parameters that leave the memory which the step updates are an error of the next step, on every rank; threads."""
+"""Parameters moved out of the buffer that the step updates are an error of the next step, on every rank. Threads."""
 
 from collections.abc import Callable
 from typing import Any

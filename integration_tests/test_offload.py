@@ -1,4 +1,4 @@
-"""State and update on the host: what the six fields do, and that nothing else about training changes."""
+"""State and update on the host: the effect of the six fields, and that training is otherwise unchanged."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def built(model: nn.Module, **fields: Any) -> Optimizer:
 
 
 def on_device(**fields: Any) -> dict[str, int]:
-    """Bytes of state on either side, of an optimizer whose model is on a device."""
+    """Bytes of state on the device and on the host, for a model on a device."""
 
     def rank_main(one: DeferredRank) -> dict[str, int]:
         optimizer = built(Vectors(fields.pop("dtype", FP32)), **fields)

@@ -45,7 +45,7 @@ def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bo
 @pytest.mark.parametrize("mode", ["blockwise", "duplicated", "distributed"])
 @pytest.mark.parametrize("rule", ["adam", "muon", "soap"])
 def test_tensor_parallel_ranks_have_the_step_without_offload(rule: str, mode: str) -> None:
-    """Which matrices are on the host is the same on all ranks that hold parts of them, or they would not meet."""
+    """Ranks that hold parts of a matrix agree on whether it is on the host; otherwise collectives would not match."""
     if rule != "muon" and mode != "blockwise":
         pytest.skip("the mode is muon's")
     for whole in (False, True):
@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_have_the_step_without_offload(rule: str, mode: st
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("spread", test_experts.SPREADS)
 def test_experts_have_the_step_without_offload(spread: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against one process that holds everything, as without."""
+    """Compared with one process that holds everything, as without offload."""
     plain = test_experts.config
     monkeypatch.setattr(test_experts, "config", lambda **changes: plain(**changes, **HALF))
     test_experts.test_expert_and_tensor_parallel_ranks_have_the_step_of_one(spread, 1, wrapped)
@@ -71,7 +71,7 @@ def test_experts_have_the_step_without_offload(spread: str, wrapped: bool, monke
 @pytest.mark.parametrize("given", [MASK, CENTERED], ids=["norms", "row means"])
 @pytest.mark.parametrize("spread", [Spread.REPLICATED, Spread.FLAT])
 def test_what_hooks_see_is_summed_over_pieces_on_either_side(spread: Spread, given: Any, fraction: float) -> None:
-    """Of one parameter a rank may have a piece on the device, and another rank one on the host."""
+    """One rank's piece of a parameter may be on the device while another rank's is on the host."""
     case = Case(
         size=2, spread=spread, numbers=Numbers.BF16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
     )  # fmt: skip
@@ -109,7 +109,7 @@ ALONE = roles_over(Alone())
 
 
 class Chunk(nn.Module):
-    """Frozen, empty and unused parameters beside one that is trained."""
+    """Frozen, empty and unused parameters, and one that is trained."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -142,7 +142,7 @@ def test_chunks_with_parameters_that_are_frozen_empty_or_unused(offload: dict[st
 
 
 def test_parameters_that_torch_sharded_have_the_step_without_offload() -> None:
-    """FSDP2 on two processes: elementwise rules on local shards, Muon on matrices that are brought together."""
+    """FSDP2 on two processes: elementwise rules on local shards, Muon on gathered matrices."""
     rules = {rule: test_laid_out.config(rule, clip_grad=0.0) for rule in ("adam", "muon", "soap")}
     jobs = {rule: Job(train_fsdp, (config,)) for rule, config in rules.items()}
     jobs |= {f"{rule}, offloaded": Job(train_fsdp, (replace(config, **HALF),)) for rule, config in rules.items()}
@@ -277,7 +277,7 @@ def test_the_two_halves_of_a_step_are_the_whole() -> None:
 
 @every_precision
 def test_a_parameter_that_the_user_writes_counts(numbers: Numbers) -> None:
-    """Through `.data`, which no version counter sees; where mains are a copy, `reload_model_params` tells of it."""
+    """Through `.data`, which no version counter sees; where mains are a copy, `reload_model_params` announces it."""
 
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
         results = []

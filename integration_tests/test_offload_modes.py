@@ -1,4 +1,4 @@
-"""Offload with block-coded moments, several instances, and a gather of the first chunk beside the other updates.
+"""Offload with block-coded moments, several instances, and a gather of the first chunk during the other updates.
 
 Each on a CPU and on a device that runs its work later: the bits of the step without offload.
 """

@@ -1,4 +1,4 @@
-"""One rank is built with another option of a rule than the others: refused, with the same sentence on every rank."""
+"""An option of a rule that differs on one rank is refused, with the same message on every rank."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -32,13 +32,13 @@ def project_of(folder: Path) -> dict[str, Any]:
 
 
 def declared(package: str) -> set[str]:
-    """The packages of ours that `package` asks for itself."""
+    """The sibling packages that `package` depends on directly."""
     lines = project_of(ROOT / "packages" / package)["dependencies"]
     return {re.split(r"[>=<]", line)[0] for line in lines if line.startswith("opt-")}
 
 
 def siblings(package: str) -> list[str]:
-    """`package` and all of ours that it stands on, lowest first, without their common prefix."""
+    """`package` and all sibling packages it depends on, lowest first, without the prefix `opt-`."""
     needed = {package}
     while more := set().union(*map(declared, needed)) - needed:
         needed |= more

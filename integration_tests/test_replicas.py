@@ -120,7 +120,7 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
 def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every_rank(
     frozen_on: int, broadcast: bool
 ) -> None:
-    """It would stay there and move on the other rank."""
+    """Otherwise it would stay fixed on one rank and be updated on the other."""
 
     def rank_main(place: Place) -> str:
         net = Parts(place, 2)

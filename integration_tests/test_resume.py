@@ -1,4 +1,4 @@
-"""A saved run goes on, on other layouts, numbers, ranks and TP x DP grids: the same elements bit for bit, and the same
+"""A saved run resumes on other layouts, dtypes, ranks and TP x DP grids: the same elements bit for bit, and the same
 losses; on the same ranks to the last bit, on others as near as summation order allows. Real processes over gloo."""
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def grid_jobs(folder: Path) -> tuple[Mapping[str, grids.Job], Mapping[str, grids
 
 
 class Losses(NamedTuple):
-    """Of the steps after the save, by case."""
+    """Losses of the steps after the save, by case."""
 
     uninterrupted: dict[str, list[float]]
     on_two: dict[str, list[float]]
@@ -77,7 +77,7 @@ class Losses(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What all worlds of this file found: starting one costs more than most of what is done in it."""
+    """The results of all worlds of this file; starting a world costs more than most programs that run in it."""
 
     losses: Losses
     on_grids: dict[str, Run]
@@ -124,7 +124,7 @@ def test_on_other_ranks_layouts_and_numbers_it_has_nearly_the_same(name: str, lo
 
 
 def test_without_the_optimizers_state_the_losses_are_others(losses: Losses, tmp_path: Path) -> None:
-    """What the tests above can see: a run that kept its weights and lost its moments."""
+    """The tests above can detect a run that kept its weights and lost its moments."""
     model, optimizer = begin(ZERO, torch.float32)
     train(model, optimizer, range(BEFORE))
     kept = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -159,7 +159,7 @@ def test_the_losses_go_on(numbers: str, saved: Size, loaded: Size, runs: dict[st
 
 @pytest.mark.parametrize("lost", ["moments", "schedule"])
 def test_what_is_not_restored_shows_in_the_losses(lost: str) -> None:
-    """What the test above can see."""
+    """The test above can detect this."""
     grid = Grid(Alone(), Alone(), Alone())
     whole, resumed = grids.begin(grid, NUMBERS["fp32"]), grids.begin(grid, NUMBERS["fp32"])
     whole.train(range(grids.BEFORE))

@@ -35,7 +35,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Elsewhere(Alone):
-    """Another rank's place, for what is only cut by it."""
+    """A communicator with another rank's index, for code that only needs the index."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -92,7 +92,7 @@ def encoded(rule: str, moment: str, values: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, State]]:
-    """By rule: a run three steps in, and what its state was."""
+    """By rule: a run after three steps, and its state then."""
     found = {}
     for rule in RULES:
         model, optimizer = begin(rule)

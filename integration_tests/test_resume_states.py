@@ -1,4 +1,4 @@
-"""What becomes of each parameter's state and hyper-parameters between save and load, from `get_optimizer` to disk."""
+"""Each parameter's state and hyper-parameters between save and load, from `get_optimizer` to disk."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def group_of(optimizer: Optimizer, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Odd, Optimizer, Path]:
-    """A plain run, three steps in."""
+    """A plain run after three steps."""
     model, optimizer = begin("replicated fp32")
     train(model, optimizer, range(3))
     save(state_of(model, optimizer), tmp_path / "saved")
@@ -139,7 +139,7 @@ def test_a_tied_parameter_has_one_state_under_the_name_that_sorts_first(saved: A
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_optimizer_that_never_stepped_is_loaded_as_such(tmp_path: Path, kind: str) -> None:
-    """And its state exists: the reference makes it in the first step, so that such a save fits no later load."""
+    """State exists from construction. Megatron-Core makes it in the first step, so an earlier save loads nowhere."""
     model, optimizer = begin(kind)
     save(state_of(model, optimizer), tmp_path / "x")
     other, again = begin(kind, seed=1)
@@ -184,7 +184,7 @@ TWO_RATES = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*
 
 
 def test_groups_and_parameters_in_another_order_keep_their_own(tmp_path: Path) -> None:
-    """torch matches both by position: here each parameter would get another one's moments and rate."""
+    """torch matches both by position, which would give each parameter another one's moments and learning rate."""
     model, optimizer = begin("replicated fp32", overrides=TWO_RATES)
     group_of(optimizer, "second.weight")["lr"] = 7e-3
     train(model, optimizer, range(3))
@@ -386,7 +386,7 @@ def test_an_fp32_run_takes_its_weights_from_saved_main_values(tmp_path: Path, ki
         assert torch.equal(other.get_parameter(name).detach(), state["fp32_param"])
 
 
-# --- from the reference -----------------------------------------------------------------------------------------------
+# --- from Megatron-Core -----------------------------------------------------------------------------------------------
 
 
 def test_buckets_of_the_reference_go_on_as_our_state(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_buckets_of_the_reference_go_on_as_our_state(tmp_path: Path) -> None:
     other.load_state_dict(model.state_dict())
     loaded = load({"optimizer": state_of(other, again)["optimizer"]}, tmp_path / "ours", strict="return_unexpected")
     again.load_state_dict(loaded.state["optimizer"])
-    del want[UNUSED]["step"]  # the reference counts steps once for all
+    del want[UNUSED]["step"]  # Megatron-Core counts steps once for all parameters
     got = states(again)
     del got[UNUSED]["step"]
     assert_same(got, want)

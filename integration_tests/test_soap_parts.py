@@ -1,4 +1,4 @@
-"""SOAP with rows that are matrices of their own: dealt to ranks, saved, loaded, and refused by another split."""
+"""SOAP on fused rows that are separate matrices: assigned to ranks, saved, loaded, refused under another split."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`offload_to_cpu` and `restore_from_cpu`: where the state is, that it is whole afterwards, and what must wait."""
+"""`offload_to_cpu` and `restore_from_cpu`: where the state is, that it is complete afterwards, and what must wait."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +45,7 @@ BF16 = CASES[1]
 
 
 class LaunchedOnMemory(LaunchedRule):
-    """A kernel is launched on memory: where its tensors lie later does not concern it."""
+    """A kernel is launched on memory; moving its tensors later does not affect it."""
 
     def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
         columns = [

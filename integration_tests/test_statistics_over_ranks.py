@@ -106,7 +106,7 @@ def gradients(shapes: Mapping[str, Shape], seed: int, suffix: str = "") -> dict[
 
 
 def parts(place: Place) -> dict[str, Tensor]:
-    """What autograd leaves on this rank. Tokens of all dense replicas came to an expert: its gradient is a sum."""
+    """This rank's local gradients. An expert receives tokens of all dense replicas, so its gradient is a sum."""
     dense = gradients(DENSE, place.dp.rank)
     found = {name: cut(grad, place.tp.rank, place.tp.size, dim=DENSE[name].cut) for name, grad in dense.items()}
     for expert in place.experts:

@@ -110,7 +110,7 @@ def float64_adamw(
     ],
 )
 def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: OptimizerConfig) -> None:
-    """The same gradients through the step and through float64: mains agree to fp32, weights are theirs, rounded."""
+    """The same gradients through the step and through float64: mains agree to fp32, weights are the rounded mains."""
     model = make_model(dtype)
     start = weights(model)
     optimizer = get_optimizer(config, [model], {})
@@ -158,7 +158,7 @@ OVERFLOWS = {
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Any]]:
-    """What two ranks made of everything below."""
+    """The results of two ranks for all tests below."""
     fp32 = {name: Job(train_rank, (config, 10, torch.float32)) for name, config in FP32_RUNS.items()}
     bf16 = {name: Job(train_rank, (config, 10, torch.bfloat16)) for name, config in BF16_RUNS.items()}
     return run_jobs(2, fp32 | bf16 | OVERFLOWS)

@@ -1,4 +1,4 @@
-"""A step that is captured once and replayed: the bits of steps that are not, and what stays live between replays.
+"""A step captured once and replayed: bit-equal to ordinary steps, with values that stay live between replays.
 
 The fake accelerator records what is queued during a capture and queues it again at each replay. A host read, an upload
 or a wait for an event is an error during a capture, and so is memory that was given back by the time of a replay.
@@ -118,7 +118,7 @@ def watched(optimizer: Optimizer) -> list[str]:
 
 
 class Watched:
-    """A graph that notes its captures and replays."""
+    """A graph that records its captures and replays."""
 
     def __init__(self, graph: Graph, did: list[str]):
         self._graph, self._did = graph, did
@@ -341,7 +341,7 @@ def no_gradient(model: nn.Module, optimizer: Optimizer) -> Any:
     ],
 )
 def test_an_objection_to_a_replay_stops_it_on_every_rank(object_: Any, error: str, is_own: bool) -> None:
-    """The next step goes on, by a replay where nothing that is frozen has changed."""
+    """The next step continues, as a replay if nothing that the capture froze has changed."""
     for seed in range(3):
         first, second = run_deferred(SIZE, partial(objecting, object_=object_), seed=seed)
         assert first == [("", error, False), ("", "", True)]
@@ -349,7 +349,7 @@ def test_an_objection_to_a_replay_stops_it_on_every_rank(object_: Any, error: st
 
 
 def test_the_halves_of_a_step_run_between_replays() -> None:
-    """They are never captured: the host looks at the gradients in between."""
+    """They are never captured, because the host reads the gradients in between."""
 
     def halves(step: int, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Any:
         if step != 3:

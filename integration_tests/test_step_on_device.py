@@ -77,7 +77,7 @@ FLAT = Case(
 
 
 def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is the one exception: errors of other ranks must be raised, also where nobody looks at results."""
+    """The only exception: errors of other ranks must be raised even if results are never read."""
 
     def rank_main(one: DeferredRank) -> list[bool]:
         waited: list[Any] = []

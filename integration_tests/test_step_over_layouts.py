@@ -55,8 +55,8 @@ MATRICES = ("first", "qkv", "second", "router")
 
 @pytest.mark.parametrize("spread", ["replicated", "whole"])
 def test_a_rule_that_is_not_clipped_stays_out_of_the_global_norm_and_reports_its_own(spread: str) -> None:
-    """The reference clips Muon's gradients by a norm that its update does not depend on, down to where Newton-Schulz's
-    eps begins to count, and lets them shrink everybody else's. A group's clip_grad=False takes both away."""
+    """Megatron-Core clips Muon's gradients by a norm that its update does not depend on, down to where Newton-Schulz's
+    eps matters, and counts them in the norm that clips others. A group's clip_grad=False removes both."""
     rest = [name for name in SHAPES if name not in MATRICES]
     unclipped = {ParamKey(name=tuple(f"{name}.weight" for name in MATRICES)): {"clip_grad": False}}
 
@@ -71,7 +71,7 @@ def test_a_rule_that_is_not_clipped_stays_out_of_the_global_norm_and_reports_its
 
 @every_spread
 def test_clip_grad_false_leaves_the_gradients_as_they_are(spread: str) -> None:
-    """With SGD without momentum the update shows what it was given."""
+    """With SGD without momentum the update shows the gradient."""
 
     def moved(comm: ThreadComm) -> dict[str, Tensor]:
         net = Net(torch.float32)
@@ -130,7 +130,7 @@ def test_a_separate_norm_group_has_its_own_norm_and_its_own_clip(spread: str) ->
 
 @every_spread
 def test_the_halves_of_a_step_may_be_clipped_and_counted_by_the_caller(spread: str) -> None:
-    """The reference's protocol, one call after the other, is a step with that clip: norm groups keep their own."""
+    """Megatron-Core's protocol, one call after the other, is a step with that clip: norm groups keep their own."""
 
     def halves(
         comm: ThreadComm, clip_grad: float, *, whole: bool
@@ -152,9 +152,9 @@ def test_the_halves_of_a_step_may_be_clipped_and_counted_by_the_caller(spread: s
     for clip_grad in (0.0, 0.25):
         at_once = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=True))
         in_halves = run_threads(3, lambda comm, clip=clip_grad: halves(comm, clip, whole=False))
-        for (weights, *message), (ours, *said) in zip(at_once, in_halves, strict=True):
+        for (weights, *message), (ours, *reported) in zip(at_once, in_halves, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(weights, ours, strict=True))
-            assert said == message
+            assert reported == message
             assert message[1:] == [13, [True, True]]
 
 
@@ -192,7 +192,7 @@ def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(spread: str) ->
 @every_spread
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
 def test_a_norm_that_is_not_finite_refuses_the_step_where_the_reference_goes_on(spread: str, bad: float) -> None:
-    """The reference steps with gradients whose norm is NaN, unclipped, and zeroes them where it is infinite."""
+    """Megatron-Core steps with gradients whose norm is NaN, unclipped, and zeroes them where it is infinite."""
 
     def refused(comm: ThreadComm) -> bool:
         net = Net(torch.float32)
@@ -223,7 +223,7 @@ class Partly(nn.Module):
 
 @pytest.mark.parametrize("spread", ["replicated", "flat"])
 def test_zeros_of_a_parameter_that_no_rank_used_are_not_counted(spread: str) -> None:
-    """Two ranks hold each expert: nobody uses the first, one rank the second."""
+    """Two ranks hold each expert: no rank uses the first, one rank uses the second."""
     expert_dp = [World(2).comms() for _ in range(2)]
 
     def rank_main(comm: ThreadComm) -> list[int | None]:

@@ -157,7 +157,7 @@ RULES_OF_HOOKS = {
 @pytest.mark.parametrize("centers", [False, True], ids=["norms", "row means"])
 @pytest.mark.parametrize("rule", RULES_OF_HOOKS)
 def test_norms_and_row_means_of_hooks_are_those_of_whole_matrices(rule: str, centers: bool) -> None:
-    """What data-parallel ranks and tensor-parallel ones hold of a parameter is added up."""
+    """Sums over the parts of a parameter on data-parallel and tensor-parallel ranks."""
     hooks = (CautiousDecay(), ClipUpdateRms(0.05), RelativeUpdate(), *[CentralizeGradient()] * centers)
     alone = train(RULES_OF_HOOKS[rule], Grid(Alone(), Alone(), Alone()), hooks=hooks)
     for name, weight in joined(run_grid(lambda grid: train(RULES_OF_HOOKS[rule], grid, hooks=hooks))).items():
@@ -189,7 +189,7 @@ def test_the_update_is_the_same_at_any_tensor_parallel_size(rule: str) -> None:
 
 
 def test_soap_computes_each_matrix_on_one_rank_and_sends_every_part_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To its owner, and back; nobody else computes it, or keeps its factors."""
+    """Moved to its owner and back; no other rank computes it or keeps its factors."""
     computed: list[tuple[int, ...]] = []  # by all ranks; appending is atomic
     transform_ = SOAP.transform_
 
@@ -227,7 +227,7 @@ def test_soap_computes_each_matrix_on_one_rank_and_sends_every_part_twice(monkey
 
 
 def test_blockwise_muon_orthogonalises_the_local_block() -> None:
-    """The one mode that depends on the number of tensor-parallel ranks, and says so."""
+    """The only mode that depends on the number of tensor-parallel ranks; the plan says so."""
     blockwise = config(optimizer="muon", muon_tp_mode="blockwise")
     alone = train(blockwise, Grid(Alone(), Alone(), Alone()))
     whole = joined(run_grid(lambda grid: train(blockwise, grid)))

@@ -1,4 +1,4 @@
-"""Each test begins with what goes wrong in the reference, or in a run, and shows what happens here."""
+"""Failures of Megatron-Core or of earlier runs: each docstring describes the failure, each test the behaviour here."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["replicated", "flat"])
 def test_a_group_of_two_dtypes_keeps_each_parameters_own_state(flat: bool) -> None:
-    """The reference finds states by an order that puts fp32 first, and gives each parameter the other one's."""
+    """Megatron-Core finds states by an order that puts fp32 first, and gives each parameter the other one's."""
 
     def rank_main(comm: ThreadComm) -> dict[str, dict[str, Tensor]]:
         net = Mixed()
@@ -58,7 +58,7 @@ def test_a_group_of_two_dtypes_keeps_each_parameters_own_state(flat: bool) -> No
 
 @pytest.mark.parametrize("rule", ["sgd", "lion"])
 def test_sgd_and_lion_work_on_flat_shards(rule: str) -> None:
-    """The reference's distributed optimizer asserts that the rule is Adam, or has a function that makes its state."""
+    """Megatron-Core's distributed optimizer asserts that the rule is Adam, or has a function that makes its state."""
 
     def rank_main(comm: ThreadComm) -> list[Tensor]:
         net = Net(torch.float32)
@@ -74,7 +74,7 @@ def test_sgd_and_lion_work_on_flat_shards(rule: str) -> None:
 
 
 def test_layer_wise_muon_works_in_fp32() -> None:
-    """The reference leaves fp32 children unwrapped, and its first step dies of an attribute that they lack."""
+    """Megatron-Core leaves fp32 children unwrapped, and its first step raises for an attribute that they lack."""
 
     def rank_main(comm: ThreadComm) -> bool:
         net = Net(torch.float32)
@@ -88,7 +88,7 @@ def test_layer_wise_muon_works_in_fp32() -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 def test_a_rank_may_own_nothing_of_a_bucket(wrapped: bool) -> None:
-    """40 elements over three ranks: the reference asserts "empty bucket encountered" when it saves such a rank."""
+    """40 elements over three ranks: Megatron-Core asserts "empty bucket encountered" when it saves such a rank."""
 
     def rank_main(comm: ThreadComm) -> tuple[int, Tensor]:
         layer = nn.Linear(8, 5, bias=False)
@@ -121,7 +121,7 @@ class Mixture(nn.Module):
 
 
 def test_an_overflow_in_the_experts_alone_skips_all_and_moves_the_one_scale() -> None:
-    """Each member of the reference's chain has a scaler of its own: an inf in the experts halves theirs only, while the
+    """Each member of Megatron-Core's chain has a scaler of its own: an inf in the experts halves theirs only, while the
     loss goes on to be scaled by the other's."""
     expert_worlds = [World(1).comms(), World(1).comms()]
 
@@ -143,7 +143,7 @@ def test_an_overflow_in_the_experts_alone_skips_all_and_moves_the_one_scale() ->
 
 
 def test_the_callers_overrides_and_configurations_stay_as_they_were() -> None:
-    """The reference updates config_overrides in place, and writes a bucket size into the caller's DDP configuration."""
+    """Megatron-Core updates config_overrides in place, and writes a bucket size into the caller's DDP configuration."""
     overrides = {ParamKey(name="*.weight"): {"wd_mult": 0.5}}
     muon = config(optimizer="muon")
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
@@ -227,7 +227,7 @@ def test_two_backward_passes_add_up(wrapped: bool) -> None:
     ],
 )
 def test_ranks_that_were_configured_differently_all_refuse_and_name_the_field(field: str, value: Any) -> None:
-    """Only what changed the plan was compared: another rate parted the weights, another limit of the norm hung."""
+    """Only the plan was compared: another learning rate let weights diverge, another norm limit hung."""
 
     def rank_main(comm: ThreadComm) -> str:
         other = {field: value} if comm.rank == 1 else {}
@@ -269,7 +269,7 @@ def test_ranks_whose_groups_have_other_numbers_all_refuse() -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_wrapper_over_other_ranks_than_the_optimizers_is_refused(sharded: bool) -> None:
-    """Each rank then stepped by its own gradients, and nobody said so."""
+    """Each rank stepped with its own gradients, without an error."""
     alone = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
 
     def rank_main(comm: ThreadComm) -> str:
@@ -297,7 +297,7 @@ def test_ranks_that_mean_other_losses_all_refuse() -> None:
 
 @pytest.mark.parametrize("name", ["other", ""])
 def test_a_norm_group_that_does_not_exist_is_refused_by_name(name: str) -> None:
-    """It was a ValueError of `tuple.index`."""
+    """The error was a ValueError from `tuple.index`."""
     net = Net(torch.float32)
     net.second.weight.grad_norm_group = name
     message = refusal(lambda: get_optimizer(config(), [net], {}))
@@ -324,7 +324,7 @@ def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) ->
 
 
 def test_the_module_inside_a_wrapper_is_refused() -> None:
-    """Its gradients are in the wrapper's buffers: every step had a norm of zero, succeeded and moved nothing."""
+    """Its gradients are in the wrapper's buffers: every step succeeded with a norm of zero and updated nothing."""
     net = Net(torch.float32)
     DistributedDataParallel(DistributedDataParallelConfig(), net)
     message = refusal(lambda: get_optimizer(config(), [net], {}))
@@ -343,7 +343,7 @@ def test_a_model_is_wrapped_once(nested: bool) -> None:
 
 
 def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:
-    """The configuration was told to set what it had set."""
+    """The message asked for fields that were already set."""
     wrapper = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), Net(torch.float32))
     muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
     assert refusal(lambda: get_optimizer(muon, [wrapper])).endswith(

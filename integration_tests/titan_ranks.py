@@ -1,4 +1,4 @@
-"""What ranks do with `StackOptimizers` inside torchtitan: its meshes, clipping, schedules and checkpoints, on gloo."""
+"""Rank programs for `StackOptimizers` in torchtitan, with its meshes, clipping, schedules and checkpoints, on gloo."""
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 class Run:
-    """What torchtitan's trainer makes, with a model whose gradients are known."""
+    """The objects that torchtitan's trainer builds, with a model whose gradients are known."""
 
     def __init__(self, config: OptimizerConfig, folder: str = "", *, seed: int = 0) -> None:
         self.dtype = torch.bfloat16 if config.bf16 else torch.float32

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of torch's own checkpoint functions: functions of an importable module."""
+"""Rank programs for the tests of torch's checkpoint functions; importable, so that spawned processes find them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -101,7 +101,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def finished(kind: str) -> dict[str, Tensor]:
-    """The weights of a run that was never stopped."""
+    """The weights of an uninterrupted run."""
     return Run(kind).train(0, BEFORE + AFTER).weights()
 
 

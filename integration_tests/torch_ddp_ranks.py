@@ -1,4 +1,4 @@
-"""What ranks do in the tests of torch's own DistributedDataParallel: functions of an importable module."""
+"""Rank programs for the tests of torch's DistributedDataParallel; importable, so that spawned processes find them."""
 
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ def train(kind: str, ignores: bool, alone: bool = False) -> Ran:
 
 
 class _Counting:
-    """Appends the elements of every reduction inside of it."""
+    """Record the number of elements of every reduction inside the context."""
 
     NAMES = ("all_reduce_", "reduce_scatter_")
 

@@ -18,7 +18,7 @@ DIM, HEADS, FFN, VOCAB, CONTEXT, LAYERS = 24, 12, 48, 36, 8, 1  # 1, 2, 3 and 4 
 
 
 class Grid(NamedTuple):
-    """One rank's communicators; rank = dp * tp.size + tp, as the reference orders them."""
+    """One rank's communicators; rank = dp * tp.size + tp, as Megatron-Core orders them."""
 
     tp: Comm
     dp: Comm
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
 
 
 class _Copied(torch.autograd.Function):
-    """What every tensor-parallel rank has, on its way into their parts: the gradient is the sum of theirs."""
+    """Identity in forward on a replicated tensor; all-reduces the gradient over tensor-parallel ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Comm) -> Tensor:
@@ -77,7 +77,7 @@ class Part(nn.Module):
         vars(self.weight).update({name: value for name, value in vars(weight).items() if name != "_is_param"})
 
     def sharded(self, key: str, dp_rank: int) -> ShardedBase:
-        """The parameter as the reference's model describes it."""
+        """The parameter as Megatron-Core's model describes it."""
         param, tp = self.weight, self.tp
         if self.fused > 1:
             return self._fused_sharded(key, dp_rank)
@@ -180,7 +180,7 @@ class Lm(nn.Module):
         return (_Summed.apply(logits.exp().sum(-1), self.tp).log() - of_wanted).mean()
 
     def _local(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers of this rank's part of the vocabulary, and where they mean anything."""
+        """Row indices in this rank's part of the vocabulary, and a mask of the valid ones."""
         rows = VOCAB // self.tp.size
         local = codes - self.tp.rank * rows
         is_mine = (local >= 0) & (local < rows)

@@ -1,4 +1,4 @@
-"""What two gloo ranks do inside Lightning, Accelerate and the HF Trainer: train on their part of every batch, save,
+"""Rank programs for Lightning, Accelerate and the HF Trainer on two gloo ranks: train on a part of each batch, save,
 resume. Imported only where the trainers are installed."""
 
 import os
@@ -27,7 +27,7 @@ ROWS = 4  # of a joined batch
 
 class Trained(NamedTuple):
     weights: dict[str, Tensor]
-    norms: list[float]  # before clipping, where the trainer tells them
+    norms: list[float]  # before clipping, where the trainer reports them
 
 
 def make_layers() -> nn.Sequential:
@@ -36,7 +36,7 @@ def make_layers() -> nn.Sequential:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """As a user of a trainer makes it; the trainer clips."""
+    """The optimizer as a trainer's user builds it; the trainer clips."""
     return get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0), [model])
 
 

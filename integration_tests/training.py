@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the step: module-level functions, so that spawned processes find them."""
+"""Rank programs for the tests of the step; importable, so that spawned processes find them."""
 
 from typing import Any, NamedTuple
 

@@ -23,7 +23,7 @@ FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")
 
 
 def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs `rank_main(*args)` on `size` gloo ranks and returns what each gave back, or its exception, in rank order.
+    """Run `rank_main(*args)` on `size` gloo ranks; return each rank's result or exception, in rank order.
 
     `rank_main` is a function of an importable module; it finds the world in `torch.distributed`.
     """
@@ -46,14 +46,14 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[
 
 
 class Job(NamedTuple):
-    """What the ranks of a world do: a function of an importable module, and its arguments."""
+    """A program for the ranks of a world: an importable function and its arguments."""
 
     rank_main: Callable[..., Any]
     args: tuple[Any, ...] = ()
 
 
 def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
-    """Runs the jobs in turn in one world, since starting it costs more than most of them: results by job, by rank."""
+    """Run the jobs in turn in one world, since starting it costs more than most jobs. Results by job, then by rank."""
     by_rank = run_processes(size, _all_jobs, dict(jobs))
     for result in by_rank:
         if isinstance(result, Exception):
@@ -115,7 +115,7 @@ def make_model(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tiny:
 
 
 def joined_batch(step: int, *, size: int = 8) -> Tensor:
-    """What all ranks together see in a step."""
+    """The joined batch of all ranks in a step."""
     return torch.randint(VOCAB, (size, CONTEXT + 1), generator=torch.Generator().manual_seed(100 + step))
 
 

@@ -288,7 +288,7 @@ def cut_of(param: Param, place: Place, grid: Grid) -> tuple[int, int]:
 
 
 def kept_as(param: Param, place: Place, setup: Setup) -> int:
-    """Which part of the parameter the rank shows: ranks with the same number must show the same bits."""
+    """The part of the parameter that the rank reports: ranks with the same number must report the same bits."""
     return 0 if setup.layout != "plain" else cut_of(param, place, setup.grid)[0]
 
 

@@ -1,4 +1,4 @@
-"""A case in the words of the project's configurations."""
+"""Translate a case into the project's configurations."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 
 
 def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
-    """The case in the project's words."""
+    """The case as an `OptimizerConfig`."""
     numbers: dict[str, Any] = {
         "fp32": {},
         "bf16": {"bf16": True},

@@ -1,4 +1,4 @@
-"""Draws cases from seeds, without those that have to be refused. Torch and the standard library only."""
+"""Draw valid cases from seeds. Torch and the standard library only."""
 
 import dataclasses
 import math
@@ -225,7 +225,7 @@ def _fits(param: Param, setup: Setup) -> bool:
 
 
 def _with_groups(setup: Setup, params: tuple[Param, ...]) -> Setup:
-    """Nobody can guess which ranks hold an expert; and what a wrapper checks for NaN, it tells replicas only."""
+    """Without groups, the ranks that hold an expert are unknown; and a wrapper reports NaN to its replicas only."""
     has_experts = any(param.expert is not None for param in params)
     is_guess = setup.layout == "plain" and setup.grid.size > 1 and has_experts
     tells_all = setup.grid.dp == setup.grid.size and not has_experts
@@ -248,7 +248,7 @@ def _params(rng: random.Random, numbers: str, setup: Setup) -> tuple[Param, ...]
 
 
 def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iterator[Param]:
-    """Layers of experts. In most models all experts of a layer are alike; in some, expert-parallel ranks have other
+    """Layers of experts. In most models experts of a layer have equal shapes; in some, expert-parallel ranks have other
     parameters."""
     count = rng.choice((2, 4))
     if rng.random() < 0.1:
@@ -256,9 +256,9 @@ def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iter
             yield _param(rng, first + number, numbers, setup, is_expert=True)
         return
     for layer in range(first, first + rng.choice((1, 2))):
-        alike = _param(rng, layer, numbers, setup, is_expert=True)
+        shared_shape = _param(rng, layer, numbers, setup, is_expert=True)
         for expert in range(count):
-            yield dataclasses.replace(alike, name=f"e{layer}_{expert}", expert=expert)
+            yield dataclasses.replace(shared_shape, name=f"e{layer}_{expert}", expert=expert)
 
 
 def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_expert: bool) -> Param:

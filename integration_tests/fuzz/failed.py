@@ -7,7 +7,7 @@ from threading import BrokenBarrierError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """What a rank raised."""
+    """The exception that a rank raised."""
 
     kind: str
     text: str
@@ -31,7 +31,7 @@ class Failed:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Whether it is about a barrier or a connection that another rank broke."""
+    """Whether it only reports a barrier or a connection that another rank broke."""
     if error is None:
         return False
     is_lost = isinstance(error, BrokenBarrierError) or "onnection closed by peer" in str(error)

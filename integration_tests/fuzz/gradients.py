@@ -51,7 +51,7 @@ def kept_part(value: Tensor, param: Param, place: Place, setup: Setup) -> Tensor
 
 
 def local_gradient(case: Case, param: Param, rank: int, *, step: int, microbatch: int) -> Tensor:
-    """What this rank's backward gives, with what is wrong in it."""
+    """This rank's gradients after backward, with the case's faults."""
     setup = case.setup_at(step)
     place = setup.grid.place(rank)
     whole = gradient(

@@ -1,4 +1,4 @@
-"""What has to be refused: on every rank, by a ValueError, before the first step. Torch and the standard library only.
+"""Cases to be refused on every rank, by a ValueError, before the first step. Torch and the standard library only.
 
 A mistake is laid over a case that would be right without it. The list says why each is one; a refusal of anything else
 is a failure of the case, and so is a mistake that goes through, or that only some ranks hear of.

@@ -1,4 +1,4 @@
-"""What a case must come to: one process, float64, plain torch, written from the papers. Imports nothing of the project.
+"""Expected results of a case: one process, float64, plain torch, from the papers. Imports nothing of the project.
 
 The whole model is updated by formulas of Adam (Kingma & Ba 2015), AdamW (Loshchilov & Hutter 2019), SGD with momentum
 (torch.optim.SGD's form), Lion (Chen et al. 2023), Muon (Jordan 2024) with the scale of Moonlight (arXiv 2502.16982),
@@ -61,7 +61,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedStep:
-    """What a step must say, and the weights after it."""
+    """The expected result of a step, and the weights after it."""
 
     success: bool
     overflows: bool

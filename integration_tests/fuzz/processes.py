@@ -21,7 +21,7 @@ MAX_RANKS = 4
 
 
 class _Job(NamedTuple):
-    """What a worker is asked for."""
+    """A request to a worker."""
 
     world: int  # number of the world, for its keys in the store
     rank: int
@@ -41,15 +41,15 @@ class Pool:
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(MAX_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, self.store.port), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            process = context.Process(target=_work, args=(worker_end, self.store.port), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            worker_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def run(self, size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `rank_main(*args)` returns on each of `size` ranks of a new world; `Failed` where it raised."""
+        """The result of `rank_main(*args)` on each of `size` ranks of a new world; `Failed` where it raised."""
         self._worlds += 1
         for rank, pipe in enumerate(self._pipes[:size]):
             pipe.send(_Job(self._worlds, rank, size, rank_main, args))

@@ -1,4 +1,4 @@
-"""What one rank of a case does with the project: builds its part of the model, trains it, and tells what it saw."""
+"""One rank of a case: builds its part of the model, trains it with the project, and reports the results."""
 
 import io
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_gro
 
 @dataclass(slots=True, kw_only=True)
 class SeenStep:
-    """What a rank saw of one step."""
+    """One rank's results of one step."""
 
     success: bool
     norm: float
@@ -91,7 +91,7 @@ class Chunk(nn.Module):
 
 
 def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> None:
-    """Says what the parameter is by Megatron-Core's attributes."""
+    """Mark the parameter with Megatron-Core's attributes."""
     marks: dict[str, Any] = {}
     if pieces > 1:
         marks |= {"tensor_model_parallel": True, "partition_dim": param.cut}
@@ -152,7 +152,7 @@ class Run:
         return [model for model in self.models if isinstance(model, DistributedDataParallel)]
 
     def _prepare(self, step: int) -> None:
-        """What comes between backward and step."""
+        """Prepare gradients between backward and the step."""
         if "reduces before the step" in self.case.habits:
             for wrapper in self.wrappers:
                 wrapper.start_grad_sync()
@@ -208,7 +208,7 @@ class Run:
         return {name: whole(module.weight) for net in self.nets for name, module in net.named_children()}
 
     def again(self) -> "Run":
-        """A new model and optimizer that took the state dicts of these."""
+        """A new model and optimizer, loaded from the state dicts of these."""
         self.complete()
         new = Run(self.case, self.setup, self.rank, self.groups, moved=1.0)
         new.embedding = self.embedding

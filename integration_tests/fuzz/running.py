@@ -1,4 +1,4 @@
-"""Runs cases, and compares what every rank saw with what the oracle expects."""
+"""Run cases, and compare every rank's results with the oracle."""
 
 import math
 import tempfile
@@ -18,7 +18,7 @@ from fuzz.training import first_part, run_part, second_part
 
 
 def failures(case: Case) -> list[str]:
-    """What is wrong with the case, in words; nothing where the project is right."""
+    """A description of each failure of the case; empty if it passes."""
     expected = expect(case)
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/checkpoint"
@@ -39,7 +39,7 @@ def failures(case: Case) -> list[str]:
 
 
 def _unless_refused(by_rank: Sequence[Any], mistake: Mistake) -> list[str]:
-    """What is wrong with the refusals of a mistake."""
+    """Failures to refuse a mistake."""
     quiet = [rank for rank, seen in enumerate(by_rank) if not (isinstance(seen, Failed) and seen.is_refusal)]
     if quiet:
         return [f"should be refused on every rank ({mistake.words}), but not on {quiet}", *_failed(by_rank)]
@@ -49,7 +49,7 @@ def _unless_refused(by_rank: Sequence[Any], mistake: Mistake) -> list[str]:
 
 
 def _unless_all_raise(by_rank: Sequence[Any], kind: str) -> list[str]:
-    """What is wrong where every rank should have raised; those that lose another rank may say so."""
+    """Failures where every rank should have raised; ranks that lost another rank may report that instead."""
     allowed = [seen for seen in by_rank if isinstance(seen, Failed) and (seen.kind == kind or seen.is_consequence)]
     if len(allowed) == len(by_rank) and any(failed.kind == kind for failed in allowed):
         return []
@@ -64,7 +64,7 @@ def _failed(by_rank: Sequence[Any]) -> list[str]:
 
 
 def report(case: Case, found: Sequence[str]) -> str:
-    """What a person needs: the case, what is wrong with it, and the command that runs it again."""
+    """The report for a person: the case, its failures, and the command that runs it again."""
     lines = [str(case), *(f"  {line}" for line in found[:12])]
     lines += [f"  ... and {len(found) - 12} more"] if len(found) > 12 else []
     return "\n".join([*lines, f"again: pytest integration_tests/fuzz --fuzz-seed {case.seed}"])
@@ -92,7 +92,7 @@ def _differences(
 
 
 def _of_results(wanted: ExpectedStep, seen: Sequence[SeenStep]) -> Iterator[str]:
-    """What a step says of itself: the same on every rank, and right."""
+    """Check a step's result: the same on every rank, and equal to the oracle's."""
     for name in ("success", "norm", "zeros", "scale"):
         values = [getattr(one, name) for one in seen]
         if any(repr(value) != repr(values[0]) for value in values):

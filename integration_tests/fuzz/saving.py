@@ -38,7 +38,7 @@ def load_run(run: Run, path: str, everyone: Comm | None) -> None:
 
 
 def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one process would hold that has every rank's part: tensors of all, plain values of the first."""
+    """The state of one process that holds every rank's part: tensors of all ranks, plain values of the first."""
     plain = {key: value for key, value in by_rank[0]["optimizer"].items() if key != "state"}
     tensors = {
         str(rank): {"model": state["model"], "optimizer": state["optimizer"]["state"]}
@@ -48,7 +48,7 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sharded(run: Run) -> dict[str, Any]:
-    """Model and optimizer as a checkpoint takes them."""
+    """Sharded state of model and optimizer."""
     if run.setup.layout != "plain":
         model = {name: value for net in run.nets for name, value in sharded_model(net).items()}
     else:

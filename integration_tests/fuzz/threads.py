@@ -69,7 +69,7 @@ class ThreadGroups:
 
 
 class LateComm:
-    """A `Comm` whose asynchronous collectives write their result when it is waited for; until then it reads as NaN."""
+    """A `Comm` whose asynchronous collectives write their result when awaited; until then it reads as NaN."""
 
     def __init__(self, inner: ThreadComm):
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
@@ -137,7 +137,7 @@ def _poison_(x: Tensor) -> None:
 
 
 def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late: bool, patient: bool) -> list[Any]:
-    """What `rank_main` returns on each rank, `Failed` where it raised.
+    """The result of `rank_main` on each rank, `Failed` where it raised.
 
     A rank that fails stops the others. If `patient`, one that refuses does not, since every rank has to by itself.
     """

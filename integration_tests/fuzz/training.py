@@ -41,7 +41,7 @@ def second_part(case: Case, rank: int, groups: Groups, embedding: Comm, path: st
 
 
 def run_part(case: Case, setup: Setup, part: Part, path: str) -> list[object]:
-    """What every rank of the setup's grid saw of a part of the case, `Failed` where it raised."""
+    """The results of every rank of the setup's grid for a part of the case, `Failed` where it raised."""
     if setup.processes:
         return run_processes(setup.grid.size, _on_process, case, setup, part, path)
     return run_ranks(

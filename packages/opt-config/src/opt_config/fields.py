@@ -83,9 +83,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "decoupled_weight_decay": _rule(),
         "sgd_momentum": _rule(),
         "muon_momentum": _rule(),
-        "muon_split_qkv": _effect(
-            "opt_stack.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_told_not_to"
-        ),
+        "muon_split_qkv": _effect("opt_stack.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"),
         "muon_nesterov": _rule(),
         "muon_scale_mode": _rule(),
         "muon_fp32_matmul_prec": _rule(),
