@@ -88,7 +88,7 @@ def test_clip_grad_false_leaves_the_gradients_as_they_are(spread: str) -> None:
 
 
 def test_clip_grad_of_a_group_is_yes_or_no() -> None:
-    with pytest.raises(ConfigError, match=r"clip_grad=0.5; True .* and False"):
+    with pytest.raises(ConfigError, match=r"clip_grad=0.5; allowed are True .* and False"):
         get_optimizer(config(), [Net(torch.float32)], {ParamKey(name="first.weight"): {"clip_grad": 0.5}})
 
 
