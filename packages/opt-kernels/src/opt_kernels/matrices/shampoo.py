@@ -18,14 +18,14 @@ LEFT, RIGHT = "L", "R"
 
 
 class Orthonormalization(NamedChoice):
-    """How a turned basis is made orthonormal again."""
+    """How a basis is orthonormalised after a power iteration."""
 
     CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
     HOUSEHOLDER = "householder"  # LAPACK's QR
 
 
 class Turned(NamedTuple):
-    """How the basis of one side has moved."""
+    """The change of the basis of one side."""
 
     rotation: Tensor  # (batch, n, n): Q_newᵀ Q_old
     order: Tensor  # (batch, n): the old vector that each new one came from
@@ -137,8 +137,8 @@ class Shampoo:
 
     def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
         """The basis `old` (batch, n, n) brought nearer to the eigenbasis of `factor`, eigenvalues descending."""
-        # A multiple of the identity turns no eigenvector. It keeps those of vanishing eigenvalues where they are, which
-        # would be replaced by the rounding errors of the others.
+        # Adding a multiple of the identity changes no eigenvector. Without it, rounding errors of the others would
+        # replace the eigenvectors of vanishing eigenvalues.
         floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)
         product = factor @ old + floor * old
         order = (old * product).sum(-2).argsort(-1, descending=True)

@@ -1,4 +1,4 @@
-"""SOAP: Adam in the slowly turning eigenbasis of Shampoo's preconditioner."""
+"""SOAP: Adam in the slowly changing eigenbasis of Shampoo's preconditioner."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +155,7 @@ class SOAP(WholeMatrices):
         return out_of_basis(states, update, sides)
 
     def _precondition_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> None:
-        """Update the factors, and where it is time the bases with the moments in them."""
+        """Update the factors and, every `precondition_frequency` steps, the bases and the moments in them."""
         step = int(hyper.step)
         self.shampoo.update_factors_(states, grads, step=step, eps=float(hyper.eps))
         if (step - 1) % self.precondition_frequency == 0:
@@ -185,7 +185,7 @@ def _check_whole(work: Work) -> None:
 
 
 def _turn_moments_(states: PartStates, turned: Mapping[str, Turned], *, sorts: bool) -> None:
-    """exp_avg into the new bases, and exp_avg_sq, where it `sorts`, into the order of their vectors."""
+    """Rotate exp_avg into the new bases and, with `sorts`, reorder exp_avg_sq like their vectors."""
     exp_avg, exp_avg_sq = states.load("exp_avg"), states.load("exp_avg_sq")
     for side in (LEFT, RIGHT):
         if side in turned:

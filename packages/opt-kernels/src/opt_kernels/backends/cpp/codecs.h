@@ -242,7 +242,7 @@ struct Plain {
     }
 };
 
-// What all codecs with scales have in common.
+// Common to all codecs with scales.
 template <class T, bool SIGNED>
 struct Coded {
     using Code = T;

@@ -1,4 +1,4 @@
-// What every sweep shares: numbers as they are stored, runs of them, and how a call walks its runs.
+// Common to all sweeps: stored numbers, runs of them, and how a call traverses its runs.
 //
 // Nothing here may depend on where a run is cut or on how wide the processor's vectors are: products are contracted
 // only where `fma` says so, and every operation is rounded as IEEE 754 has it.

@@ -54,7 +54,7 @@ static double row_sum(const GRAD *grad, int64_t numel, int64_t &zeros) {
     return total;
 }
 
-// The rows [begin, end): writes the sum of each to `extra`; returns their zeros. The table has addresses, then numels.
+// Writes the sum of each row in [begin, end) to `extra`; returns their zeros. The table has addresses, then numels.
 static int64_t sweep(const Task &task, int64_t begin, int64_t end) {
     double *row_sums = (double *)task.extra;
     int64_t first = 0, zeros = 0;

@@ -1,3 +1,3 @@
-// The least that a source must have: compiled once, to find out whether the compiler works.
+// The smallest valid source: compiled once to check that the compiler works.
 
 static int64_t sweep(const Task &, int64_t, int64_t) { return 0; }

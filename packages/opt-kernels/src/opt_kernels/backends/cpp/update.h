@@ -1,4 +1,4 @@
-// What the update sweeps share: stochastic rounding, prefetching and the functions of formulas.
+// Common to all update sweeps: stochastic rounding, prefetching and the functions of formulas.
 //
 // Compiled once for each combination of formats, which come as macros:
 //

@@ -1,4 +1,4 @@
-"""What a step of Muon does element by element, around the orthogonalisation of whole matrices."""
+"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Decay(NamedChoice):
 
 
 class Inputs(NamedTuple):
-    """How a transformation would have the matrices of a work, if it could choose."""
+    """The format in which a transformation prefers the matrices of a work."""
 
     dtype: torch.dtype
-    normalised: bool  # each over its Frobenius norm, each of its split parts over its own
+    normalised: bool  # each matrix, or each of its split parts, is divided by its Frobenius norm
     all_reduce: Callable[[Tensor], Tensor] | None = None  # sums squares over the ranks that hold the other parts
     eps: float = EPS  # smallest norm that a matrix is divided by
 
@@ -37,7 +37,7 @@ Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class OfLayouts:
-    """A `Transform` that looks at the layouts of works alone: not at their gradients, states or hyper-parameters."""
+    """A `Transform` that depends only on the layouts of works, not on their gradients, states or hyper-parameters."""
 
     transform: Transform
 

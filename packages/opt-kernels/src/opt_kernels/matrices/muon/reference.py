@@ -35,7 +35,7 @@ def muon_(
         O <- adapt(transform(u))
         p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
 
-    `transform` gets matrices that are not normalised, in the compute dtype, whatever `inputs` asks for.
+    `transform` receives matrices in the compute dtype, not normalised, whatever `inputs` returns.
     """
     if skipped(skip):
         return
@@ -61,7 +61,7 @@ def muon_(
 
 
 def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
-    """What wd p is multiplied by when the weights are moved; not for L2."""
+    """The factor of wd p in the update of the weights. Not defined for L2."""
     return hyper.lr if decay is Decay.DECOUPLED else 1.0
 
 

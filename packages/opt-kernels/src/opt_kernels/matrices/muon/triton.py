@@ -73,7 +73,7 @@ def momentum_sweep(
     REMAINDER: tl.constexpr, IEEE: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per chunk; where the scalar block says not to proceed it writes nothing but a sum of zero."""
+    """One program per chunk. If the scalar block says to skip the step, it writes only a sum of zero."""
     chunk = tl.program_id(0)
     record = records + chunk * WIDTH
     main = pointer(tl.load(record + 0), MAIN, E)
@@ -108,7 +108,7 @@ def slot_totals(
     totals: tl.tensor,  # (slots,) float64, written
     BLOCK: tl.constexpr,
 ) -> None:
-    """Adds the chunks of each matrix, one program for each: always in the same order."""
+    """Add the chunks of each matrix, one program per matrix, always in the same order."""
     slot = tl.program_id(0)
     end = tl.load(bounds + slot * 2 + 1)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
@@ -164,7 +164,7 @@ def descent_tile(
     MAIN: tl.constexpr, OUT: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Moves BLOCK elements of one chunk, from `start` on."""
+    """Update BLOCK elements of one chunk, from `start` on."""
     at = start + tl.arange(0, BLOCK)
     p = read_main(main, out, at, n, REMAINDER, FULL)
     if DECAY == "decoupled":
@@ -185,7 +185,7 @@ def descent_sweep(
     MAIN: tl.constexpr, OUT: tl.constexpr, DECAY: tl.constexpr, REMAINDER: tl.constexpr, TAG: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per chunk; writes nothing at all where the scalar block says not to proceed."""
+    """One program per chunk. It writes nothing if the scalar block says to skip the step."""
     chunk = tl.program_id(0)
     record = records + chunk * WIDTH
     main = pointer(tl.load(record + 0), MAIN, E)
@@ -243,7 +243,7 @@ def muon_(
 
 
 class _Inputs:
-    """What is to be orthogonalised in a round, and the launches that make and use it."""
+    """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
     def __init__(self, one: Round, hypers: Sequence[Hyper], codec: StateCodec, device: torch.device) -> None:
         self._round = one
@@ -279,7 +279,7 @@ class _Inputs:
             )
 
     def normalised(self, stack: Stack) -> Tensor:
-        """The matrices of `stack`, (len(tasks), *shape), over their norms if the round's inputs are to be so."""
+        """The matrices of `stack`, (len(tasks), *shape), over their norms if the round's inputs are normalised."""
         wanted, shape = self._round.inputs, stack.tasks[0].work.grad.shape
         x = self._words.view(wanted.dtype)
         if wanted.normalised:

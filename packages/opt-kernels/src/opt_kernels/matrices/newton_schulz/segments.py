@@ -1,11 +1,11 @@
-"""Where a Newton-Schulz iteration on a long matrix may work on its small Gram matrix alone, and for how many steps.
+"""Cutting a Newton-Schulz schedule into segments that work on the small Gram matrix of a long matrix.
 
 Written on the Gram matrix R = XXᵀ, the steps of a segment multiply (m, m) matrices only, and X (m, n) is touched twice
 per segment: once to form R, once to apply the product of the steps. That is cheaper the longer X is, but R carries the
 squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative,
 which every step multiplies by a². When that product nears 1 the iteration would diverge, so the segment has to end
-before: X is brought up to date and R formed anew. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
-here the schedule and the dtype say where.)
+first: X is updated and R is recomputed. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
+here the cuts depend on the schedule and the dtype.)
 """
 
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetr
 
 
 def growth(segment: Schedule) -> float:
-    """By how much the steps multiply the smallest eigenvalues of the Gram matrix."""
+    """The factor by which the steps multiply the smallest eigenvalues of the Gram matrix."""
     product = 1.0
     for a, _, _ in segment:
         product *= a * a

@@ -1,4 +1,4 @@
-"""Symmetric products in C++, for bfloat16 on processors that multiply it themselves; other products go to torch.
+"""Symmetric products in C++, for bfloat16 on processors with instructions for it; other products use torch.
 
 A little more than half of the multiplications, at the speed of torch's own matrix products.
 """
@@ -32,7 +32,7 @@ def symmetric_product(
     """alpha · left right + beta · added, a new tensor (batch, m, m) of left's dtype.
 
     Summed in float32 and rounded once; numbers below bfloat16's normal ones count as zero. Symmetric to the last bit
-    but within blocks of 32 on the diagonal.
+    except within blocks of 32 on the diagonal.
     """
     if not takes(left, right, added):
         return torch_native.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)
@@ -45,7 +45,7 @@ def symmetric_product(
 
 
 def takes(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
-    """Whether the compiled product can do it, and pays."""
+    """Whether the compiled product supports these tensors and is faster."""
     m, k = left.shape[-2:]
     given = [tensor for tensor in (left, right, added) if tensor is not None]
     return (

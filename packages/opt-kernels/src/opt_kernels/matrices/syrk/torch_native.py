@@ -1,4 +1,4 @@
-"""Symmetric products out of torch's matrix products: rows of blocks up to the diagonal, the rest mirrored."""
+"""Symmetric products built from torch's matrix products: rows of blocks up to the diagonal, the rest mirrored."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ def symmetric_product(
 ) -> Tensor:
     """alpha · left right + beta · added, a new tensor (batch, m, m) of left's dtype.
 
-    On a CPU, where the matrices are large enough for it to pay, only blocks up to the diagonal are computed.
+    On a CPU, only blocks up to the diagonal are computed if the matrices are large enough for this to be faster.
     """
     if not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
@@ -36,7 +36,7 @@ def dense_product(
     added: Tensor | None = None,  # (batch, m, m)
     beta: float = 0.0,
 ) -> Tensor:
-    """The same with every element computed; right also where the product is not symmetric."""
+    """The same product with every element computed; also correct if it is not symmetric."""
     if added is None:
         product = torch.bmm(left, right)
         return product if alpha == 1.0 else product.mul_(alpha)

@@ -30,7 +30,7 @@ SMALLEST_ROWS = 1024
 def triangle(index: tl.tensor) -> tl.tensor:
     """The row of the tile number `index` when the tiles up to the diagonal are counted row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    # The root is approximate: one step either way puts it right.
+    # The root is approximate: correct it by at most one.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
     return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
 
@@ -137,7 +137,7 @@ def symmetric_product(
 ) -> Tensor:
     """alpha * left right + beta * added, a new tensor (batch, m, m) of left's dtype.
 
-    By the kernel where halving pays, else every element by torch's batched product: one result up to rounding.
+    Uses the kernel where it is faster, else torch's batched product; the results are equal up to rounding.
     """
     if not halving_pays(left):
         return dense_product(left, right, alpha=alpha, added=added, beta=beta)
