@@ -137,7 +137,8 @@ def refusal(comm: Comm, chunk: nn.Module, *, reuses: bool = True) -> str:
 
 def test_both_configurations_must_say_it() -> None:
     texts = run_threads(2, lambda comm: refusal(comm, wrapped(comm)))
-    assert all(f"means {REUSE}=True, but model chunk 0 was wrapped with {REUSE}=False" in text for text in texts)
+    expected = f"OptimizerConfig has {REUSE}=True, but model chunk 0 was wrapped with {REUSE}=False"
+    assert all(expected in text for text in texts)
 
 
 def test_a_plain_module_has_no_gradient_buffer_to_reuse() -> None:

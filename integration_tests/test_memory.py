@@ -87,7 +87,7 @@ def test_a_plain_modules_step_takes_two_buckets_beside_its_shard(
     (source,) = built.optimizer.stepper.families[0].sources
     assert [bucket.numel for bucket in buffer.layout.buckets] == [BUCKET] * 4
     assert source.memory.grad_data.nbytes == 0
-    assert all(8 * BUCKET <= peak <= 8 * BUCKET + SMALL for peak in built.peaks_of_two_steps())
+    assert all(abs(peak - 8 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())
     held = [source.reduced.shards, *source.reduced._scratch]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 4 * NUMEL // SIZE
 
@@ -132,4 +132,4 @@ def test_bf16_gradients_of_a_plain_module_travel_and_stay_bf16(monkeypatch: pyte
     built = Built(torch.bfloat16, wrapper=None, **BF16_GRADS)
     (source,) = built.optimizer.stepper.families[0].sources
     assert source.reduced.shards.nbytes == 2 * NUMEL // SIZE
-    assert all(4 * BUCKET <= peak <= 4 * BUCKET + SMALL for peak in built.peaks_of_two_steps())
+    assert all(abs(peak - 4 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())

@@ -171,7 +171,7 @@ def test_what_only_ready_gradients_can_tell_is_refused_without_them() -> None:
             ask()
     with pytest.raises(ValueError, match=r"clip_grad=-1\.0; give a norm above 0, or 0 for no clipping"):
         optimizer.clip_grad_norm(-1.0)
-    with pytest.raises(ValueError, match="grad_norm_group 'other': '', 'mtp' are allowed"):
+    with pytest.raises(ValueError, match="grad_norm_group 'other': allowed are '', 'mtp'"):
         optimizer.has_grad_norm_group("other")
     assert not optimizer.has_grad_norm_group("mtp")
     assert optimizer.get_grad_stats_parallel_group() is None

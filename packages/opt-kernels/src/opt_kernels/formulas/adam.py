@@ -5,7 +5,6 @@ With g the scaled gradient, t the step (from 1), and m, v the moments:
     g <- g + wd * p            if weight decay is not decoupled
     p <- p - lr * wd * p       if it is
     m <- m + (1 - b1) * (g - m)        v <- b2 * v + (1 - b2) * g^2
-
     order "torch":  p <- p - (lr / (1 - b1^t)) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
     order "te":     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
@@ -43,7 +42,8 @@ def update(
     if order == "torch":
         p = p - step_size * exp_avg / (sqrt(second) / root2 + eps)
     else:
-        direction = (exp_avg / correction1) / (sqrt(second / correction2) + eps)
+        root = sqrt(second / correction2) + eps  # first: fewer scalars occupy registers at once
+        direction = (exp_avg / correction1) / root
         if decoupled_weight_decay and weight_decay != 0:
             direction = direction + weight_decay * p
         p = p - lr * direction
