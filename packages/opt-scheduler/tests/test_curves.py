@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unknown-kind": (
         lambda: Schedule.from_dict({"kind": "rampp"}),
-        "kind='rampp' is not known: use one of 'clip', ",
+        "kind='rampp' is not known: use one of '",
     ),
     "unknown-field": (
         lambda: Schedule.from_dict({"kind": "constant", "valu": 1.0}),

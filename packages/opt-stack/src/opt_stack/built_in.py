@@ -199,7 +199,7 @@ _OF_FORMULAS = {
 }
 MUON = RuleEntry(
     name="muon",
-    summary="momentum, orthogonalised by Newton-Schulz; what is no matrix goes to muon_scalar_optimizer",
+    summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
     make=_muon,
     hyper=lambda config: {"momentum": config.muon_momentum},
 )
@@ -216,7 +216,7 @@ ADAPTIVE_MUON = RuleEntry(
 ADAM = _OF_FORMULAS["adam"]
 SOAP_ = RuleEntry(
     name="soap",
-    summary="Adam in the eigenbasis of Shampoo's preconditioner; what is no matrix goes to adam",
+    summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
     make=_soap,
     hyper=ADAM.hyper,
 )

@@ -71,8 +71,8 @@ def plan_compute(
 ) -> tuple[ComputePlan, ...]:
     """Who computes what of a matrix rule's parameters; those that are whole on their ranks are in no plan.
 
-    Matrices that tensor parallelism alone cuts follow the rule's `tp_mode`. All others are brought together on one rank
-    each, but for tensor-parallel blocks in mode "blockwise", and but for stacks of matrices, which may be cut anywhere.
+    Matrices that tensor parallelism alone cuts follow the rule's `tp_mode`. Every other matrix is gathered on one rank,
+    except tensor-parallel blocks in mode "blockwise" and stacks of matrices, which may be cut anywhere.
 
     Raises:
         ConfigError: a matrix that cannot be brought together, or must be and the rule has no phases for it.
