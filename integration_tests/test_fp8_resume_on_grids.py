@@ -1,7 +1,8 @@
 """Runs with parameters in fp8 that are saved on one TP x DP grid and resumed on others. Over gloo processes.
 
 Scales belong to the parts of tensor parallelism. On as many tensor-parallel ranks they are loaded, and a run goes on to
-the bit on the same grid; on others they are taken from the loaded main values, and delayed scaling begins anew.
+the bit on the same grid; on others they are taken from the loaded main values, and delayed scaling starts with
+an empty history.
 """
 
 import pytest

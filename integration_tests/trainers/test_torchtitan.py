@@ -138,6 +138,15 @@ def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_traine
         torch.testing.assert_close(param, loaded.get_parameter(name), rtol=0.01, atol=0)  # one step of weight decay
 
 
+def test_weights_that_the_trainer_loads_are_saved_before_the_first_step() -> None:
+    model, loaded = (titan_ranks.Net(seed).bfloat16() for seed in (0, 1))
+    optimizers = container(CONFIGS["bf16"], model)
+    model.load_state_dict(loaded.state_dict())
+    state = optimizers.state_dict()
+    for name, param in loaded.named_parameters():
+        torch.testing.assert_close(state[f"state.{name}.fp32_param"], param.float(), rtol=0, atol=0)
+
+
 def test_a_checkpoint_of_another_grouping_or_rule_is_refused_and_changes_nothing() -> None:
     model = titan_ranks.Net(0)
     optimizers = container(CONFIGS["adamw"], model)

@@ -1,10 +1,10 @@
 """A drop-in's step inside a graph of `torch.compile`: one operation, which runs the uncompiled step.
 
-The graph gives the operation all that code before it in the same graph may have changed, although the optimizer does
-not show it yet: weights, gradients, numbers of the groups, and what `torch.amp.GradScaler` sets. All else is read from
-the optimizer when the operation runs: states, hooks, and entries of groups that are not numbers, which a compiled
-function must not change before its step. A number that changes is an input of the graph from its second value on, so
-that a schedule compiles the function twice, not at every step. Another set of gradients or parameters compiles it anew.
+The operation takes as arguments what earlier code of the same graph may have changed: weights, gradients, numbers of
+the groups, and the attributes that `torch.amp.GradScaler` sets. It reads everything else from the optimizer when it
+runs: states, hooks, and entries of groups that are not numbers. A compiled function must not change these before its
+step. A number that changes is an input of the graph from its second value on, so that a schedule compiles the function
+twice, not at every step. Another set of gradients or parameters compiles it again.
 
 Steps with a closure, and of parameters of tensor subclasses (DTensor), break the graph at `step()` instead.
 """
@@ -35,14 +35,14 @@ _optimizers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def handle_of(optimizer: Stepping) -> int:
-    """A number by which graphs find `optimizer` for as long as it lives."""
+    """A number that identifies `optimizer` in graphs during its lifetime."""
     handle = next(_handles)
     _optimizers[handle] = optimizer
     return handle
 
 
 def step_in_graph(optimizer: Any, handle: int) -> None:
-    """Adds the step to the graph that is traced."""
+    """Add the step to the graph that is being traced."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = [place for place, param in enumerate(params) if param.grad is not None]
     # A product with a number may take part in a graph without making it a constant there.
@@ -57,7 +57,7 @@ def step_in_graph(optimizer: Any, handle: int) -> None:
 
 
 def numbers_of(group: Mapping[str, Any]) -> list[tuple[str, int | None, Any]]:
-    """Name, place within a tuple or list, and value of every number of a group, tensors among them."""
+    """Name, index within a tuple or list, and value of every number of a group, tensors included."""
     found: list[tuple[str, int | None, Any]] = []
     for name, value in group.items():
         if name == "params":
@@ -102,7 +102,7 @@ def _step_(
 
 @contextmanager
 def _gradients(params: Sequence[Tensor], grads: Mapping[int, Tensor]) -> Iterator[None]:
-    """Gives the parameters these gradients by their places, and no others."""
+    """Set these gradients, by the places of their parameters, and None for all other parameters."""
     before = [param.grad for param in params]
     others = [place for place, grad in enumerate(before) if grad is not grads.get(place)]
     for place in others:
@@ -116,7 +116,7 @@ def _gradients(params: Sequence[Tensor], grads: Mapping[int, Tensor]) -> Iterato
 
 @contextmanager
 def _numbers(groups: Sequence[Group], given: Sequence[Tensor]) -> Iterator[None]:
-    """Gives the groups the numbers that they had in the graph."""
+    """Set the numbers of the groups to those in the graph."""
     before = []
     entries = [(group, *entry) for group in groups for entry in numbers_of(group)]
     if len(entries) != len(given):
@@ -147,7 +147,7 @@ def _replaced(row: Sequence[Any], index: int, value: Any) -> Sequence[Any]:
 
 @contextmanager
 def _attributes(optimizer: Any, given: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Gives the optimizer those attributes that are not None, and no others of these names."""
+    """Set these attributes of the optimizer, and restore the previous ones afterwards."""
     before = {name: getattr(optimizer, name) for name in given if hasattr(optimizer, name)}
     for name, value in given.items():
         setattr(optimizer, name, value)

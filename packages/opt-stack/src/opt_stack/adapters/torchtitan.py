@@ -63,10 +63,9 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         self._post_init([param for group in optimizer.param_groups for param in group["params"]])
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step. The first takes main values from the parameters, unless they were loaded."""
-        if self._follows_model:
-            self.optimizers[0].reload_model_params()
-            self._follows_model = False
+        """One step. The first takes main values from the parameters unless they were loaded."""
+        self._follow_model_()
+        self._follows_model = False
         super().step(closure)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +76,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         """
         (optimizer,) = self.optimizers
         optimizer.check_ready("state_dict()")
+        self._follow_model_()
         saved = optimizer.state_dict()
         flat = {
             f"state.{self._names[index]}.{key}": value
@@ -104,6 +104,11 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         groups = [self._saved_group(state_dict, group) for group in present["param_groups"]]
         optimizer.load_state_dict({**present, "state": state, "param_groups": groups})
         self._follows_model = False
+
+    def _follow_model_(self) -> None:
+        """Take main values from the parameters, until a step or a load has given them values of their own."""
+        if self._follows_model:
+            self.optimizers[0].reload_model_params()
 
     def _saved_group(self, state_dict: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         names = [self._names[index] for index in group["params"]]

@@ -1,4 +1,4 @@
-"""Rounds of works that stand where they stood at the last step: found once, with the gradients of each step put in."""
+"""Rounds of kept works: computed once, then completed with the gradients of each step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,15 +28,15 @@ class _Piece(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """A round whose works have their mains in the place of gradients, which must not be kept alive."""
+    """A round whose works have their mains as placeholders for gradients, so that no gradient is kept alive."""
 
     round: Round
     pieces: list[_Piece]
 
 
 def kept_rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> list[Round] | None:
-    """What `rounds` gives, for those who look at layouts alone; None where works do not stand, or gradients lie in
-    another order than C's."""
+    """The result of `rounds`, for callers that read layouts only. None if works are not kept, or a gradient is not in
+    C order."""
     columns = [works for _, works in batches if isinstance(works, Works) and works.standing is not None]
     if not columns or len(columns) < len(batches):
         return None
