@@ -1,10 +1,10 @@
-"""Compiles every kernel variant for every architecture, without a GPU, and holds the result against its gates.
+"""Compile every kernel variant for every architecture, without a GPU, and check the results against the gates.
 
     python kernels/aot.py                      all variants, all targets; exit status 1 if a gate is broken
     python kernels/aot.py --only adam/fp32     variants whose name contains this
-    python kernels/aot.py --json report.json   what was measured
+    python kernels/aot.py --json report.json   also write the measurements to this file
 
-A GPU is not needed, nor its driver: Triton brings its own assemblers. TRITON_INTERPRET must not be set.
+Neither a GPU nor a driver is needed: Triton ships its own assemblers. TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -38,17 +38,17 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
-# Little's law on an H200: 4.3 TB/s times about 0.8 us of latency over 132 processors must always be under way.
+# Little's law on an H200: 4.3 TB/s times about 0.8 us of latency, over 132 processors.
 IN_FLIGHT_BYTES = 26_000
-MEASURED_ON = "sm_90"  # the target of the gates in terms of an H200: bytes in flight, instructions
+MEASURED_ON = "sm_90"  # the target whose gates assume an H200: bytes in flight, instructions
 REGISTERS_PER_PROCESSOR = 65536
 THREADS_PER_WARP = 32
 MAX_PROGRAMS_PER_PROCESSOR = 16  # 2048 threads in programs of 4 warps
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);|^(?P<label>\.L_\w+):")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_\w+)\)")
 WIDE_LOAD = re.compile(r"LDG\.E\S*\.128\b")
-IN_ONE_PROCESS = 8  # so many compilations take less time than another process needs to start
-# One access of the full-chunk path is unconditional in PTX; what is masked, as in the tail, stands behind a predicate.
+IN_ONE_PROCESS = 8  # compiling this many variants takes less time than starting another process
+# Accesses of the full-chunk path are unconditional in PTX; masked accesses, as in the tail, have a predicate.
 ACCESS = re.compile(
     r"^\s*(?P<predicate>@!?%p\d+\s+)?(?P<kind>ld|st)\.global(?:\.\w+)*?\.(?:(?P<lanes>v\d)\.)?b(?P<bits>\d+)\b"
 )
@@ -56,7 +56,7 @@ ACCESS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a variant became on one target."""
+    """Measurements of one variant compiled for one target, and the gates it fails."""
 
     variant: str
     target: str
@@ -82,7 +82,7 @@ def compiled(variant: Variant, target: GPUTarget) -> Any:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """What a tool of Triton's own CUDA binaries prints."""
+    """Return the output of one of the CUDA tools that Triton ships."""
     return subprocess.run([BINARIES / name, *arguments], capture_output=True, text=True, check=True).stdout
 
 
@@ -93,9 +93,10 @@ def accesses_in_ptx(ptx: str) -> Counter[str]:
 
 
 def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
-    """Reads registers and the stack off the binary, widths off the PTX, instructions off the SASS where a gate asks.
+    """Read registers and stack from the binary, access widths from the PTX, and instructions from the SASS.
 
-    Spills are on the stack, and nothing else may be. Disassembling takes as long as compiling.
+    Every byte of stack counts as a spill. The SASS is read only for variants with a gate on instructions, because
+    disassembling takes as long as compiling.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -125,7 +126,7 @@ def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
 
 
 def tiles_ahead(variant: Variant, sass: str) -> int:
-    """Tiles whose loads are issued before anything is computed with the first; more than one in an unrolled loop."""
+    """Number of tiles that are loaded before the first is used; more than one if the loop is unrolled."""
     if variant.widths is None or not variant.widths.load_128:
         return 1
     longest = run = 0
@@ -136,7 +137,7 @@ def tiles_ahead(variant: Variant, sass: str) -> int:
 
 
 def instructions_per_element(variant: Variant, sass: str) -> float:
-    """Instructions of the loop over full tiles, by each lane for each of its elements; 0 without such a loop."""
+    """Instructions per element in the loop over full tiles, for one lane; 0 without such a loop."""
     if variant.widths is None or not variant.widths.load_128:
         return 0.0
     found: list[str] = []
@@ -157,7 +158,7 @@ def instructions_per_element(variant: Variant, sass: str) -> float:
 
 
 def amd(variant: Variant, target: str, kernel: Any) -> Report:
-    """Reads everything off the assembly."""
+    """Read all measurements from the assembly."""
     assembly = kernel.asm["amdgcn"]
 
     def number(key: str) -> int:
@@ -180,11 +181,11 @@ def amd(variant: Variant, target: str, kernel: Any) -> Report:
 
 
 def common_gates(variant: Variant, report: Report) -> Iterator[str]:
-    """What holds on every architecture."""
+    """Gates that apply to every architecture."""
     if report.spilled_bytes:
-        yield f"spills: {report.spilled_bytes} bytes of stack, where none is allowed"
+        yield f"spills: {report.spilled_bytes} bytes of stack; none is allowed"
     if report.registers > variant.max_registers:
-        yield f"{report.registers} registers, where {variant.max_registers} are allowed"
+        yield f"{report.registers} registers; at most {variant.max_registers} are allowed"
     if report.shared_bytes and not variant.shared_allowed:
         yield f"{report.shared_bytes} bytes of shared memory: tiles change their layout on the way"
     if variant.matrix and not report.matrix_instructions:
@@ -192,7 +193,7 @@ def common_gates(variant: Variant, report: Report) -> Iterator[str]:
 
 
 def nvidia_gates(variant: Variant, report: Report) -> Iterator[str]:
-    """Vector widths of the full-chunk path, and enough bytes under way."""
+    """Gates on the vector widths of the full-chunk path and on the bytes in flight."""
     if variant.widths is None:
         return
     expected = {
@@ -216,7 +217,7 @@ def nvidia_gates(variant: Variant, report: Report) -> Iterator[str]:
 
 
 def amd_gates(variant: Variant, report: Report) -> Iterator[str]:
-    """Some vector access at least: the assembly does not say which path an instruction is on."""
+    """Require at least one wide access: the assembly does not show which path an instruction is on."""
     if variant.widths is None:
         return
     wide = sum(count for name, count in report.accesses.items() if re.search(r"dwordx[24]$", name))
@@ -225,7 +226,7 @@ def amd_gates(variant: Variant, report: Report) -> Iterator[str]:
 
 
 def reports(only: str) -> Iterator[Report]:
-    """Every variant whose name contains `only`, on every target it is for; on as many processors as there are."""
+    """Reports of every variant whose name contains `only`, on all of its targets; uses all processors."""
     wanted = [index for index, variant in enumerate(all_variants()) if only in variant.name]
     if len(wanted) * len(TARGETS) <= IN_ONE_PROCESS:
         yield from chain.from_iterable(map(reports_of, wanted))
@@ -235,7 +236,7 @@ def reports(only: str) -> Iterator[Report]:
 
 
 def reports_of(index: int) -> list[Report]:
-    """One variant on every target it is for. By its number: kernels cannot be sent to another process."""
+    """Reports of one variant on all of its targets. Takes an index, because kernels cannot be pickled."""
     variant = all_variants()[index]
     targets = WITH_DESCRIPTORS if variant.descriptors else variant.targets or tuple(TARGETS)
     return [
@@ -255,7 +256,7 @@ def line(report: Report) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line, print the table and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="compile only variants whose name contains this")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")

@@ -1,10 +1,10 @@
-"""Runs the CPU benchmarks of opt-kernels and writes their ratios as JSON under kernels/results.
+"""Run the CPU benchmarks of opt-kernels and write their ratios as JSON under kernels/results.
 
     python kernels/bench.py                    all figures, as `nox -s bench` does
-    python kernels/bench.py --only Lion        figures whose name contains this; written nowhere
+    python kernels/bench.py --only Lion        only figures whose name contains this; writes nothing
 
-Every figure is a ratio to a peer that takes turns with it in the same process, so that a busy machine blurs it but does
-not move it. The file is named after the processor and its threads.
+Every figure is a ratio to another library, measured alternately in the same process. Load on the machine then adds
+noise to the ratio but no bias. The file is named after the processor and the number of threads.
 """
 
 import argparse
@@ -23,7 +23,7 @@ BENCHMARKS = WORKBENCH.parent / "packages" / "opt-kernels" / "benchmarks"
 
 
 def processor_name() -> str:
-    """The processor's model where the system tells it, else its architecture."""
+    """Return the processor's model if the system reports it, else its architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
     return models[0] if models else platform.machine()
@@ -35,7 +35,7 @@ def slug(name: str) -> str:
 
 
 def run(script: Path, options: list[str]) -> dict[str, Any]:
-    """What one benchmark wrote; its lines are printed as they come."""
+    """Run one benchmark, print its lines as they arrive, and return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
         subprocess.run([sys.executable, str(script), "--json", str(path), *options], check=True)
@@ -44,12 +44,12 @@ def run(script: Path, options: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line, run the benchmarks and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only the figures whose name contains this; nothing is written")
     parser.add_argument("--pairs", type=int, help="pairs per figure (default: each benchmark's own)")
-    parser.add_argument("--results", type=Path, default=WORKBENCH / "results", help="where the JSON goes")
-    parser.add_argument("--benchmarks", type=Path, default=BENCHMARKS, help="where the scripts bench_*.py are")
+    parser.add_argument("--results", type=Path, default=WORKBENCH / "results", help="file for the JSON results")
+    parser.add_argument("--benchmarks", type=Path, default=BENCHMARKS, help="folder of the bench_*.py scripts")
     arguments = parser.parse_args()
     options = ["--only", arguments.only] if arguments.only else []
     options += [] if arguments.pairs is None else ["--pairs", str(arguments.pairs)]

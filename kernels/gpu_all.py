@@ -1,10 +1,10 @@
-"""One command for a machine with a GPU: every GPU test, then every GPU benchmark, in less than ten minutes.
+"""Run every GPU test, then every GPU benchmark, in less than ten minutes.
 
-    python kernels/gpu_all.py              tests, then figures, to kernels/results/gpu-<device>.json
-    python kernels/gpu_all.py --rehearsal  the same steps, tiny, on a CPU: shows that they run, writes nothing
+    python kernels/gpu_all.py              tests, then benchmarks, to kernels/results/gpu-<device>.json
+    python kernels/gpu_all.py --rehearsal  the same steps at tiny sizes on a CPU, to check that they run; writes nothing
 
-Where there is no GPU it says so and measures nothing. Results are written after every step, so that a run that is cut
-short keeps what it has; a figure short of its goal is marked, never left out.
+Without a GPU it prints a message and measures nothing. Results are written after every step, so an interrupted run
+keeps the results of its finished steps. A figure that misses its goal is marked, never left out.
 """
 
 import argparse
@@ -28,16 +28,16 @@ TESTS = WORKBENCH.parent / "packages" / "opt-kernels" / "tests"
 BUDGET_SECONDS = 570.0
 TESTS_SECONDS = 240.0
 MOST_WORKERS = 8  # each has a CUDA context, half a gigabyte
-BYTES_PER_ELEMENT = 48  # of the largest flat sweep and what it is compared with
+BYTES_PER_ELEMENT = 48  # for the largest flat sweep and its comparison
 
 
 def tests_on_a_device() -> list[Path]:
-    """The tests that run on a GPU where there is one: those that ask for `kernel_device`."""
+    """Names of the tests that use a GPU if there is one: those with the `kernel_device` fixture."""
     return [path for path in sorted(TESTS.glob("test_*.py")) if "kernel_device" in path.read_text()]
 
 
 def run_tests() -> str:
-    """The last line of these tests. Nearly all of their time is compilation, on as many processors as there are."""
+    """Run these tests and return pytest's last line. Most of the time is compilation, on all processors."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-q", *map(str, tests_on_a_device())]
     if find_spec("xdist") is not None:
@@ -53,8 +53,8 @@ def run_tests() -> str:
 
 
 def stage(device: torch.device) -> Any:
-    """The sizes for this device; the rehearsal's where it is a CPU."""
-    # Imported when it is known whether Triton's interpreter has to be chosen first.
+    """Sizes for this device; those of the rehearsal on a CPU."""
+    # Imported here because TRITON_INTERPRET must be set before the first import of Triton.
     from gpu_steps import Stage
 
     if device.type != "cuda":
@@ -65,7 +65,7 @@ def stage(device: torch.device) -> Any:
 
 
 def played(on: Any, deadline: float) -> Iterator[dict[str, Any]]:
-    """The record of every step, in order; a step that fails is recorded with its error and the next one begins."""
+    """Run the steps in order and yield a record of each. A failed step is recorded with its error."""
     from gpu_steps import STEPS
 
     for name, step in STEPS.items():
@@ -85,7 +85,7 @@ def played(on: Any, deadline: float) -> Iterator[dict[str, Any]]:
 
 
 def line(measure: dict[str, Any]) -> str:
-    """One figure as it is printed."""
+    """Format one figure as a line of output."""
     goal, value = measure["goal"], measure["value"]
     if goal is None:
         return f"{value:12.3f} {measure['unit']:5} {measure['name']}"
@@ -94,10 +94,10 @@ def line(measure: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """The command line."""
+    """Parse the command line, run all steps and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rehearsal", action="store_true", help="play the steps on a CPU, tiny; write nothing")
-    parser.add_argument("--results", type=Path, default=WORKBENCH / "results", help="where the JSON goes")
+    parser.add_argument("--rehearsal", action="store_true", help="run the steps at tiny sizes on a CPU; write nothing")
+    parser.add_argument("--results", type=Path, default=WORKBENCH / "results", help="file for the JSON results")
     arguments = parser.parse_args()
     deadline = time.monotonic() + BUDGET_SECONDS
     if arguments.rehearsal:

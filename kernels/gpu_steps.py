@@ -1,7 +1,7 @@
-"""What is measured on a GPU, step by step: sweeps against a copy and torch's fused ops, graphs, symmetric products.
+"""GPU benchmarks: sweeps compared with a copy and with torch's fused ops, CUDA graphs, symmetric products.
 
-Every step takes a `Stage`, which says on what device and at what size to play; a rehearsal is the same steps on a CPU
-under Triton's interpreter, tiny, and its numbers mean nothing.
+Every step takes a `Stage` with the device and the sizes. A rehearsal runs the same steps at tiny sizes on a CPU under
+Triton's interpreter; its numbers are meaningless.
 """
 
 import statistics
@@ -38,7 +38,7 @@ SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),) * 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Where and how large to play."""
+    """Device and sizes of the benchmarks."""
 
     device: torch.device
     numel: int  # of the flat sweeps
@@ -54,7 +54,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One figure. `goal` says what was asked for: at least, or at most where `at_most`."""
+    """One figure. `goal` is a lower bound, or an upper bound if `at_most` is true."""
 
     name: str
     value: float
@@ -68,10 +68,10 @@ LONGEST_ISSUE = 5e-3  # seconds; what takes longer is not bound by its launches
 
 
 def seconds(stage: Stage, run: Callable[[], object]) -> float:
-    """Median device time of `run`, by events; on a CPU by the clock.
+    """Median device time of `run` in seconds, measured with events; on a CPU with the clock.
 
-    The device waits until the host has issued the whole of `run`: otherwise what is shorter than its launches, up to
-    half a millisecond, would measure Python.
+    The device waits until the host has issued all of `run`. Otherwise a run shorter than its launches, up to half a
+    millisecond, would measure Python.
     """
     for _ in range(stage.warmups):
         run()
@@ -92,7 +92,7 @@ def seconds(stage: Stage, run: Callable[[], object]) -> float:
 
 
 def host_seconds(stage: Stage, run: Callable[[], object]) -> float:
-    """Median time until `run` returns, whatever the device still has to do."""
+    """Median time in seconds until `run` returns, without waiting for the device."""
     times = []
     for _ in range(stage.repeats):
         if not stage.rehearsal:
@@ -104,14 +104,14 @@ def host_seconds(stage: Stage, run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth(stage: Stage) -> float:
-    """Bytes per second, read and written, of a copy within device memory."""
+    """Bandwidth of a copy within device memory: bytes read plus bytes written per second."""
     source = torch.ones(stage.numel, device=stage.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(stage, lambda: target.copy_(source))
 
 
 def work(stage: Stage, numel: int, *, kind: str) -> Work:
-    """One parameter: "fp32", "out" (with a bf16 copy), "remainder" (all 16 bit), "8-bit" (codes and remainder)."""
+    """One parameter of this kind: "fp32", "out" (with a bf16 copy), "remainder" (all 16-bit), "8-bit" (codes, too)."""
     main = torch.randn(numel, device=stage.device)
     if kind in ("fp32", "out"):
         state = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
@@ -144,7 +144,7 @@ def adam_step(works: Sequence[Work], *, kind: str) -> Callable[[], None]:
 
 
 def flat_sweeps(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.1 and 6.2: one flat parameter in each storage, against a copy; and torch's fused op."""
+    """Measure one flat parameter in each storage format against a copy, and torch's fused op."""
     bandwidth = copy_bandwidth(stage)
     yield Measure(name="copy", value=bandwidth / 1e9, unit="GB/s")
     for kind, size in BYTES.items():
@@ -181,7 +181,7 @@ SHAPES = [(512, 4, True), (1024, 4, True), (1024, 4, False), (1024, 8, True), (2
 
 
 def launch_shapes(stage: Stage) -> Iterator[Measure]:
-    """Facts 2.4: tile and warps of the fp32 and the 16-bit sweep, to see whether the fixed choice is the best."""
+    """Measure tile sizes and warp counts of the fp32 and the 16-bit sweep, to check the fixed choice."""
     for kind, dtype in (("fp32", torch.float32), ("remainder", torch.bfloat16)):
         one = work(stage, stage.numel, kind=kind)
         for tile, warps, ieee in SHAPES:
@@ -191,7 +191,7 @@ def launch_shapes(stage: Stage) -> Iterator[Measure]:
 
 
 def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Callable[[], None]:
-    """The bare Adam kernel with moments of `dtype`, some launch options changed."""
+    """Launch of the Adam kernel alone with moments of `dtype` and changed launch options."""
     codecs = dict.fromkeys(("exp_avg", "exp_avg_sq"), Plain(dtype=dtype))
     batches = [Batch(Hyper(lr=1e-4, step=3), [one])]
     [(formats, table, _)] = sweeps(batches, codecs)
@@ -202,14 +202,14 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
 
 
 def llama(stage: Stage) -> list[int]:
-    """Sizes of a Llama-shaped list: 9 tensors a layer and two more; 290 of them in 32 layers."""
+    """Parameter sizes of a Llama model: 9 tensors per layer and two more; 290 for 32 layers."""
     wide = 1024 if not stage.rehearsal else 16
     layer = [wide * wide] * 2 + [wide * wide // 4] * 2 + [wide * wide * 7 // 2] * 3 + [wide] * 2
     return layer * stage.layers + [wide * wide * 31, wide]
 
 
 def host_times(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.3: how long the host is busy with a step over many tensors: the rule, and the drop-in optimizer."""
+    """Measure the host time of a step over many tensors, for the rule and for the drop-in optimizer."""
     for label, sizes in {
         "llama list": llama(stage),
         "2000 small tensors": [4096] * (2000 if not stage.rehearsal else 5),
@@ -240,7 +240,7 @@ MUON_BYTES = 14 + 4 + 12  # momentum and its copy, normalisation, update with a 
 
 
 def muon_sweeps(stage: Stage) -> Iterator[Measure]:
-    """Muon's elementwise parts against a copy and against torch's operations; then a whole step against torch's."""
+    """Compare Muon's elementwise parts with a copy and with torch's operations, and a whole step with torch's Muon."""
     bandwidth = copy_bandwidth(stage)
     side = 4096 if not stage.rehearsal else 32
     count = max(1, stage.numel // 4 // side**2)
@@ -256,7 +256,7 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
     ]
     batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, momentum=0.95), works)]
     options: dict[str, Any] = {
-        "transform": lambda tasks, matrices, normalised: matrices,  # nothing: only what stands around it is measured
+        "transform": lambda tasks, matrices, normalised: matrices,  # no products: only the work around them is measured
         "adapt_": None,
         "inputs": lambda of: Inputs(torch.float16, True),
         "factors": lambda of: (0.2,),
@@ -273,8 +273,8 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
 
 
 def muon_step(stage: Stage, side: int) -> Iterator[Measure]:
-    """A whole step on matrices of one shape, by the same number of Newton-Schulz steps."""
-    if not hasattr(torch.optim, "Muon"):  # it came with torch 2.9
+    """Compare a whole step on matrices of one shape, with equal numbers of Newton-Schulz steps."""
+    if not hasattr(torch.optim, "Muon"):  # new in torch 2.9
         return
     times = []
     for made in (torch.optim.Muon, partial(Muon, use_syrk=not stage.rehearsal, backend="triton")):
@@ -286,7 +286,7 @@ def muon_step(stage: Stage, side: int) -> Iterator[Measure]:
 
 
 def graphs(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.4: statistics, scalar block and update chained in a graph; and a shard that fits the L2 cache."""
+    """Measure statistics, scalar block and update in one CUDA graph, and a shard that fits the L2 cache."""
     if stage.rehearsal:
         return
     works = [work(stage, min(stage.numel, 10_000_000), kind="out")]
@@ -308,7 +308,7 @@ def graphs(stage: Stage) -> Iterator[Measure]:
 
 
 def symmetric_products(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.5: the kernel against torch's product over sizes and batches; then five Newton-Schulz steps."""
+    """Compare the kernel with torch's product over sizes and batches; then five Newton-Schulz steps."""
     for dtype in (torch.float16, torch.bfloat16):
         for side in stage.sides:
             for batch in (1, 8) if side <= 2048 else (1,):
@@ -331,7 +331,7 @@ def symmetric_products(stage: Stage) -> Iterator[Measure]:
 
 
 def orthonormal_bases(stage: Stage) -> Iterator[Measure]:
-    """Facts 6.6: CholeskyQR2 against Householder QR."""
+    """Compare CholeskyQR2 with Householder QR."""
     for side in stage.sides[-3:]:
         basis = torch.linalg.qr(torch.randn(1, side, side, device=stage.device))[0]
         columns = basis * torch.logspace(0, -4, side, device=stage.device)

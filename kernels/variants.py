@@ -1,4 +1,4 @@
-"""Every kernel variant that is compiled ahead of time, and what each must turn into."""
+"""Every kernel variant that is compiled ahead of time, with the gates it must pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,13 +36,13 @@ F32, BF16, F16, I8, U8, E4M3, E5M2 = (
     torch.float8_e5m2,
 )
 CHUNK = 16384
-# What an H200 can issue while it moves a byte: 132 processors of 4 warps of 32 lanes, at 1.75 GHz, against 4.3 TB/s.
+# Lane-instructions that an H200 issues per byte moved: 132 processors of 4 warps of 32 lanes at 1.75 GHz, 4.3 TB/s.
 ISSUED_PER_BYTE = 132 * 4 * 32 * 1.75e9 / 4.3e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Vector accesses that one thread makes of a tile on the full-chunk path."""
+    """Number of vector accesses of one thread to a tile on the full-chunk path, by width."""
 
     load_128: int = 0
     load_64: int = 0
@@ -52,7 +52,7 @@ class Widths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A kernel, what it is compiled for, and the gates on the result."""
+    """A kernel, its compile-time arguments, and the gates on the compiled result."""
 
     name: str
     kernel: Any  # a compiled-from-source function has no type that a checker knows
@@ -73,7 +73,7 @@ class Variant:
 
 
 def widths(formats: LaunchFormats) -> Widths:
-    """What a sweep's accesses must be: each column in pieces of `vector` elements, 16 bytes at most."""
+    """Expected accesses of a sweep: each column is accessed `vector` elements at a time, at most 16 bytes."""
     reads = [formats.grad.itemsize, *(d.itemsize for d in formats.states)]
     writes = [d.itemsize for d in formats.states]
     if formats.main is None:
@@ -85,7 +85,7 @@ def widths(formats: LaunchFormats) -> Widths:
 
 
 def widths_of(reads: list[int], writes: list[int], vector: int) -> Widths:
-    """The accesses to columns of so many bytes an element, in pieces of `vector` elements."""
+    """Expected accesses to columns of these bytes per element, `vector` elements at a time."""
     elements = BLOCK // (NUM_WARPS * 32)
 
     def count(sizes: list[int], width: int) -> int:
@@ -99,7 +99,7 @@ def widths_of(reads: list[int], writes: list[int], vector: int) -> Widths:
 def sweep(
     name: str, kernel: Any, formats: LaunchFormats, codecs: dict[str, StateCodec], extra: dict[str, Any]
 ) -> Variant:
-    """An elementwise sweep in these formats."""
+    """Variant of an elementwise sweep in these formats."""
     scaled = any(codec.block for codec in codecs.values())
     lanes = 2 + len(codecs) + sum(codec.block > 0 for codec in codecs.values()) + 3
     reads = formats.grad.itemsize + (4 if formats.main is None else formats.main.itemsize)
@@ -121,7 +121,7 @@ def sweep(
         | extra,
         aligned=("records", "grads", "block"),
         fusion=not formats.ieee,
-        # Where there are many states, fewer programs have enough bytes in flight, which has a gate of its own.
+        # With many states, fewer programs are enough for the bytes in flight, which a separate gate checks.
         max_registers=96 + 28 * max(0, len(codecs) - 2),
         widths=widths(formats) if formats.aligned else None,
         tile_read_bytes=BLOCK * (reads + sum(d.itemsize for d in formats.states)) if formats.aligned else 0,
@@ -131,7 +131,7 @@ def sweep(
 
 
 def bytes_moved(formats: LaunchFormats, codecs: dict[str, StateCodec]) -> float:
-    """Read and written per element, block scales among them."""
+    """Bytes read and written per element, block scales included."""
     return formats.bytes_moved + sum(2 * 4 / codec.block for codec in codecs.values() if codec.block)
 
 
@@ -142,14 +142,14 @@ def formats(
     states: tuple[torch.dtype, ...] = (),
     aligned: bool = True,
 ) -> LaunchFormats:
-    """LaunchFormats of a sweep; float32 where nothing is said."""
+    """LaunchFormats of a sweep; every dtype defaults to float32."""
     return LaunchFormats(grad, main, out, states, aligned)
 
 
 def update(
     name: str, formula: Formula, dtypes: tuple[torch.dtype, ...], *, stochastic_rounding: bool = False, **of: Any
 ) -> Variant:
-    """The sweep of a formula with states of these dtypes."""
+    """Variant of a formula's sweep with states of these dtypes."""
     codecs = {
         state.name: codec_for(state.name, dtype, signed=state.signed)
         for state, dtype in zip(formula.states, dtypes, strict=True)
@@ -157,7 +157,7 @@ def update(
     kept = formats(states=dtypes, **of)
     extra = state_options(kept, codecs) | {"STOCHASTIC_ROUNDING": stochastic_rounding}
     one = sweep(name, kernels_of(formula).sweep, kept, codecs, extra)
-    # Formulas differ in arithmetic alone: what formats become on each target, Adam's variants show.
+    # Formulas differ only in arithmetic. Adam's variants cover all formats on all targets.
     return one if formula.name == ADAM.name else replace(one, targets=("sm_90", "gfx942"))
 
 
@@ -182,14 +182,15 @@ def sgd(name: str, b: torch.dtype | None, **of: Any) -> Variant:
 
 
 def registered() -> Iterator[Variant]:
-    """Every rule of the registry that has no variants of its own, in float32; and that of most states in 8 bits."""
+    """Float32 variants of the registered rules that are not listed above; the one with most states also in 8 bits."""
     others = {name: formula for name, formula in FORMULAS.items() if name not in ("adam", "lion", "sgd")}
     for name, formula in others.items():
         yield update(f"{name}/fp32", formula, (F32,) * len(formula.states))
     largest = max(others.values(), key=lambda formula: len(formula.states))
     codes = tuple(I8 if state.signed else U8 for state in largest.states)
     one = update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=None, out=BF16)
-    # Bound by instructions: its bytes allow exact division, and four codecs divide often. A third of a copy's speed.
+    # Bound by instructions: exact division is allowed at this size, and four codecs divide often. A third of a copy's
+    # speed.
     yield replace(one, max_instructions=380)
 
 
@@ -216,7 +217,7 @@ def stats(name: str, dtype: torch.dtype) -> Variant:
 def muon_momentum(
     name: str, m: torch.dtype, u: torch.dtype, *, scheme_u: str = "plain", nesterov: bool = True, **of: Any
 ) -> Variant:
-    """Muon's momentum sweep, with what is to be orthogonalised in `u`."""
+    """Muon's momentum sweep, which writes the matrix to orthogonalise to `u`."""
     codec = codec_for("momentum_buffer", m, signed=True)
     kept = formats(states=(m,), **of)
     extra = {
@@ -228,7 +229,7 @@ def muon_momentum(
         one,
         signature=one.signature | {"u": f"*{triton_dtype(u)}", "u_scales": "*fp32", "sums": "*fp64"},
         aligned=(*one.aligned, "u", "u_scales", "sums"),
-        # The main is neither read nor written where decay is decoupled.
+        # With decoupled decay the main parameter is neither read nor written.
         widths=widths_of([kept.grad.itemsize, m.itemsize], [m.itemsize, u.itemsize], kept.vector),
         tile_read_bytes=BLOCK * (kept.grad.itemsize + m.itemsize),
         max_instructions=None,
@@ -259,7 +260,7 @@ def muon_normalise(name: str, u: torch.dtype, x: torch.dtype, vector: int) -> Va
 
 
 def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
-    """Muon's update along directions in `o`."""
+    """Muon's update in the directions stored in `o`."""
     kept = formats(states=(F32,), **of)
     one = sweep(f"muon/descent-{name}", descent_sweep, kept, {}, {"DECAY": "decoupled", "TAG": 3})
     main = [2, 2] if kept.main is None else [kept.main.itemsize]
@@ -279,7 +280,7 @@ def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
 
 
 def small_kernels() -> Iterator[Variant]:
-    """The two kernels of one or a few programs."""
+    """The two kernels that run one or a few programs."""
     yield Variant(
         name="grad_stats/total",
         kernel=stats_total,
@@ -325,7 +326,7 @@ def small_kernels() -> Iterator[Variant]:
 
 
 def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> Variant:
-    """A symmetric product, by descriptors or by pointers, of operands whose rows are dense."""
+    """Symmetric product of operands with contiguous rows, loaded through descriptors or pointers."""
     name = str(triton_dtype(dtype))
     tile_k = TILE_BYTES_K // dtype.itemsize
     constants: dict[str, Any] = {"TILE": TILE, "TILE_K": tile_k, "PRECISION": "tf32" if dtype is F32 else "ieee"}
@@ -353,7 +354,7 @@ def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> V
 
 
 def all_variants() -> list[Variant]:
-    """Everything that is gated."""
+    """All variants with gates."""
     remainder: dict[str, Any] = {"main": None, "out": BF16}
     return [
         adam("fp32", F32, F32),

@@ -1,4 +1,4 @@
-"""Every kernel, compiled ahead of time for every architecture, passes its gates; and the gates can fail."""
+"""Every kernel passes its gates when compiled for every architecture, and each gate can fail."""
 
 import json
 import os
@@ -15,13 +15,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 WORKBENCH = Path(__file__).parents[1]
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-# In a process of its own: this one may define kernels for Triton's interpreter, which compiles nothing.
+# A separate process, because this one may have defined kernels for Triton's interpreter, which compiles nothing.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 
 
 @pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What `kernels/aot.py` measured, compiled once for all tests."""
+    """The reports of `kernels/aot.py`, compiled once for all tests."""
     path = tmp_path_factory.mktemp("aot") / "report.json"
     command = [sys.executable, str(WORKBENCH / "aot.py"), "--json", str(path)]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
@@ -78,7 +78,7 @@ for path in sys.argv[1:]:
 
 
 def test_the_kernels_of_tests_compile_too() -> None:
-    # Triton's front end refuses typing.Any as an annotation, which its interpreter ran: these failed on GPUs.
+    # Triton's compiler rejects typing.Any as an annotation; its interpreter accepts it. These kernels failed on GPUs.
     tests = WORKBENCH.parent / "packages" / "opt-kernels" / "tests"
     files = [str(tests / f"test_triton_{name}.py") for name in ("codes", "syrk")]
     command = [sys.executable, "-c", KERNELS_OF_TESTS, *files]
@@ -127,7 +127,7 @@ for change in sys.argv[2:]:
     report = aot.nvidia(changed, "sm_90", aot.compiled(changed, aot.TARGETS["sm_90"]))
     print("; ".join(report.broken))
 """
-# What is changed, and the gate that must say so.
+# A change of the variant, and the message of the gate that must fail.
 CHANGES = {
     "registers": ("{'max_registers': 16}", "16 are allowed"),
     "two-layouts": ("{'constants': constants | {'E': 8}}", "shared memory"),
@@ -137,14 +137,14 @@ CHANGES = {
     "bytes-in-flight": ("{'tile_read_bytes': 1024}", "hide the latency"),
     "instructions": ("{'max_instructions': 60}", "where 60.0 can be issued"),
     "tensor-cores": ("{'matrix': True}", "no matrix instruction"),
-    # Why `halving_pays` leaves exact float32 products to torch.
+    # The reason why `halving_pays` leaves exact float32 products to torch.
     "exact-float32": ("SYRK | {'constants': SYRK['constants'] | {'PRECISION': 'ieee'}}", "spills"),
 }
 
 
 @pytest.fixture(scope="session")
 def broken_by() -> dict[str, str]:
-    """What the gates say of each change; one process, whose imports take longer than a compilation."""
+    """Messages of the failed gates for each change. One process compiles all, because its imports are slow."""
     command = [sys.executable, "-c", SCRIPT, str(WORKBENCH), *(change for change, _ in CHANGES.values())]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=True)
     return dict(zip(CHANGES, finished.stdout.splitlines(), strict=True))

@@ -1,4 +1,4 @@
-"""The bench command with a benchmark of known figures."""
+"""The bench command, run on a benchmark with known figures."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The GPU command where there is no GPU: its steps run on a CPU, and it says when it has nothing to measure."""
+"""The GPU command on a machine without a GPU: the rehearsal runs on a CPU, and a plain run reports that nothing ran."""
 
 import os
 import subprocess
