@@ -12,7 +12,7 @@ from opt_config import OptimizerConfig
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planner import WorldSizes
+from opt_stack.planning.planner import WorldSizes
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8

@@ -86,7 +86,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         case "a reduction that forgets a rank":
             monkeypatch.setattr(ThreadComm, "reduce_scatter_", loses_a_rank)
         case "norms and zeros without experts":
-            from opt_stack import build
+            from opt_stack.building import build
 
             COUNTED = build._counted
             monkeypatch.setattr(build, "_counted", counts_no_experts)

@@ -17,7 +17,7 @@ from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups
-from opt_stack.compute import ComputePlan, compute_lines, plan_compute, split_rows
+from opt_stack.planning.compute import ComputePlan, compute_lines, plan_compute, split_rows
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
 FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)

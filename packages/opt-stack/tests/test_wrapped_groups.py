@@ -11,7 +11,7 @@ from opt_config import ConfigError, DistributedDataParallelConfig
 from opt_distributed.comm.collectives import Alone, TorchComm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_stack import DistributedDataParallel
-from opt_stack.wrapped import check_same_groups
+from opt_stack.chunks.wrapped import check_same_groups
 
 
 @pytest.fixture

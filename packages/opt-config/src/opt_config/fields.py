@@ -16,9 +16,9 @@ _EFFECTS = "integration_tests/test_config_fields.py"
 _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
-_BUILD = "opt_stack.build"
-_RULES = "opt_stack.built_in"
-_FP8 = "opt_stack.fp8"
+_BUILD = "opt_stack.building.build"
+_RULES = "opt_stack.rules.built_in"
+_FP8 = "opt_stack.planning.fp8"
 _FP8_TESTS = "integration_tests/test_fp8_params.py"
 _REUSE_TESTS = "integration_tests/test_fp8_through_grads.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
@@ -62,7 +62,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "fp16": _precision(),
         "bf16": _precision(),
         "reuse_grad_buf_for_mxfp8_param_ag": FieldUse(
-            "opt_stack.wrapped", f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made"
+            "opt_stack.chunks.wrapped", f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made"
         ),
         "params_dtype": _precision(),
         "use_precision_aware_optimizer": _precision(),
@@ -83,7 +83,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "decoupled_weight_decay": _rule(),
         "sgd_momentum": _rule(),
         "muon_momentum": _rule(),
-        "muon_split_qkv": _effect("opt_stack.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"),
+        "muon_split_qkv": _effect(
+            "opt_stack.planning.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"
+        ),
         "muon_nesterov": _rule(),
         "muon_scale_mode": _rule(),
         "muon_fp32_matmul_prec": _rule(),
@@ -108,15 +110,15 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "use_distributed_optimizer": _effect(_CHOICES, "test_flat_shards_divide_the_state"),
         "use_layer_wise_distributed_optimizer": _effect(_CHOICES, "test_whole_matrices_are_dealt_to_ranks"),
         "overlap_param_gather": _effect(
-            "opt_stack.wrapped", "test_both_configurations_must_say_when_parameters_are_gathered"
+            "opt_stack.chunks.wrapped", "test_both_configurations_must_say_when_parameters_are_gathered"
         ),
         "overlap_param_gather_with_optimizer_step": _effect(
-            "opt_stack.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
+            "opt_stack.planning.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
         ),
         "optimizer_cpu_offload": _offload("test_offloaded_state_lives_and_moves_on_the_host"),
         "optimizer_offload_fraction": _offload("test_the_fraction_of_the_elements_lives_on_the_host"),
         "use_torch_optimizer_for_cpu_offload": FieldUse(
-            "opt_stack.planner", f"{_OFFLOAD_TESTS}::test_torch_updates_on_the_host_where_asked"
+            "opt_stack.planning.planner", f"{_OFFLOAD_TESTS}::test_torch_updates_on_the_host_where_asked"
         ),
         "overlap_cpu_optimizer_d2h_h2d": _offload("test_copies_run_on_the_side_stream_where_asked"),
         "pin_cpu_grads": _offload("test_staging_is_pinned_where_asked"),
@@ -131,7 +133,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             "::test_the_resolved_configuration_and_the_plan_are_logged_where_asked",
         ),
         "optimizer_cuda_graph": FieldUse(
-            "opt_stack.graphs",
+            "opt_stack.building.graphs",
             "integration_tests/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
         ),
         "muon_use_syrk": _effect(_RULES, "test_symmetric_products_are_computed_by_half"),
@@ -141,7 +143,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
-        "soap_split_qkv": _effect("opt_stack.planner", "test_soap_splits_fused_rows_where_asked"),
+        "soap_split_qkv": _effect("opt_stack.planning.planner", "test_soap_splits_fused_rows_where_asked"),
         "optimizer_options": _rule(),
         "muon_weight_decay_method": _rule(),
         "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_lines_asked_for"),

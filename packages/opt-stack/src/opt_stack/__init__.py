@@ -21,7 +21,6 @@ from opt_distributed import (
     share_launch_order,
 )
 from opt_scheduler import OptimizerParamScheduler
-from opt_stack.built_in import RuleEntry
 from opt_stack.factory import (
     describe_optimizer,
     get_megatron_optimizer,
@@ -31,10 +30,11 @@ from opt_stack.factory import (
 )
 from opt_stack.gradient_release import release_gradients
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
-from opt_stack.plan import Plan
+from opt_stack.planning.plan import Plan
 from opt_stack.qk_clip import QKClip
-from opt_stack.registry import Registry
-from opt_stack.torch_rule import torch_rule
+from opt_stack.rules.built_in import RuleEntry
+from opt_stack.rules.registry import Registry
+from opt_stack.rules.torch_rule import torch_rule
 
 describe = describe_optimizer
 

@@ -11,9 +11,9 @@ from opt_paramgroups import as_text, describe, get_param_groups, group_rows
 from opt_paramgroups.__main__ import model_chunks_of
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.meaning import meaning
-from opt_stack.plan import Plan, short
-from opt_stack.planner import WorldSizes
-from opt_stack.registry import Registry
+from opt_stack.planning.plan import Plan, short
+from opt_stack.planning.planner import WorldSizes
+from opt_stack.rules.registry import Registry
 
 REFUSED = 2  # exit status for a configuration or a model that is not valid
 

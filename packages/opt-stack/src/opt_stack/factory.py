@@ -27,20 +27,20 @@ from opt_paramgroups import (
     parameters_by_id,
 )
 from opt_scheduler.override import ParamGroupOverride
-from opt_stack.build import Model, build_stepper, group_index, holds_parts
-from opt_stack.entries import check_entries, check_numbers, checked_hyper
-from opt_stack.fp8 import check_recipes, check_reused
+from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
+from opt_stack.chunks.torch_ddp import averaged_by_torch
+from opt_stack.chunks.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
+from opt_stack.chunks.wrapper_fields import check_patterns
 from opt_stack.given_groups import complete_groups
-from opt_stack.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.optimizer import Optimizer
-from opt_stack.peers import check_peers, check_same_config
-from opt_stack.plan import Plan
-from opt_stack.planner import WorldSizes, make_plan
+from opt_stack.planning.fp8 import check_recipes, check_reused
+from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
+from opt_stack.planning.peers import check_peers, check_same_config
+from opt_stack.planning.plan import Plan
+from opt_stack.planning.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.registry import Registry
-from opt_stack.torch_ddp import averaged_by_torch
-from opt_stack.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
-from opt_stack.wrapper_fields import check_patterns
+from opt_stack.rules.entries import check_entries, check_numbers, checked_hyper
+from opt_stack.rules.registry import Registry
 
 logger = logging.getLogger("opt_stack")
 

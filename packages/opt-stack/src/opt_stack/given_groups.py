@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import value_problem
-from opt_stack.local_state import HELD
+from opt_stack.state.local_state import HELD
 
 
 def complete_groups(

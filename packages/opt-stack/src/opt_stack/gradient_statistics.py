@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
-from opt_stack.sharded_state import Held
+from opt_stack.state.sharded_state import Held
 
 
 class InBackward(Protocol):

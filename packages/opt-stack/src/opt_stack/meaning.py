@@ -9,9 +9,9 @@ from torch import nn
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes, short
-from opt_stack.planner import WorldSizes
-from opt_stack.registry import Registry
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes, short
+from opt_stack.planning.planner import WorldSizes
+from opt_stack.rules.registry import Registry
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 

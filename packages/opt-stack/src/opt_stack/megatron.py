@@ -63,7 +63,7 @@ from opt_stack.factory import (
     with_matrix_rule,
 )
 from opt_stack.optimizer import MegatronOptimizer
-from opt_stack.registry import Registry
+from opt_stack.rules.registry import Registry
 
 __all__ = [
     "KEEP_VARS_HINT",

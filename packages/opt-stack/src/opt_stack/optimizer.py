@@ -13,14 +13,14 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
-from opt_stack.evaluation import Evaluation
 from opt_stack.gradient_statistics import GradientStatistics, InBackward
-from opt_stack.live_state import LiveState
-from opt_stack.model_state import find_values
-from opt_stack.offload import StateOffload
-from opt_stack.plan import Plan
-from opt_stack.sharded_state import Held
-from opt_stack.state_dicts import StateDicts
+from opt_stack.planning.plan import Plan
+from opt_stack.state.evaluation import Evaluation
+from opt_stack.state.live_state import LiveState
+from opt_stack.state.model_state import find_values
+from opt_stack.state.offload import StateOffload
+from opt_stack.state.sharded_state import Held
+from opt_stack.state.state_dicts import StateDicts
 
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
 from opt_distributed.comm.collectives import Comm, agree
-from opt_stack.compute import compute_lines
-from opt_stack.local_state import param_name
-from opt_stack.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
+from opt_stack.planning.compute import compute_lines
+from opt_stack.planning.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
+from opt_stack.state.local_state import param_name
 
 CONFIG_FILE = "optimizer_config.json"
 PLAN_FILE = "optimizer_plan.json"

@@ -16,11 +16,11 @@ from opt_distributed.step.result import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_paramgroups import get_param_groups
 from opt_stack.factory import Overrides, get_optimizer_based_on_param_groups, plan_of, with_matrix_rule
-from opt_stack.hooks import HOOKS
-from opt_stack.local_state import match_groups, packed_groups, set_group_
 from opt_stack.optimizer import Optimizer
-from opt_stack.planner import WorldSizes
-from opt_stack.registry import Registry
+from opt_stack.planning.hooks import HOOKS
+from opt_stack.planning.planner import WorldSizes
+from opt_stack.rules.registry import Registry
+from opt_stack.state.local_state import match_groups, packed_groups, set_group_
 
 _STATE_DICT_HOOKS = (
     "_optimizer_state_dict_pre_hooks",

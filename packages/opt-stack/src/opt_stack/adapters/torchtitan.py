@@ -11,10 +11,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import Overrides, get_optimizer
-from opt_stack.hooks import HOOKS
-from opt_stack.local_state import HELD
 from opt_stack.optimizer import Optimizer
-from opt_stack.registry import Registry
+from opt_stack.planning.hooks import HOOKS
+from opt_stack.rules.registry import Registry
+from opt_stack.state.local_state import HELD
 
 _MISSING = object()
 

@@ -9,8 +9,8 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.formulas import Formula
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
-from opt_stack.built_in import BUILT_IN, RuleEntry, formula_entry
-from opt_stack.rule_checks import checked_rule
+from opt_stack.rules.built_in import BUILT_IN, RuleEntry, formula_entry
+from opt_stack.rules.checks import checked_rule
 
 ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEntry` or a `Formula`
 

@@ -10,7 +10,7 @@ from opt_kernels.formulas import NumberError
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
-from opt_stack.built_in import RuleEntry
+from opt_stack.rules.built_in import RuleEntry
 
 HYPER_KEYS = ("betas", "eps", "momentum")
 """The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""

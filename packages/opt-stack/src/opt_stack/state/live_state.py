@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opt_distributed.step.state import PieceState, check_state, load_state_, read_state
-from opt_stack.sharded_state import Held
+from opt_stack.state.sharded_state import Held
 
 
 class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):

@@ -18,8 +18,8 @@ from opt_distributed.step.coded_main import FP16
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
-from opt_stack.plan import BufferPlan, Spread
-from opt_stack.wrapper_fields import check_against
+from opt_stack.chunks.wrapper_fields import check_against
+from opt_stack.planning.plan import BufferPlan, Spread
 
 
 class WrappedBuffer(NamedTuple):

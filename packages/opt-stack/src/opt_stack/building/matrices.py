@@ -13,8 +13,8 @@ from opt_distributed.step.compute import ComputeStage
 from opt_distributed.step.dtensor import mesh_comms
 from opt_kernels.works import NOT_SPLIT, MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.compute import ComputePlan
-from opt_stack.plan import UnitPlan
+from opt_stack.planning.compute import ComputePlan
+from opt_stack.planning.plan import UnitPlan
 
 
 class PlacedMatrix(NamedTuple):

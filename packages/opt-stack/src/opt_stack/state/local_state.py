@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opt_distributed.step.scaler import Scaler
 from opt_paramgroups import ParamId
-from opt_stack.hooks import HOOKS
+from opt_stack.planning.hooks import HOOKS
 
 logger = logging.getLogger("opt_stack")
 

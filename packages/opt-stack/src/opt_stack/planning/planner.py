@@ -18,12 +18,12 @@ from opt_kernels.rules.soap import SOAP
 from opt_kernels.rules.soap_muon import SOAPMuon
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.compute import plan_compute, split_rows
-from opt_stack.fp8 import check_fp8
-from opt_stack.hooks import check_hooks
-from opt_stack.host_plan import plan_host
-from opt_stack.host_rule import torch_host_rule
-from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
+from opt_stack.planning.compute import plan_compute, split_rows
+from opt_stack.planning.fp8 import check_fp8
+from opt_stack.planning.hooks import check_hooks
+from opt_stack.planning.host_plan import plan_host
+from opt_stack.planning.host_rule import torch_host_rule
+from opt_stack.planning.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan, short
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""

@@ -21,7 +21,7 @@ from opt_kernels.quantized.recipes import FP8
 from opt_kernels.rules.base import Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
-from opt_stack.compute import ComputePlan, compute_lines
+from opt_stack.planning.compute import ComputePlan, compute_lines
 
 MAX_RANKS_SHOWN = 64  # a printed plan counts state bytes for at most this many ranks
 NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(

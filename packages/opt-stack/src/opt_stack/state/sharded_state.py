@@ -24,9 +24,9 @@ from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
-from opt_stack.entries import check_loaded_numbers
-from opt_stack.hooks import HOOKS, warn_of_other_hooks
-from opt_stack.local_state import RULE
+from opt_stack.planning.hooks import HOOKS, warn_of_other_hooks
+from opt_stack.rules.entries import check_loaded_numbers
+from opt_stack.state.local_state import RULE
 
 logger = logging.getLogger(__name__)
 VERSION = 1

@@ -29,7 +29,7 @@ from opt_kernels.hooks import (
 from opt_kernels.hooks.rows import SpannedRows
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.plan import BufferPlan, Spread, UnitPlan
+from opt_stack.planning.plan import BufferPlan, Spread, UnitPlan
 
 logger = logging.getLogger("opt_stack")
 

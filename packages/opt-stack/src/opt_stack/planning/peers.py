@@ -14,7 +14,7 @@ from opt_distributed.buffers.agreement import from_all_replicas
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import Roles
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.plan import Plan, rule_text
+from opt_stack.planning.plan import Plan, rule_text
 
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
 """Fields of the configuration that may differ between ranks."""

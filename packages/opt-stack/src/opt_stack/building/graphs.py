@@ -13,7 +13,7 @@ from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.graph import GraphError
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import bare, hooks_of
-from opt_stack.plan import Plan
+from opt_stack.planning.plan import Plan
 
 _FIELD = "optimizer_cuda_graph=True"
 _ON_DEVICE = (None, "triton")

@@ -13,10 +13,11 @@ from opt_distributed.step.stepper import Stepper
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
-from opt_stack.entries import check_loaded_numbers
-from opt_stack.evaluation import Evaluation
-from opt_stack.hooks import warn_of_other_hooks
-from opt_stack.local_state import (
+from opt_stack.planning.hooks import warn_of_other_hooks
+from opt_stack.planning.plan import Plan
+from opt_stack.rules.entries import check_loaded_numbers
+from opt_stack.state.evaluation import Evaluation
+from opt_stack.state.local_state import (
     check_form,
     match_groups,
     match_state,
@@ -24,9 +25,8 @@ from opt_stack.local_state import (
     saved_scaler,
     set_group_,
 )
-from opt_stack.offload import StateOffload
-from opt_stack.plan import Plan
-from opt_stack.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
+from opt_stack.state.offload import StateOffload
+from opt_stack.state.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from

@@ -30,12 +30,12 @@ from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.graphs import check_graphs
-from opt_stack.hooks import check_start, cut_params, cut_rows
-from opt_stack.host_units import HostBuilder
-from opt_stack.matrices import PlacedMatrix, place_matrices, stages_of
-from opt_stack.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
-from opt_stack.planner import SEPARATE_NORMS
+from opt_stack.building.graphs import check_graphs
+from opt_stack.building.host_units import HostBuilder
+from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
+from opt_stack.planning.hooks import check_start, cut_params, cut_rows
+from opt_stack.planning.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
+from opt_stack.planning.planner import SEPARATE_NORMS
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
 

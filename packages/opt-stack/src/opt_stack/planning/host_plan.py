@@ -5,7 +5,7 @@ from math import prod
 
 from opt_config import OnDevice, Placement
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.plan import BufferPlan, Hosted, Spread
+from opt_stack.planning.plan import BufferPlan, Hosted, Spread
 
 
 def plan_host(

@@ -19,7 +19,7 @@ from opt_distributed.step.unit import OwnedPiece, Unit
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId
-from opt_stack.matrices import PlacedMatrix
+from opt_stack.building.matrices import PlacedMatrix
 
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24

@@ -1,0 +1,1 @@
+"""Build what a plan describes."""

@@ -1,0 +1,1 @@
+"""Model chunks inside a `DistributedDataParallel`: ours, or the one of torch."""

@@ -1,0 +1,1 @@
+"""The state of an optimizer: saved, loaded, read while it trains, moved to the host."""
