@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
@@ -297,6 +298,61 @@ def test_gradients_that_are_dropped_leave_no_rank_behind() -> None:
             ddp.zero_grad_buffer()
 
     run_threads(2, rank_main)
+
+
+@configs
+def test_one_rank_may_evaluate_with_gradients_enabled(config: DistributedDataParallelConfig) -> None:
+    """It launched reductions when it zeroed its gradients, which other ranks took for those of the next iteration."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        ddp = DistributedDataParallel(config, Sums({"dense0": 4, "dense1": 4}), groups=roles)
+        for iteration in range(4):
+            for name in ("dense1", "dense0"):
+                ddp(name, 1.0 + comm.rank + iteration).backward()
+            ddp.finish_grad_sync()
+            for name in ("dense1", "dense0"):
+                check_owned(ddp, name, 1.5 + iteration)
+            ddp.zero_grad_buffer()
+            if comm.rank == 0:
+                ddp.eval()
+                ddp("dense0", 1.0)
+                ddp.train()
+            ddp.zero_grad_buffer()
+
+    run_threads(2, rank_main)
+
+
+def test_a_training_forward_on_one_rank_alone_is_an_error_on_all() -> None:
+    """The other ranks would add this rank's dropped gradients to their own in silence, an iteration apart."""
+
+    def rank_main(comm: ThreadComm) -> Exception | None:
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        ddp = DistributedDataParallel(REPLICATED, Sums({"dense0": 4}), groups=roles)
+        for iteration in range(2):
+            ddp("dense0", 1.0).backward()
+            try:
+                ddp.finish_grad_sync()
+                statistics = torch.ones(1)  # the step's, before its update
+                comm.all_reduce_(statistics)
+                assert statistics == 2.0
+            except Exception as error:
+                return error
+            ddp.zero_grad_buffer()
+            if comm.rank == 0 and iteration == 0:
+                ddp("dense0", 1.0)
+            try:
+                ddp.zero_grad_buffer()
+            except Exception as error:
+                return error
+        return None
+
+    first, second = run_threads(2, rank_main)
+    assert isinstance(first, GradientError)
+    assert "dropped the gradients of different iterations" in str(first)
+    assert second is not None
 
 
 def test_chunks_with_one_number_have_no_order() -> None:

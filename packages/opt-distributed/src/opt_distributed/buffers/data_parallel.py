@@ -135,7 +135,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward. Reads of parameters wait for pending gathers."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # One rank may evaluate alone, without `torch.no_grad()`; training in evaluation mode is noted in backward.
+        if self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.grad_sync.note_forward()
         return self.module(*args, **kwargs)
 

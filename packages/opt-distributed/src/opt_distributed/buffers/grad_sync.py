@@ -6,7 +6,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from opt_distributed.buffers.agreement import from_all_replicas
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.binding import GradientError, UnusableGradientError
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.large_grads import LargeGrads
 from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
@@ -144,14 +144,32 @@ class GradSync:
 
         If the gradients of the last iteration are dropped without a reduction, buckets may have been launched on this
         rank but not on another, so that all buckets must be launched first.
+
+        Raises:
+            GradientError: another rank drops another iteration.
         """
         if self._has_run and self.launch_order.may_launch_early:
             self.launch_order.launch_through(self)
+            self._check_dropped()
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
         self._refused = []
         self._completed, self._finished, self._has_run, self.is_started = {}, False, False, False
+
+    def _check_dropped(self) -> None:
+        """Compare between replicas which iteration is dropped.
+
+        If only this rank drops one, its reductions met those of the next iteration on other ranks, whose gradients are
+        wrong. This exchange then meets the exchange of their step, which fails before it updates anything.
+        """
+        for axes in {id(bucket.reduction.axes): bucket.reduction.axes for bucket in self.buckets}.values():
+            dropped = from_all_replicas(axes, (self.number, self.iteration))
+            if any(other != dropped[0] for other in dropped):
+                raise GradientError(
+                    f"ranks dropped the gradients of different iterations (chunk, iteration): {dropped}; run every "
+                    "training forward on all ranks, and evaluate on one rank with model.eval() or torch.no_grad()"
+                )
 
     def _judge_nonfinite(self) -> None:
         checked = [bucket for index in self.order if (bucket := self.buckets[index]).nonfinite is not None]
