@@ -1,6 +1,7 @@
 """Inputs of a rule: declared states, hyper-parameters, and the tensors of parameters.
 
-The caller owns all memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, never `grad`.
+A `Work` has the tensors of one parameter that a step updates: its gradient, main value and states. The caller owns all
+memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, never `grad`.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ class TensorParallel:
 
 
 class MatrixPart(NamedTuple):
-    """The part of a larger matrix that a work is, if it may be any run of rows or columns."""
+    """The matrix of which a work is a part, if the part may be any run of rows or columns."""
 
     whole: Hashable  # identifies the matrix; chosen by the caller
     whole_shape: tuple[int, ...]
@@ -79,7 +80,7 @@ class MatrixSpec:
 
     split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
     by_group: bool = (
-        False  # True: the rows of each group are separate matrices, as heads; False: those of all groups form one
+        False  # True: the rows of each group form a separate matrix (a head); False: those of all groups form one
     )
     partition_dim: int | None = None  # the dim that tensor parallelism shards; None: this rank has the whole matrix
     tensor_parallel: TensorParallel | None = None
@@ -110,15 +111,16 @@ class Work:
     remainder: Tensor | None = None  # updated
     matrix: MatrixSpec = MatrixSpec()  # matrix rules only
     first: int = (
-        0  # number of the run's first element, in any numbering the caller keeps: stochastic rounding's counter
+        0  # index of the run's first element, in any numbering the caller chooses; the counter of stochastic rounding
     )
 
 
 class Standing:
-    """A caller's promise about works that it gives again: all columns but the gradients are the same tensors, with the
-    same addresses and layouts, as in every `Works` given with this object before; gradients have the same layouts.
+    """A caller's guarantee that the tensors of its works have not moved since the last call with this object.
 
-    Sweeps keep in it what they found of such works. Make a new one as soon as anything has moved.
+    All columns except the gradients have the same tensors, addresses and layouts as in every earlier `Works` with this
+    object; gradients have the same layouts. Sweeps cache their look-ups in it. Create a new one as soon as a tensor has
+    moved.
     """
 
     __slots__ = ("found",)
@@ -128,10 +130,10 @@ class Standing:
 
 
 class Works(Sequence[Work]):
-    """Works of one kind, held column by column; a `Work` is made when somebody asks for one.
+    """Works of one kind, stored as columns. Indexing creates a `Work`.
 
-    For callers with hundreds of tensors at every step: making so many objects takes longer than all else that the host
-    has to do. A column that none of the works has is None.
+    For callers with hundreds of tensors per step, because creating that many objects takes longer than the rest of the
+    host's work. A column that none of the works has is None.
     """
 
     __slots__ = ("firsts", "grads", "grads_at", "mains", "matrices", "outs", "remainders", "standing", "states")
@@ -146,8 +148,8 @@ class Works(Sequence[Work]):
         remainders: Sequence[Tensor] | None = None,
         matrices: Sequence[MatrixSpec] | None = None,
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
-        standing: Standing | None = None,  # None: tensors may have moved since they were given last
-        grads_at: tuple[int, ...] = (),  # with `standing`, the gradients' addresses
+        standing: Standing | None = None,  # None: tensors may have moved since the last call
+        grads_at: tuple[int, ...] = (),  # with `standing`, the addresses of the gradients
     ) -> None:
         self.grads = grads
         self.mains = mains

@@ -15,7 +15,7 @@ _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quint
 
 
 class AdaptiveMuon(MatrixOptimizer):
-    """Muon with a second moment: of each element of the orthogonalised update ("adamuon"), of each of its lines
+    """Muon with a second moment: per element of the orthogonalised update ("adamuon"), per row or column of it
     ("normuon"), or of the gradient's norm ("namo").
 
     `betas[1]` and `eps` belong to the second moment; groups that `scalar_optimizer` updates have their own. The `lines`
@@ -38,7 +38,7 @@ class AdaptiveMuon(MatrixOptimizer):
 class NorMuon(AdaptiveMuon):
     """NorMuon (arXiv 2510.05491): `AdaptiveMuon` with "normuon" and the paper's scale, 0.2 sqrt(max(rows, cols)).
 
-    It takes AdamW's lr and weight decay.
+    AdamW's lr and weight decay are suitable.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**_NUMBERS, "weight_decay": 0.1})

@@ -20,7 +20,8 @@ TRAINED = "trained_weights"  # in a state_dict of evaluation mode: the parameter
 
 
 class AveragedOptimizer(FormulaOptimizer):
-    """A formula with `evaluation`. Starts in training mode; a step in evaluation mode raises RuntimeError."""
+    """Base of optimizers whose formula has an `evaluation`. Starts in training mode; a step in evaluation mode raises
+    RuntimeError."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode: the trained weights of each parameter
@@ -87,8 +88,8 @@ class AveragedOptimizer(FormulaOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load as every drop-in does, and restore the mode. After loading a state_dict of evaluation mode, the
-        parameters hold the averaged weights and the optimizer keeps the trained weights."""
+        """Load groups and states, and restore the mode. After loading a state_dict of evaluation mode, the parameters
+        hold the averaged weights and the optimizer keeps the trained weights."""
         super().load_state_dict(state_dict)
         self._trained = {}
         if self.is_training:

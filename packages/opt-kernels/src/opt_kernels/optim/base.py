@@ -246,8 +246,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             after(self)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, as in torch. Raises ValueError for an option that is unknown, not allowed or the same for all
-        groups, and for a parameter that cannot be updated."""
+        """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
+        unknown, not allowed, or equal in all groups by definition."""
         if isinstance(param_group, dict):  # torch raises for anything else
             optional = ("capturable",) if self.capturable else ()
             check_keys(param_group, {*self.defaults, HOOKS, *optional})
@@ -282,7 +282,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
 
     def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
-        """Raises ValueError where state saved with the options of `loaded` means nothing with those of `own`."""
+        """Raise ValueError if state saved with the group options `loaded` cannot be used with the options `own`."""
 
     def _check_param(self, group: ParamGroup, param: Tensor) -> None:
         """Raise ValueError for a parameter that cannot be updated."""
@@ -370,7 +370,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return self._roster.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
 
     def _enrolled_gradients(self) -> list[Tensor | None] | None:
-        """The gradients of all parameters; None where there is no roster that holds."""
+        """The gradients of all parameters. None without a roster, or with an outdated one."""
         if self._roster is None:
             return None
         states = self.__dict__["state"]
@@ -382,7 +382,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return self._hyper(self._on_device.of(sweep.device, self.param_groups)[group], sweep.rule, step)
 
     def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
-        """The roster entry of `param`. Creates its state if it has none."""
+        """The roster entry of `param`, whose state is created if it has none."""
         of_group = self.param_groups[group]
         rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
         state = self._states[param]
@@ -391,7 +391,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))
 
     def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
-        """The local elements of `param` in spans that stochastic rounding numbers consecutively."""
+        """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
         return (spans(param) or ()) if rounds_stochastically(rule, self.mains, param) else (Span(0, param.numel(), 0),)
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:

@@ -13,8 +13,8 @@ from opt_kernels.works import Standing, Works
 
 
 class KeptWorks:
-    """The works of rows. Checking that they are still valid takes a few passes in C over all tensors; creating them
-    again, and looking up the tables of sweeps, takes several times as long."""
+    """Cache of the works of all rows. Checking that they are still valid takes a few passes in C over all tensors.
+    Creating them again, and looking up the tables of sweeps, takes several times as long."""
 
     def __init__(self, rows: Sequence[Row], members: Sequence[Member]) -> None:
         self._rows = rows
@@ -85,7 +85,8 @@ class KeptWorks:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that returns the entries at these places; all entries unchanged if these are all places in order."""
+    """A function that returns the entries of a sequence at these indices. If they are all indices in order, it returns
+    the sequence itself."""
     if len(places) == 1:
         return lambda entries: (entries[places[0]],)
     pick = itemgetter(*places) if places else lambda entries: ()

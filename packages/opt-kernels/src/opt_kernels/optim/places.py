@@ -1,4 +1,4 @@
-"""Whether tensors are where and what they were at the last step: a few passes in C over all of them."""
+"""Detects whether tensors have moved or changed layout since the last step, in a few passes in C over all of them."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all o
 
 
 class Places:
-    """Addresses and layouts of tensors, as one step found them."""
+    """Addresses and layouts of tensors in one step, for comparison in the next."""
 
     def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         tensors = [*grads, *others]
@@ -22,7 +22,7 @@ class Places:
         self._layouts = Layouts(tensors)
 
     def hold(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Whether all but the gradients' addresses is as it was; takes the addresses that gradients have now."""
+        """Whether nothing except the addresses of gradients has changed. Records the new addresses of gradients."""
         tensors = [*grads, *others]
         if not self._layouts.same(tensors):
             return False
@@ -36,5 +36,5 @@ class Places:
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are dense, and none of a subclass, as DTensors and quantized tensors, whose memory is elsewhere."""
+    """Whether all are dense plain tensors. Subclasses such as DTensor store their elements in other tensors."""
     return set(map(type, tensors)) <= PLAIN and all(tensor.layout is torch.strided for tensor in tensors)

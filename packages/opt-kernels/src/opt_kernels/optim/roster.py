@@ -25,7 +25,7 @@ _PARAMS = itemgetter("params")
 
 
 class Roster:
-    """The rows of the parameters that have gradients now."""
+    """The parameters that currently have gradients, grouped into rows."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Roster:
         *,
         write_steps: bool = True,
     ) -> dict[Sweep, list[Batch]]:
-        """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to
-        their numbers; `made` is that of `Steps.count`. Without `write_steps`, `write_steps_` updates the states."""
+        """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
+        `Hyper`; `made` is passed to `Steps.count`. Without `write_steps`, call `write_steps_` to update the states."""
         found: dict[Sweep, list[Batch]] = {}
         for row, works in zip(self._rows, self._kept.works(grads) or self._works(grads)):
             batch = Batch(hyper(row.group, row.sweep, row.steps.count(made, write=write_steps)), works)

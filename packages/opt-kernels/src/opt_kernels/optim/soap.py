@@ -25,13 +25,13 @@ _ORTHOGONALIZATION: Mapping[str, Any] = MappingProxyType(
 
 
 class SOAP(MatrixOptimizer):
-    """SOAP (Vyas et al., arXiv 2409.11321) for matrices, and with `scalar_optimizer` Adam or Lion for the others.
+    """SOAP (Vyas et al., arXiv 2409.11321) for matrices; `scalar_optimizer` selects Adam or Lion for other parameters.
 
-    Its state is 2 (m² + n²) numbers larger than Adam's for a matrix (m, n), without the sides that `max_precond_dim`
-    and `one_sided` leave out: keep embeddings out of it. Rows that a group splits into heads or parts have factors of
-    their own; a state_dict that was saved with another split is refused. `order="megatron"` takes Megatron-Core's
-    steps. The options are those of `opt_kernels.rules.soap.SOAP`, by their names. Raises ValueError for an option
-    that is not allowed.
+    For a matrix (m, n), its state has up to 2 (m² + n²) numbers more than Adam's; `max_precond_dim` and `one_sided`
+    remove sides from this sum. Do not use SOAP for embeddings. If a group splits rows into heads or parts, each part
+    has its own factors; loading a state_dict saved with another split raises an error. `order="megatron"` computes a
+    step as Megatron-Core does. The options are those of `opt_kernels.rules.soap.SOAP`, by name. Raises ValueError for
+    an option that is not allowed.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -47,11 +47,12 @@ class SOAP(MatrixOptimizer):
 
 
 class SOAPMuon(SOAP):
-    """SOAP whose direction is orthogonalised by Newton-Schulz, for matrices: `opt_kernels.rules.soap_muon.SOAPMuon` has
-    the equation, which is our reading of the name.
+    """SOAP for matrices with a direction orthogonalised by Newton-Schulz. No paper defines SOAPMuon;
+    `opt_kernels.rules.soap_muon.SOAPMuon` states the equation used here.
 
-    The scale is `scale_mode`'s; the default, "match_rms_adamw", takes AdamW's lr and weight decay. The other options
-    are those of the rule and of `SOAP`, by their names. Raises ValueError for an option that is not allowed.
+    `scale_mode` sets the scale of updates; with the default, "match_rms_adamw", AdamW's lr and weight decay are
+    suitable. The other options are those of the rule and of `SOAP`, by name. Raises ValueError for an option that is
+    not allowed.
     """
 
     options: ClassVar[Mapping[str, Any]] = MappingProxyType(

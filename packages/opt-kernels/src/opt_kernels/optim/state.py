@@ -33,7 +33,7 @@ def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec) -> d
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`state` in torch's form: decoded, with a remainder joined to a `main`, and as DTensors if `param` is one."""
     shard = local(param).detach()
-    # Aliases: where the states are is the optimizer's business.
+    # Aliases, so that callers do not depend on the tensors in which the optimizer stores its states.
     saved = {name: tensor.detach() for name, tensor in state.items() if name != REMAINDER}
     saved[STEP] = state[STEP].clone()  # a view of the tensor in which the roster counts
     for name, codec in codecs.items():
@@ -84,7 +84,7 @@ class Saved:
 
     @torch.no_grad()
     def load_(self) -> dict[str, Tensor]:
-        """The state as this optimizer keeps it. Every state keeps its dtype, unlike in torch.
+        """The state in the form that this optimizer stores. Every state keeps its dtype, unlike in torch.
 
         A saved `main` is written, rounded, to `param`; without one the main starts from `param`. Raises the same errors
         as `check`.

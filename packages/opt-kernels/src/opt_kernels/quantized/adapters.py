@@ -117,10 +117,10 @@ _KNOWN: Any = WeakIdKeyDictionary()  # by tensor; weak, because adapters hold te
 
 
 def adapted(tensor: Tensor) -> AdaptedTensor | None:
-    """The adapter of a tensor of one of these libraries, always the same object. None for any other tensor.
+    """The adapter of a tensor of one of these libraries; the same object in every call. None for any other tensor.
 
     Raises:
-        QuantizationError: its codes are not float8_e4m3fn, or its scaling is not one of the recipes.
+        QuantizationError: its codes are not float8_e4m3fn, or no recipe has its scaling.
     """
     make = _MAKERS.get((type(tensor).__module__.partition(".")[0], type(tensor).__name__))
     if make is None:

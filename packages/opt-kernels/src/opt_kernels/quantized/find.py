@@ -33,5 +33,5 @@ def quantized(tensor: Tensor) -> QuantizedParam | None:
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether it is an fp8 tensor."""
+    """Whether `tensor` is an fp8 tensor."""
     return quantized(tensor) is not None

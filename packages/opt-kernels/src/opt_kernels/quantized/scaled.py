@@ -123,7 +123,7 @@ class ScaledCodes:
         )
 
     def _alone(self, values: Tensor) -> "ScaledCodes":
-        """The same recipe for `values` as a separate tensor."""
+        """The same recipe for a separate tensor with the shape of `values`."""
         return ScaledCodes(recipe=self.recipe, shape=values.shape, codes=self.codes, scales=self.scales)
 
     def _write_scales(self, at: slice, scales: Tensor, stays: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: an fp8 parameter of plain torch, on any device; what computes with it sees dequantised values."""
+"""`QuantizedTensor`: an fp8 parameter for plain torch on any device. Operations use its dequantised values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,19 +15,18 @@ aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
 
 class QuantizedTensor(ScaledParam, Tensor):
-    """A tensor in fp8 codes and scales, which appears as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
+    """A tensor of fp8 codes and scales that behaves as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
 
-    Operations dequantise it first, and so does a conversion to another dtype. Those that write it (`copy_`, `mul_`,
-    `torch._foreach_add_`, `out=`, an assignment to elements) quantise all of it again, each by itself. A view (`t`,
-    `view`, indexing) is a copy: what is written there is lost, as by `nn.init.orthogonal_`, which writes through one.
-    Its gradient is an ordinary tensor. A copy of it is quantised, too; pickled, and so in files of `torch.save`, it is
-    its dequantised values.
+    Operations and conversions to another dtype dequantise it first. An operation that writes to it (`copy_`, `mul_`,
+    `torch._foreach_add_`, `out=`, an assignment to elements) quantises the whole tensor again. A view (`t`, `view`,
+    indexing) is a copy, so values written to a view are lost; `nn.init.orthogonal_` writes to one. The gradient is an
+    ordinary tensor. Copies are quantised, too. Pickling, as in `torch.save`, stores the dequantised values.
 
     Implements `QuantizedParam`.
     """
 
     scaled: ScaledCodes
-    _initial: list[Tensor]  # one tensor or none; shared with what is detached from this
+    _initial: list[Tensor]  # one tensor or none; shared with detached aliases of this tensor
 
     @staticmethod
     def __new__(cls, scaled: ScaledCodes, *, dtype: torch.dtype, initial: list[Tensor]) -> "QuantizedTensor":
@@ -42,13 +41,13 @@ class QuantizedTensor(ScaledParam, Tensor):
     def of(
         cls, values: Tensor, recipe: str = "tensorwise", *, dtype: torch.dtype | None = None, keep_initial: bool = True
     ) -> "QuantizedTensor":
-        """Quantises `values`.
+        """Quantise `values`.
 
         Args:
             values: of any float dtype; not modified.
-            recipe: delayed, tensorwise, blockwise or mxfp8: see `opt_kernels.quantized.recipes`.
-            dtype: the dtype that operations see. None: that of `values`.
-            keep_initial: keep a copy of `values` until an optimizer has taken its main values from there.
+            recipe: "delayed", "tensorwise", "blockwise" or "mxfp8", see `opt_kernels.quantized.recipes`.
+            dtype: the dtype that the tensor appears to have. None: that of `values`.
+            keep_initial: keep a copy of `values` until an optimizer has initialised its main values from it.
 
         Raises:
             QuantizationError: an unknown recipe, or one that cannot scale this shape.
@@ -73,7 +72,7 @@ class QuantizedTensor(ScaledParam, Tensor):
         return self.scaled.values()
 
     def dequantize(self) -> Tensor:
-        """The values in the dtype that operations see."""
+        """The values in the dtype that the tensor appears to have."""
         return self.scaled.values().to(self.dtype)
 
     def initial(self) -> Tensor | None:
@@ -88,7 +87,7 @@ class QuantizedTensor(ScaledParam, Tensor):
         """Do nothing: it keeps no copies of its codes."""
 
     def extra(self) -> Mapping[str, Tensor]:
-        """The history of delayed scaling."""
+        """The history of delayed scaling, for checkpoints."""
         return self.scaled.extra()
 
     # --- a tensor ---------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ class QuantizedTensor(ScaledParam, Tensor):
         own = _OPERATIONS.get(func)
         if own is not None and isinstance(args[0], QuantizedTensor):
             return own(*args, **kwargs)
-        if func.namespace == "c10d":  # its operations do not say what they write, and are done later
+        if func.namespace == "c10d":  # schemas of collectives do not mark outputs, and collectives complete later
             raise QuantizationError(
                 f"{func} of an fp8 tensor would work on a dequantised copy; give it the tensor's codes and scales, or "
                 "its dequantize()"
@@ -115,12 +114,12 @@ class QuantizedTensor(ScaledParam, Tensor):
 
     @property
     def history(self) -> Tensor | None:
-        """Of delayed scaling."""
+        """The largest magnitudes of past updates, used by delayed scaling."""
         return self.scaled.history
 
     @property
     def data(self) -> "QuantizedTensor":
-        """The same memory, apart from autograd. What is assigned is quantised: the memory stays."""
+        """An alias of this tensor without autograd. Assigning to it quantises the values into the same memory."""
         return _detach(self)
 
     @data.setter
@@ -148,13 +147,13 @@ class QuantizedTensor(ScaledParam, Tensor):
         return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={self.recipe.name!r}, device={self.device})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes into the dequantised values and quantises them all again: a view would be a copy."""
+        """Write to the dequantised values and quantise all of them again, because a view would be a copy."""
         values = self.dequantize()
         values[index] = value
         self.copy_(values)
 
     def share_memory_(self) -> "QuantizedTensor":
-        """Raises QuantizationError: another process would get dequantised copies."""
+        """Raise QuantizationError, because another process would receive dequantised copies."""
         raise QuantizationError(
             "share_memory_() of an fp8 tensor: its codes and scales cannot be shared between processes; quantise in "
             "each process"
@@ -181,7 +180,7 @@ class QuantizedTensor(ScaledParam, Tensor):
 
 
 def _written(schema: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTensor, Tensor]]:
-    """The fp8 tensors that an operation writes, also in lists and as `out`, each with what was written in its place."""
+    """The fp8 tensors to which an operation writes, also those in lists and in `out`, each with its new values."""
     for number, declared in enumerate(schema.arguments):
         if declared.alias_info is None or not declared.alias_info.is_write:
             continue
@@ -198,7 +197,7 @@ def _dequantized(x: Any) -> Any:
 
 
 def _detach(x: QuantizedTensor) -> QuantizedTensor:
-    """The same memory."""
+    """An alias without autograd."""
     return QuantizedTensor(x.scaled, dtype=x.dtype, initial=x._initial)
 
 
@@ -207,7 +206,7 @@ def _clone(x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
 
 
 def _to_copy(x: QuantizedTensor, **kwargs: Any) -> Tensor:
-    """Quantised on another device; dequantised in another dtype."""
+    """Copy: still quantised on another device, dequantised in another dtype."""
     device, dtype = kwargs.get("device") or x.device, kwargs.get("dtype") or x.dtype
     if dtype != x.dtype:
         converted: Tensor = aten._to_copy.default(x.dequantize(), **kwargs)
@@ -238,16 +237,18 @@ def quantize_linears_(
     keep_initial: bool = True,
     only: Callable[[str, nn.Linear], bool] = lambda name, linear: True,
 ) -> list[str]:
-    """Keeps the weights of `module`'s linear layers in fp8; returns their names. Attributes of the parameters stay.
+    """Replace the weights of the linear layers of `module` by fp8 parameters. Returns the names of the weights.
+
+    Attributes of the parameters are kept.
 
     Args:
-        module: its parameters are replaced: call this before it is wrapped, and before the optimizer is built.
+        module: its parameters are replaced, so call this before wrapping it and before building the optimizer.
         recipe: see `QuantizedTensor.of`.
-        keep_initial: likewise; costs the weights' memory once more until the optimizer is built.
-        only: which of the layers, by their names.
+        keep_initial: see `QuantizedTensor.of`; keeps a copy of the weights until the optimizer is built.
+        only: returns whether to quantise a layer, from its name and the layer.
 
     Raises:
-        QuantizationError: see `QuantizedTensor.of`; it names the layer, and nothing is replaced.
+        QuantizationError: see `QuantizedTensor.of`. The message names the layer, and no parameter is replaced.
     """
     chosen = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) and only(name, one)}
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied

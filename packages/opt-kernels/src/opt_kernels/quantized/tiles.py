@@ -1,4 +1,4 @@
-"""Runs of row-major elements of a matrix as rectangles, for numbers that squares of elements share."""
+"""Runs of row-major elements of a matrix as rectangles, for recipes with one scale per square of elements."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(start: int, numel: int, cols: int) -> Iterator[Rectangle]:
-    """The at most three rectangles that elements [start, start + numel) of a matrix of `cols` columns consist of."""
+    """Split elements [start, start + numel) of a matrix with `cols` columns into at most three rectangles."""
     at, stop = start, start + numel
     while at < stop:
         row, col = divmod(at, cols)
@@ -43,7 +43,7 @@ def raise_to_largest_(largest: Tensor, values: Tensor, start: int, *, cols: int,
 
 
 def spread(numbers: Tensor, start: int, numel: int, *, cols: int, square: int) -> Tensor:
-    """(numel,) The number of each element's square; `numbers` (squares,)."""
+    """(numel,) For each element, the entry of `numbers` (squares,) for its square."""
     table = numbers.view(-1, -(-cols // square))
     found = numbers.new_empty(numel)
     for part in rectangles(start, numel, cols):
@@ -58,5 +58,5 @@ def spread(numbers: Tensor, start: int, numel: int, *, cols: int, square: int) -
 
 
 def _squares(part: Rectangle, square: int, device: torch.device) -> Tensor:
-    """(num_rows,) The row of squares that contains each row."""
+    """(num_rows,) For each row, the row of squares that contains it."""
     return torch.arange(part.row, part.row + part.num_rows, device=device).div_(square, rounding_mode="floor")

@@ -1,5 +1,5 @@
 """Sweeps in C++ for CPUs, compiled at their first use: one pass over memory for any mix of dtypes.
 
-`compiler` turns sources into a library, `translate` a formula into a source, and `sweep` works into a call. Code
-common to all sweeps is in `elements.h`, code common to those of formulas in `codecs.h` and `update.h`.
+`translate` generates the source of a formula, `compiler` builds a library from a source, and `sweep` calls the library
+for a batch of works. `elements.h` has the code common to all sweeps, `codecs.h` and `update.h` that of formulas.
 """

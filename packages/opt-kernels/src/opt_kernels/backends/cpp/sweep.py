@@ -162,7 +162,7 @@ def update_(
     grad_scale: float,
     stochastic_rounding: bool = False,
 ) -> list[Batch]:
-    """Sweep every work in CPU memory whose formats a sweep supports. Returns the other works.
+    """Sweep every work in CPU memory whose formats a sweep supports. Return the works that were not swept.
 
     These include works whose sweep could not be compiled.
     """

@@ -2,9 +2,9 @@
 
 The OpenMP threads of torch wait for work by spinning, so any other thread would compete with them for processors. The
 sweep therefore runs on these threads: GNU OpenMP, which torch loads into the process, starts a team by a plain
-function. With another OpenMP (macOS) a pool of Python threads runs the sweep; library calls release the interpreter
-lock. The same pool is used in a process that was forked after this package was imported: GNU OpenMP would wait there
-for threads that exist in the parent only.
+function. With another OpenMP (macOS) a pool of Python threads runs the sweep; library calls release the GIL. A process
+that was forked after this package was imported uses that pool too: GNU OpenMP would wait there for threads that exist
+only in the parent.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ import torch
 
 from opt_kernels.backends.cpp.fork import is_forked
 
-SHARES_PER_THREAD = 4  # so that other threads can take over from a delayed one
+SHARES_PER_THREAD = 4  # so that other threads can take shares from a delayed one
 
 
 class SweepTask(ctypes.Structure):
@@ -52,7 +52,7 @@ def run(library: ctypes.CDLL, *, table: int, num_runs: int, extra: int, total: i
 
 
 def _team() -> Callable[[Any, int, int], None]:
-    """A function that runs another one on a number of threads."""
+    """A function that runs a callable on a number of threads."""
     return _python_team if is_forked() else _torchs_team()
 
 

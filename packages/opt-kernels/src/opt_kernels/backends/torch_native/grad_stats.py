@@ -1,4 +1,4 @@
-"""The statistics of gradients at the speed of memory, with torch's own reductions."""
+"""Gradient statistics with torch's reductions, limited by memory bandwidth."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -10,22 +10,22 @@ from opt_kernels.backends.elements import in_memory_order
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats, check_norm_type
 
-# Each row is summed by one thread in float32, the rows in float64: the same bits whatever the number of threads.
+# One thread sums a row in float32, and rows are summed in float64: the same bits for any number of threads.
 ROW_NUMEL = 1 << 12
-# 4 MiB of float32: the second pass over a tile finds it in the cache.
+# 4 MiB of float32: small enough that the second pass over a tile reads it from the cache.
 TILE_NUMEL = 1 << 20
-# Below it, to start a norm costs more than to copy the tensor to where others share one.
+# Smaller tensors share a tile: copying one takes less time than starting a norm for it.
 SMALL_NUMEL = 1 << 14
-# Between these no float32 square that matters was lost to overflow or underflow.
+# Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
 SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
 
 
 @torch.no_grad()
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """What `reference.grad_stats` gives, the sum of squares to 2e-6 of itself.
+    """As `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
 
-    A finite sum of squares has no non-finite term, so elements are looked at one by one only where the sum is not
-    finite; or so small that squares may have vanished. That look reads the sum on the host.
+    If the sum of squares is finite, all elements are finite. Single elements are therefore checked only if the sum is
+    not finite, or so small that squares may have underflowed. For this the sum is read on the host.
     """
     check_norm_type(norm_type)
     pieces = _pieces(grads)
@@ -44,13 +44,13 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
 
 
 def is_safe(sum_of_squares: float) -> bool:
-    """Whether no float32 square can have been lost to overflow or underflow, nor any element not finite."""
+    """Whether every element is finite and no float32 square that affects the sum has overflowed or underflowed."""
     return SMALLEST_SAFE < sum_of_squares < LARGEST_SAFE
 
 
 def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Pieces of at most a tile. Small float32 ones keep their shape: to flatten each costs more than its share of a
-    norm. Others are flat."""
+    """The gradients in pieces of at most a tile. Small float32 gradients keep their shape, because flattening one takes
+    longer than its share of a norm. Other pieces are flat."""
     pieces: list[Tensor] = []
     for grad in grads:
         numel = grad.numel()
@@ -66,7 +66,8 @@ def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tiles(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Float64 and large float32 pieces as they are; others packed into a float32 tile, which the next overwrites."""
+    """Yield float64 and large float32 pieces unchanged, and the others packed into float32 tiles. Packed tiles share
+    memory: each overwrites the previous one."""
     packed: list[Tensor] = []
     numel, row = 0, torch.empty(0)
     for piece in pieces:
@@ -86,7 +87,7 @@ def _tiles(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
-    """The pieces one after another, in `row` or, where nothing is converted, in a new tensor."""
+    """The pieces concatenated in float32: in `row` if any is converted, else in a new tensor."""
     if all(piece.dtype is torch.float32 for piece in pieces):
         flat: Tensor = _flatten_dense_tensors(pieces)  # type: ignore[no-untyped-call]
         return flat
@@ -96,7 +97,7 @@ def _packed(pieces: list[Tensor], row: Tensor) -> Tensor:
 
 
 def _norms(tile: Tensor) -> list[Tensor]:
-    """The norms of the rows of `tile` (n,), and of what is left: (rows,) and (1,)."""
+    """The norms of the full rows of `tile` (n,), shape (rows,), and of the remaining elements, shape (1,)."""
     full = tile.numel() // ROW_NUMEL * ROW_NUMEL
     norms = [torch.linalg.vector_norm(tile[:full].view(-1, ROW_NUMEL), dim=1)] if full else []
     if full < tile.numel():

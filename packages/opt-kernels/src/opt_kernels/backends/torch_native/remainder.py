@@ -1,4 +1,4 @@
-"""The bf16 + int16 remainder in few passes: what `reference` says, on tiles that stay in the cache."""
+"""Joining and splitting bf16 weights and int16 remainders in few passes over tiles that fit the cache."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from opt_kernels.codecs import remainder as reference
 
 
 def join_(mains: Sequence[Tensor], weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> None:
-    """Writes the float32 numbers `mains` (n,) whose halves are `weights` (bfloat16) and `remainders` (int16)."""
-    # Widening bfloat16 is a shift of its bits by 16; the sum wraps as the formula asks.
+    """Write to `mains` (n,) float32 the numbers whose halves are `weights` (bfloat16) and `remainders` (int16)."""
+    # Converting bfloat16 to float32 shifts its bits by 16. The integer sum wraps around, as in the formula.
     torch._foreach_copy_(list(mains), list(weights))
     torch._foreach_add_([main.view(torch.int32) for main in mains], list(remainders))
 
 
 def split_(weights: Sequence[Tensor], remainders: Sequence[Tensor], row: Tensor, *, words: Tensor) -> None:
-    """Writes the halves of `row` (n,) float32 to `weights` and `remainders`, which share its n elements in order.
+    """Write the halves of `row` (n,) float32 to `weights` and `remainders`, which have n elements in all.
 
     `words` (n,) int32 is overwritten.
     """
     numels = [weight.numel() for weight in weights]
-    # One reduction finds whether there may be a NaN at all: an infinite sum costs only the slow path.
+    # A finite sum excludes NaN. A sum that overflows without a NaN only costs the slow path.
     if not bool(row.sum().isfinite()):
         for weight, rest, main in zip(weights, remainders, torch.split(row, numels)):
             reference.split_(weight, rest, main)

@@ -1,4 +1,4 @@
-"""Stochastic rounding in 32-bit words that wrap: what `reference` gives, bit for bit, in half the memory."""
+"""Stochastic rounding with wrapping 32-bit words: bit for bit as `reference`, with half the temporary memory."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ _UPPER = 1 << 32
 
 
 def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
-    """Writes `values` (n,) float32, whose first element is number `first`, to `target` (n,) bfloat16."""
+    """Write `values` (n,) float32, rounded, to `target` (n,) bfloat16. `first` is the index of the first element."""
     last = first + values.numel() - 1
-    # Across a multiple of 2^32 the key changes within the run; infinities and NaN must not be added to.
+    # At a multiple of 2^32 the key changes within the run. Adding noise to infinities or NaN would change them.
     if first // _UPPER != last // _UPPER or not bool(values.sum().isfinite()):
         reference.round_(target, values, first=first, step=step)
         return
@@ -24,12 +24,12 @@ def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
 
 
 def _mixed_(x: Tensor) -> Tensor:
-    """`reference.mix` on int32 words; their shift copies the sign downwards, hence the masks."""
+    """`reference.mix` on int32 words. The masks clear the copies of the sign bit that an int32 shift makes."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x7FEB352D))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def _signed(word: int) -> int:
-    """A 32-bit word as the int32 of the same bits."""
+    """The int32 with the bits of this 32-bit word."""
     return word - _UPPER if word >= _UPPER >> 1 else word

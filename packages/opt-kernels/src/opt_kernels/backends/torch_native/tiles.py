@@ -1,11 +1,11 @@
-"""Cache tiles: runs are walked in pieces small enough to stay in the cache while several passes go over them.
+"""Cache tiles: pieces of runs that are small enough to stay in the cache during several passes.
 
-A tile presents everything in the compute dtype: a view of the tensor itself where it is stored so, else a scratch copy
-that is written back before the next tile. So a sweep over any mix of dtypes moves each byte to and from memory once.
-Small tensors share a tile: on a CPU a pass over them costs little more than starting it.
+All tensors of a tile are in the compute dtype. A tensor that is stored in this dtype appears as a view, any other as a
+scratch copy that is written back before the next tile. A sweep over any mix of dtypes therefore reads and writes each
+byte of memory once. Small tensors share a tile, because on a CPU starting a pass takes nearly as long as the pass.
 
-Pieces are cut at multiples of TILE_NUMEL and no operation crosses from one to the next: an element's bits do not depend
-on what shares its tile, nor on where a parameter is cut, as long as it is cut at a multiple of 64.
+Pieces begin at multiples of TILE_NUMEL, and no operation combines two pieces. The bits of an element therefore do not
+depend on other tensors in its tile, nor on how its parameter is sharded if shards begin at multiples of 64 elements.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from opt_kernels.backends.torch_native import rounding as rounding
 from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.works import Work
 
-# 2 MiB of float32 a row, at most five rows: within the cache that two cores share, below 16 MiB, and long enough that
-# the overhead of an operation is small. A multiple of every codec's block.
+# A row is 2 MiB of float32 and there are at most five, which fits a cache of 16 MiB shared by two cores. It is long
+# enough that the overhead of an operation is small. A multiple of every codec's block.
 TILE_NUMEL = 1 << 19
-FEW = 8  # tensors, for which to join them costs more than it saves
+FEW = 8  # for fewer tensors, concatenating them costs more than it saves
 
 
 class Tile(NamedTuple):
-    """Pieces of runs in their compute dtype: lists of (n,), matched by position, at most TILE_NUMEL elements in all."""
+    """Pieces of runs in their compute dtype: lists of tensors (n,) in the same order, at most TILE_NUMEL elements."""
 
     mains: list[Tensor]  # updated by the sweep
     grads: list[Tensor]  # scaled; may be the gradients themselves: read only
@@ -37,16 +37,16 @@ class Tile(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Runs, of any shape, by the way torch's fused sweeps can take them."""
+    """Runs of any shape, divided by how torch's fused optimizers can update them."""
 
-    whole: list[Run]  # as they are
-    cut: list[Run]  # a tile at a time
+    whole: list[Run]  # directly
+    cut: list[Run]  # tile by tile
 
 
 def divided(works: Iterable[Work], codecs: Mapping[str, StateCodec], *, scale: float) -> Divided:
-    """`works` in two: those of one dtype throughout with nothing else to read or write, and the others."""
+    """Divide `works` into those whose tensors all have the compute dtype and that have no out, and the others."""
     codes, scales = list(codecs), [scale_name(name) for name, codec in codecs.items() if codec.block]
-    # Backwards: the last gradients that the statistics read are in the cache still.
+    # In reverse order: the gradients that the statistics read last are still in the cache.
     runs = [dense_run_of(work, codes, scales) for work in works][::-1]
     if scale != 1.0:
         return Divided([], runs)
@@ -64,17 +64,17 @@ def tiles(
     stochastic_step: int | None = None,
     flat_grads: bool = False,
 ) -> Iterator[Tile]:
-    """The tiles of all `runs`; what the caller does to one is stored when it asks for the next.
+    """Yield the tiles of all `runs`. The caller's changes to a tile are stored when it requests the next one.
 
-    With `flat_grads`, for a sweep that walks memory whatever the shapes, scaled gradients may be flat while mains
-    are not: giving each of thousands its shape back costs more than the sweep.
-    With `stochastic_step`, the step, a bfloat16 main is rounded stochastically.
+    With `flat_grads`, scaled gradients may be flat even if mains are not; for sweeps that ignore shapes, because
+    restoring the shapes of thousands of gradients takes longer than the sweep.
+    `stochastic_step` is the step, and selects stochastic rounding of bfloat16 mains.
     """
     scratch = Scratch()
     for pieces in _gathered(runs, codecs):
         dtype = compute_dtype(pieces[0])
         if not _is_computable(pieces[0], codecs, dtype):
-            # Parts of rows are flat, and what goes with them must be.
+            # Scratch copies are flat, so the tensors used together with them must be flat too.
             pieces = [_flat(piece) for piece in pieces]
         stage = _Stage(pieces=pieces, dtype=dtype, scratch=scratch)
         states = {name: stage.decoded(name, codec) for name, codec in codecs.items()}
@@ -86,13 +86,13 @@ def tiles(
 
 
 class Scratch:
-    """Rows of one tile's length, each allocated when first asked for."""
+    """Scratch rows of one tile's length, each allocated on first use."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def row(self, name: str, dtype: torch.dtype, *, numel: int, device: torch.device) -> Tensor:
-        """The first `numel` elements of the row `name`; what they hold is left over from an earlier tile."""
+        """The first `numel` elements of the row `name`, uninitialised: they hold values of an earlier tile."""
         key = (name, dtype)
         if key not in self._rows:
             self._rows[key] = torch.empty(TILE_NUMEL, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """Copies in the compute dtype of the pieces of one tile, which have the same dtypes."""
+    """Conversion of the pieces of one tile, which have the same dtypes, to the compute dtype and back."""
 
     pieces: Sequence[Run]
     dtype: torch.dtype
@@ -154,7 +154,7 @@ class _Stage:
 
     def store_mains_(self, values: list[Tensor], stochastic_step: int | None) -> None:
         if self.pieces[0].main is None:
-            # The sweep is done with the gradients: their row serves again, and stays in the cache.
+            # The sweep has finished with the gradients, so their row, which is in the cache, is reused.
             row, words = self._row("main", self.dtype), self._row("grad", self.dtype).view(torch.int32)
             remainder.split_(self._outs(), self._remainders(), row, words=words)
             return
@@ -178,12 +178,12 @@ class _Stage:
         return self.scratch.row(name, dtype, numel=numel, device=self.pieces[0].grad.device)
 
     def _parts(self, row: Tensor) -> list[Tensor]:
-        """The row cut as the pieces are."""
+        """Views of `row` with the sizes of the pieces."""
         return list(torch.split(row, [piece.grad.numel() for piece in self.pieces]))
 
 
 def _scaled(grads: list[Tensor], scale: float, *, flat: bool) -> list[Tensor]:
-    """New tensors: for many small ones one allocation and one product, of which they are views."""
+    """New tensors `grads * scale`. Many small ones are views of one allocation and take one multiplication."""
     if len(grads) < FEW or not (flat or all(grad.dim() == 1 for grad in grads)):
         return list(torch._foreach_mul(grads, scale))
     row = _flatten_dense_tensors(grads).mul_(scale)  # type: ignore[no-untyped-call]
@@ -195,7 +195,7 @@ def _agrees(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
 
 
 def _is_computable(run: Run, codecs: Mapping[str, StateCodec], dtype: torch.dtype) -> bool:
-    """Whether all that a sweep computes with is stored in the compute dtype."""
+    """Whether main, gradient and states are stored in the compute dtype."""
     if run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False
     return all(_is_direct(codec, dtype) for codec in codecs.values())
@@ -210,12 +210,12 @@ def _flat(run: Run) -> Run:
 
 
 def _is_direct(codec: StateCodec, dtype: torch.dtype) -> bool:
-    """Whether the codes are the values, as the sweep computes with them."""
+    """Whether the codes are values of this dtype, which a sweep can use without decoding."""
     return isinstance(codec, Plain) and codec.dtype is dtype
 
 
 def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator[list[Run]]:
-    """Pieces of equal dtypes, in lists of at most TILE_NUMEL elements."""
+    """Yield lists of pieces with the same dtypes, at most TILE_NUMEL elements each."""
     lists: dict[tuple[torch.dtype | None, ...], list[Run]] = {}
     room: dict[tuple[torch.dtype | None, ...], int] = {}  # elements that still fit into the list
     for run in runs:
@@ -233,13 +233,13 @@ def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator
 
 
 def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
-    """The dtypes that runs must have in common to share a tile."""
+    """The dtypes that must be equal for runs to share a tile."""
     main, out = run.main, run.out
     return (run.grad.dtype, None if main is None else main.dtype, None if out is None else out.dtype)
 
 
 def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterable[Run]:
-    """A run that is longer than a tile, cut."""
+    """A run that is longer than a tile, in pieces of one tile."""
     blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
     states = {name: _split(tensor, TILE_NUMEL // blocks.get(name, 1)) for name, tensor in run.state.items()}
     grads, mains, outs, remainders = (_split(t, TILE_NUMEL) for t in (run.grad, run.main, run.out, run.remainder))
@@ -257,5 +257,5 @@ def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterable[Run]:
 
 
 def _split(tensor: Tensor | None, numel: int) -> Iterator[Tensor]:
-    """`tensor`, flat, in pieces of `numel` elements; nothing for None."""
+    """Flat pieces of `tensor` with `numel` elements each; none for None."""
     return iter(()) if tensor is None else iter(torch.split(tensor.view(-1), numel))

@@ -1,4 +1,4 @@
-"""A formula in torch's operations, over cache tiles; or torch's own fused sweep, where it has the formula."""
+"""Runs a formula as torch operations over cache tiles, or as torch's fused optimizer if it implements the formula."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.works import Batch, Hyper
 
-# Elements that go through a formula together: its temporaries, some of them float64, must stay in the cache.
+# Elements per call of a formula: its temporaries, some of them float64, must stay in the cache.
 PIECE_NUMEL = 1 << 16
 
 # Updates the mains and states of a tile.
@@ -29,7 +29,7 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.update_` does, except for the last bits. Hyper-parameters are read on the host."""
+    """As `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
     if skipped(skip):
         return
     scale = float(grad_scale)
@@ -37,7 +37,7 @@ def update_(
         fused = _fused(formula, hyper)
         sweep = fused or _by_formula(formula, formula.scalars_of(hyper))
         whole, cut = divided(works, codecs, scale=scale)
-        if fused is None:  # a formula makes new tensors, which must not be whole ones
+        if fused is None:  # a formula allocates temporaries, which must not be as large as whole parameters
             whole, cut = [], [*whole, *cut]
         if whole:
             mains = [run.main for run in whole if run.main is not None]
@@ -50,7 +50,7 @@ def update_(
 
 
 def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
-    """Runs the formula on a tile, piece by piece."""
+    """Return a sweep that runs the formula on a tile, piece by piece."""
     names = [state.name for state in formula.states]
 
     def sweep(tile: Tile) -> None:
@@ -58,7 +58,7 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
             for main, grad, *states in zip(*(torch.split(column.view(-1), PIECE_NUMEL) for column in columns)):
                 targets = (main, *states)
                 new = formula.updated(main, grad, dict(zip(names, states)), scalars)
-                # A value may be another target as it was, as after `slow = p`: read before that is written.
+                # A new value may be another target itself, as after `slow = p`. Copy it before that target is written.
                 values = [value.clone() if any(value is old for old in targets) else value for value in new]
                 for target, value in zip(targets, values, strict=True):
                     target.copy_(value)
@@ -67,7 +67,10 @@ def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Sweep:
 
 
 def _fused(formula: Formula, hyper: Hyper) -> Sweep | None:
-    """torch's fused sweep of this formula: one pass, with the same bits where a processor has fused products."""
+    """Return a sweep by torch's fused optimizer, in one pass; None if it does not implement the formula.
+
+    Its bits equal the formula's on processors with fused multiply-add.
+    """
     constants = dict(formula.constants)
     if formula.update is ADAM.update and constants["order"] == "torch":
         decoupled, amsgrad = bool(constants["decoupled_weight_decay"]), bool(constants["amsgrad"])

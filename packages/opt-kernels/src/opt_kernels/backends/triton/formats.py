@@ -30,10 +30,10 @@ class LaunchFormats(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """Elements that every pointer is aligned to.
+        """Number of elements to which every pointer is aligned.
 
-        One number for all columns: were each to take its own 16 bytes, 16-bit and 32-bit tiles would differ in layout,
-        and every one of them would pass through shared memory.
+        It is the same for all columns. If every column were accessed 16 bytes at a time, 16-bit and 32-bit tiles would
+        have different layouts and would be exchanged through shared memory.
         """
         if not self.aligned:
             return 1
@@ -42,7 +42,7 @@ class LaunchFormats(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Read and written per element, block scales aside."""
+        """Bytes read and written per element, without block scales."""
         main = 2 * self.main.itemsize if self.main is not None else 2 * torch.int16.itemsize
         out = 0 if self.out is None else self.out.itemsize * (2 if self.remainder else 1)
         return self.grad.itemsize + main + out + 2 * sum(d.itemsize for d in self.states)

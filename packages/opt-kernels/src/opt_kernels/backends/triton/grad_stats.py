@@ -1,7 +1,7 @@
-"""The statistics of gradients in one Triton sweep and one small sum, without synchronizing; deterministic.
+"""Deterministic gradient statistics in one Triton sweep and one small sum, without synchronizing.
 
-Bytes per element: 4 for float32 gradients, 2 for 16-bit ones. Every program sums its chunk in float32, in one fixed
-order; one last program adds the chunks in float64, in one fixed order too. `kernels/grad_stats.md` derives the design.
+Reads 4 bytes per element of float32 gradients, 2 of 16-bit ones. Every program sums its chunk in float32, and one last
+program adds the chunks in float64, both in a fixed order. `kernels/grad_stats.md` derives the design.
 """
 
 import math
@@ -29,16 +29,17 @@ from opt_kernels.backends.triton.multi_tensor import (
 )
 from opt_kernels.backends.triton.sweep import processors
 
-SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)  # between these no float32 square that matters was lost
+# Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
+SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)
 LARGEST_SAFE: tl.constexpr = tl.constexpr(1e36)
-CALLS = 1024  # a step may have one for each bucket: what does not fit is built every step
-NONFINITE: tl.constexpr = tl.constexpr(1 << 16)  # one non-finite element, in a word that counts zeros too
-SUM_BLOCK = 4096  # chunks that the last program adds at a time: it waits for memory once for each
+CALLS = 1024  # cached calls; a step may have one per bucket, and calls that do not fit are rebuilt every step
+NONFINITE: tl.constexpr = tl.constexpr(1 << 16)  # one non-finite element, in a word whose lower half counts zeros
+SUM_BLOCK = 4096  # chunks that the last program adds at a time, with one memory latency
 
 
 @jit
 def is_finite(g: tl.tensor) -> tl.tensor:
-    """Whether float32 g is neither infinite nor NaN: by its exponent, which no compiler reasons away."""
+    """Whether float32 g is neither infinite nor NaN. Tests the exponent, because compilers may fold `g == g`."""
     return (g.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
@@ -48,10 +49,10 @@ def stats_tile(
     total: tl.tensor, counts: tl.tensor,
     MAXIMUM: tl.constexpr, FULL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The running statistics, lane by lane, with the elements `at` added.
+    """Add the elements `at` to the running statistics of each lane.
 
-    Both counts share a word, zeros below and non-finite elements above: a chunk has at most 2^14 of either, and the
-    saved registers let more programs run at once.
+    The counts of zeros (lower half) and of non-finite elements (upper half) share a word. A chunk has at most 2^14 of
+    either, and saving registers lets more programs run at once.
     """
     g = load(grad, at, n, FULL).to(tl.float32)
     if MAXIMUM:
@@ -66,7 +67,7 @@ def stats_tile(
 
 @jit
 def exact_sum(grad: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The sum of squares of one chunk in float64, for the rare chunk whose float32 squares leave their range."""
+    """The sum of squares of one chunk in float64, for a chunk whose float32 squares overflow or underflow (rare)."""
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     for start in range(0, n, BLOCK):
         g = load(grad, start + tl.arange(0, BLOCK), n, False).to(tl.float64)
@@ -82,7 +83,7 @@ def stats_sweep(
     GRAD: tl.constexpr, MAXIMUM: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per chunk."""
+    """Write the statistics of one chunk per program."""
     chunk = tl.program_id(0)
     record = records + chunk * WIDTH
     grad = pointer(tl.load(record), GRAD, E)
@@ -118,7 +119,7 @@ def stats_total(
     MAXIMUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Adds all chunks, by one program: so few numbers need no more, and the order is always the same."""
+    """Add the statistics of all chunks, in one program and therefore in a fixed order."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     zeros = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -141,10 +142,10 @@ class _Format(NamedTuple):
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """What `reference.grad_stats` gives, the sum of squares to a relative 1e-6; does not synchronize.
+    """As `reference.grad_stats`, with a relative error of the sum of squares of 1e-6; does not synchronize.
 
-    The kernel knows norm_type 2 and infinity, where a NaN gives infinity; any other is computed by the reference, on
-    the device too. Zeros cost nothing and are counted always; without `count_zeros` 0 is returned.
+    The kernel supports norm_type 2 and infinity; for infinity, a NaN results in infinity. The reference computes any
+    other norm, on the device too. Zeros are always counted, at no cost; without `count_zeros` 0 is returned.
     """
     reference.check_norm_type(norm_type)
     with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
@@ -195,7 +196,7 @@ class _KnownGrads(NamedTuple):
 
 
 def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
-    """A chunk table for each dtype, and for what is not aligned; None where some gradient is not contiguous."""
+    """A chunk table per dtype and alignment. None if a gradient is not contiguous."""
     if not grads:
         return []
     return (
@@ -231,20 +232,20 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
 
 @cache
 def known_tables(device: torch.device) -> DeviceTables[_KnownGrads]:
-    """The tables of gradients known on `device`: one collection for the process, true for whoever asks."""
+    """The cache of gradient tables on `device`, shared by the whole process: a table depends only on its key."""
     return DeviceTables(device, capacity=CALLS, bytes_of=_bytes_of)
 
 
 def _bytes_of(known: _KnownGrads) -> int:
-    """Gradients that move with every step leave a table each: these must not fill the device."""
+    """Device memory of the tables. It is limited, because gradients that move add a table in every step."""
     return sum(table.records.nbytes for table in known.tables or ())
 
 
 def tile_elements(dtype: torch.dtype) -> int:
-    """Elements a program reads at a time: 16-bit ones twice as many, or too few bytes would be under way."""
+    """Elements that a program reads at a time. Twice as many in 16 bits, so that enough bytes are in flight."""
     return BLOCK * 4 // dtype.itemsize
 
 
 def _vector(fmt: _Format) -> int:
-    """Elements in 16 bytes, where the addresses allow it: there is but one column, and it may take its own width."""
+    """Elements in 16 bytes if the addresses are aligned, else 1. With one column, no common width is needed."""
     return ALIGNMENT // fmt.dtype.itemsize if fmt.aligned else 1

@@ -12,10 +12,10 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped, impor
 __all__ = ["HAS_DESCRIPTORS", "INTERPRETED", "TensorDescriptor", "jit", "tl"]
 
 
-# Any: kernels are launched as kernel[grid](...), device functions are called by other kernels; neither has a type that
-# a checker could know, because both are compiled from source and never run as Python.
+# Returns Any: kernels are launched as kernel[grid](...), and device functions are called by other kernels. Neither has
+# a type that a checker could know, because both are compiled from source and never run as Python.
 def jit(function: Callable[..., Any]) -> Any:
-    """`function` as Triton compiles it, or as its interpreter runs it on CPU tensors under TRITON_INTERPRET=1."""
+    """`triton.jit`: compiles `function`, or with TRITON_INTERPRET=1 interprets it on CPU tensors."""
     return triton.jit(function)
 
 
@@ -24,8 +24,8 @@ def _probe() -> None:
     pass
 
 
-# Triton's interpreter rounds float32 to bfloat16 by truncation, so kernels round for themselves under it.
+# Triton's interpreter truncates float32 to bfloat16, so kernels round explicitly under it.
 INTERPRETED: tl.constexpr = tl.constexpr(not isinstance(_probe, JITFunction))
-# Tensor descriptors (TMA on Hopper and later) made on the host came with Triton 3.4.
+# Tensor descriptors (TMA on Hopper and later) that are created on the host need Triton 3.4.
 HAS_DESCRIPTORS: bool = find_spec("triton.tools.tensor_descriptor") is not None
 TensorDescriptor: Any = import_module("triton.tools.tensor_descriptor").TensorDescriptor if HAS_DESCRIPTORS else None

@@ -1,14 +1,14 @@
 """The chunk table: many tensors as one list of equal runs of memory, so that one launch sweeps a whole model.
 
-A record is what one program of a launch needs, eight (or sixteen) int64 in a row, so that it arrives in one memory
-transaction and nothing is looked up twice:
+A record holds all that one program of a launch needs, in eight or sixteen adjacent int64, so that one memory
+transaction loads it:
 
     address of the chunk in each column ... | elements in the chunk | row of the scalar block | first element
 
-The addresses are byte addresses already moved to the chunk. Gradients stand in a column of their own: their storage
-moves whenever `.grad` is set to None, and only that column is then rewritten.
+The addresses are those of the chunk, in bytes. Addresses of gradients are in a separate column: gradients move
+whenever `.grad` is set to None, and then only that column is rewritten.
 
-Tables are cached by addresses and sizes, on which alone they depend. If parameters, states and gradients stay in place
+Tables depend only on addresses and sizes, and are cached by these. If parameters, states and gradients stay in place
 (flat buffers always do), a step builds and copies nothing.
 """
 
@@ -31,7 +31,7 @@ PROGRAMS_PER_PROCESSOR = 16  # enough that the last, partly filled wave of progr
 
 
 class ChunkTableError(ValueError):
-    """A table would have to be built, and copied to the device, while a graph is captured."""
+    """A table would have to be built and copied to the device while a CUDA graph is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Decoding and encoding states inside a sweep; the formulas are in `opt_kernels.codecs.codec`.
 
 A codec is named by its scheme: "plain" (the values), "half", "e4m3" and "e5m2" (`Scaled`), "companded", "root". fp8
-codes are bytes put together from the float32's bits: Triton's own casts exist on some architectures only, and on one of
-them mean other formats of the same width.
+codes are computed from the bits of the float32, because Triton's casts exist only on some architectures, and on one of
+them convert to a different format of the same width.
 """
 
 import torch
@@ -99,9 +99,9 @@ def write_state(
 def code(
     x: tl.tensor, scale: tl.tensor, BLOCK: tl.constexpr, SCHEME: tl.constexpr, SIGNED: tl.constexpr, IEEE: tl.constexpr
 ) -> tl.tensor:
-    """The codes of a tile under the scales of its groups; zero if the scale is NaN."""
+    """The codes of a tile for the scales of its groups; zero if the scale is NaN."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
-        # Powers of two: the reciprocal is exact, and made from the exponent, 254 less the scale's own.
+        # Powers of two: the reciprocal is exact, and its exponent bits are 254 minus those of the scale.
         word = scale.to(tl.int32, bitcast=True)
         inverse = tl.where(scale > 0.0, (254 << 23) - word, 0).to(tl.float32, bitcast=True)
         y = tl.where(spread(scale, BLOCK) >= 0.0, x * spread(inverse, BLOCK), 0.0)
@@ -146,20 +146,20 @@ def scale_of(largest: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
 
 @jit
 def spread(of_groups: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """One number per group as one per element, (BLOCK,)."""
+    """Repeat each group's number for all its elements: (BLOCK,)."""
     wide = tl.broadcast_to(tl.expand_dims(of_groups, 1), (BLOCK // GROUP, GROUP))
     return tl.reshape(wide, (BLOCK,))
 
 
 @jit
 def to_fp8(y: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
-    """float32 below 2^8 (e4m3) or 2^15 (e5m2) in size as bytes of this format, to nearest, ties to even."""
-    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21  # 23 less the bits of the mantissa
-    bias: tl.constexpr = 120 << 3 if SCHEME == "e4m3" else 112 << 2  # 127 less the format's own, as a code
+    """Round float32 of magnitude below 2^8 (e4m3) or 2^15 (e5m2) to bytes of this format, to nearest, ties to even."""
+    shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21  # 23 minus the number of mantissa bits
+    bias: tl.constexpr = 120 << 3 if SCHEME == "e4m3" else 112 << 2  # 127 minus the format's bias, shifted to a code
     word = y.to(tl.uint32, bitcast=True)
     size = word & 0x7FFFFFFF
     normal = ((size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift) - bias
-    # The power of two whose unit in the last place is that of the format's subnormals: the sum rounds as they must.
+    # The ulp of this power of two equals the spacing of the format's subnormals, so the addition rounds correctly.
     power = 16384.0 if SCHEME == "e4m3" else 128.0
     small = (tl.abs(y) + power).to(tl.uint32, bitcast=True) & 0xF
     smallest_normal = 0.015625 if SCHEME == "e4m3" else 6.103515625e-05  # 2^-6, 2^-14
@@ -171,7 +171,7 @@ def to_fp8(y: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
 def from_fp8(codes: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
     """Bytes of e4m3 or e5m2 as float32; exact, subnormals included."""
     shift: tl.constexpr = 20 if SCHEME == "e4m3" else 21
-    between = 1.329227995784916e36 if SCHEME == "e4m3" else 5.192296858534828e33  # the biases: 2^120, 2^112
+    between = 1.329227995784916e36 if SCHEME == "e4m3" else 5.192296858534828e33  # 2^120, 2^112: ratio of the biases
     word = codes.to(tl.uint32)
     size = ((word & 0x7F) << shift).to(tl.float32, bitcast=True) * between
     return tl.where((word & 0x80) != 0, -size, size)

@@ -1,4 +1,4 @@
-"""The bf16 + int16 remainder as device functions; the scheme and its one exception are in `reference.py`."""
+"""The bf16 + int16 remainder as device functions. `opt_kernels.codecs.remainder` defines the scheme."""
 
 from opt_kernels.backends.triton.jit import jit, tl
 
@@ -13,7 +13,7 @@ def join(weight: tl.tensor, remainder: tl.tensor) -> tl.tensor:
 @jit
 def upper_half(main: tl.tensor) -> tl.tensor:
     """The bfloat16 weight of `main` (float32), as an int16 word: rounded to nearest, ties away from zero."""
-    # Unsigned, so that the largest NaN may wrap: signed overflow is the compiler's to assume away.
+    # Unsigned, because the largest NaN wraps around: compilers assume that signed integers never overflow.
     word = main.to(tl.uint32, bitcast=True)
     upper = ((word + 0x8000) >> 16).to(tl.uint16)
     return tl.where(main == main, upper, 0x7FC0).to(tl.int16, bitcast=True)

@@ -41,7 +41,7 @@ HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 numbers per row that the h
 
 
 class FrozenHyperError(ValueError):
-    """A number that changes from step to step would be frozen into a captured graph."""
+    """A number that changes from step to step would become a constant of a captured graph."""
 
 
 @jit
@@ -54,7 +54,7 @@ def fill_scalars(
     grad_scale: tl.tensor,  # (1,), or None: then the host's
     skip: tl.tensor,  # (1,), or None: then nothing is skipped
 ) -> None:
-    """Writes one row of the block; one program per row."""
+    """Write one row of the block; one program per row."""
     row = tl.program_id(0)
     source = host + row * HOST_WIDTH
     target = block + row * WIDTH
@@ -97,8 +97,7 @@ def power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
 
 @jit
 def any_power(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """base^exponent in float64; whole exponents by squaring, others of a base of at least 0 to a few units in the last
-    place."""
+    """base^exponent in float64 to a few units in the last place, for a whole exponent or a base of at least 0."""
     size = tl.abs(exponent)
     count = size.to(tl.int64)
     whole = power(base, count)
@@ -141,7 +140,7 @@ def scalar_block(
 
 
 class Given(NamedTuple):
-    """The numbers that may be device tensors, as the kernels that compute scalars take them."""
+    """The numbers that may be device tensors, as arguments of the kernels that compute scalars."""
 
     host: tuple[tuple[float, ...], ...]  # lr, weight decay, step, gradient scale of each row; 0 where on the device
     on_device: tuple[Tensor | None, ...]  # lr, weight decay, step, gradient scale, skip flag

@@ -1,4 +1,4 @@
-"""From batches of works to launches of an elementwise Triton sweep: one per combination of dtypes, over all groups.
+"""Launches elementwise Triton sweeps for batches of works: one launch per combination of dtypes, over all groups.
 
 The tables of a launch are cached by the addresses and layouts of its tensors. The look-up is most of the host's work in
 a step: it processes whole columns and creates no object per tensor.
@@ -44,9 +44,9 @@ class Cut(NamedTuple):
     work: int  # which work of the call
     begin: int  # its first element within the work
     numel: int
-    first: int  # the number of that element, in whatever numbering the sweep keeps
+    first: int  # index of that element in the numbering that the sweep uses
     tag: int = 0  # a number stored in every chunk of the run, in a lane after the addresses
-    beside: int = 0  # its byte offset in a buffer that is swept too but is not in the table
+    beside: int = 0  # its byte offset in a buffer that the sweep also accesses but that is not in the table
 
 
 class Launch(NamedTuple):
@@ -57,7 +57,7 @@ class Launch(NamedTuple):
     cuts: tuple[Cut, ...]  # in the order of the table
 
 
-Cutting = Callable[[int, int], Iterable[Cut]]  # from number and elements of a work
+Cutting = Callable[[int, int], Iterable[Cut]]  # arguments: index of a work and its number of elements
 
 
 class _Part(NamedTuple):
@@ -80,8 +80,8 @@ class _Launches(NamedTuple):
 class _KnownCall(NamedTuple):
     """Cached data of a call, valid while its tensors, except the gradients, stay in place."""
 
-    layouts: Layouts  # of all tensors, gradients too
-    parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # by which gradients are aligned, None where all are
+    layouts: Layouts  # of all tensors, gradients included
+    parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # key: whether each gradient is aligned; None if all are
     launches: DeviceTables[_Launches]  # by the addresses of the gradients
 
 
@@ -102,7 +102,7 @@ def launch(
     options: Callable[[LaunchFormats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
     scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
 ) -> None:
-    """Launches `kernel` once for every combination of dtypes among the works; does not synchronize."""
+    """Launch `kernel` once for every combination of dtypes among the works, without synchronizing."""
     found = cut_sweeps(_pieces(batches), codecs)
     if found is None:
         # The table holds addresses only: the copies must live until the launch.
@@ -120,7 +120,7 @@ def launch(
 
 
 def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
-    """The arguments that every sweep takes by these names: formats, shape of the launch, compiler options."""
+    """The keyword arguments common to all sweeps: formats, shape of the launch, compiler options."""
     return {**_constants(formats), "WIDTH": table.records.shape[1], "CHUNK": table.chunk}
 
 
@@ -148,10 +148,10 @@ def processors(device: torch.device) -> int:
 
 
 def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Launch]:
-    """One sweep for every combination of dtypes among the works; empty works take part in none.
+    """One launch for every combination of dtypes among the works. Empty works are left out.
 
-    Columns: main or remainder, out, the states, then the scales of those that have any. Raises LayoutError where
-    tensors are not of one device, or in another order than C's.
+    Columns: main or remainder, out, the states, then the scales of the states that have scales. Raises LayoutError if
+    tensors are on different devices or not contiguous.
     """
     found = cut_sweeps(_pieces(batches), codecs)
     if found is None:
@@ -160,9 +160,9 @@ def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[L
 
 
 def in_order(batches: Sequence[Batch]) -> list[Batch]:
-    """The works as flat runs; those gradients that lie in another order than their main as copies.
+    """The works as flat runs. A gradient whose memory order differs from its main's is copied.
 
-    Raises LayoutError where what would be written has holes.
+    Raises LayoutError if a tensor to be written has holes.
     """
     return [Batch(hyper, [_work(run_of(work)) for work in works]) for hyper, works in batches]
 
@@ -171,9 +171,9 @@ def cut_sweeps(
     pieces: list[tuple[int, Works]],  # with their rows of the scalar block
     codecs: Mapping[str, StateCodec],
     cutting: Cutting | None = None,  # None: every work is one run
-    cut_by: Hashable = None,  # all that `cutting` depends on, but the sizes of the works
+    cut_by: Hashable = None,  # what `cutting` depends on, apart from the sizes of the works
 ) -> list[Launch] | None:
-    """What `sweeps` gives, of works cut by `cutting`; None where some tensor is in another order than C's."""
+    """As `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.standing is not None and len(works) > 0 for _, works in pieces):
         return _standing_sweeps(pieces, codecs, cutting, cut_by)
     call = _call(pieces, codecs)
@@ -192,7 +192,7 @@ def cut_sweeps(
 def _standing_sweeps(
     pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
 ) -> list[Launch] | None:
-    """As `cut_sweeps`, of works whose tensors are where they were: only the gradients' addresses are looked at."""
+    """As `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
     device = first.grads[0].device
     found = first.standing.found if first.standing is not None else {}
@@ -202,7 +202,7 @@ def _standing_sweeps(
     known = known_calls(device).get(
         key,
         lambda: _new_known(_call(pieces, codecs), device),
-        # Others may have swept the same memory in another layout since.
+        # Other code may have swept the same memory with another layout since then.
         holds=lambda known: (
             (placed is not None and known is placed.known) or known.layouts.same(_tensors(_call(pieces, codecs)))
         ),
@@ -238,7 +238,7 @@ def _new_known(call: _Call, device: torch.device) -> _KnownCall:
 
 @cache
 def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
-    """What is known on `device`: one collection for the process, since what is in it is true for whoever asks."""
+    """The cache of calls on `device`, shared by the whole process: an entry depends only on its key."""
     return DeviceTables(device, capacity=CALLS)
 
 
@@ -250,7 +250,7 @@ _FIELDS = attrgetter("grad", "main", "state", "out", "remainder", "matrix", "fir
 
 
 def uniform(works: Sequence[Work]) -> list[Works]:
-    """`works` column by column, those of each kind by themselves."""
+    """`works` as columns, grouped by whether they have a main and an out."""
     if isinstance(works, Works) or not works:
         return [works] if isinstance(works, Works) else []
     grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
@@ -280,7 +280,7 @@ def _work(run: Run) -> Work:
 
 
 def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> _Call:
-    """Tensors and addresses by column; this runs at every step, hence whole columns at a time."""
+    """Tensors and addresses by column. Runs in every step, so it processes whole columns at a time."""
     grads: list[Tensor] = []
     others: list[Tensor] = []
     for _, works in pieces:
@@ -292,7 +292,7 @@ def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> 
 
 
 def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Tensor] | None]:
-    """Main or remainder, out, states, scales."""
+    """The columns of `works`: main or remainder, out, states, scales. None for an out that works do not have."""
     if works.mains is None and (works.outs is None or works.remainders is None):
         raise LayoutError("a work has no main: give main, or out (bfloat16) and its remainder (int16)")
     columns: list[Sequence[Tensor] | None] = [works.remainders if works.mains is None else works.mains, works.outs]
@@ -301,7 +301,7 @@ def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Te
 
 
 def _names(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
-    """Of the columns, with the elements per entry of each."""
+    """Names of the columns, and the number of parameter elements per entry of each."""
     scales = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
     return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
 
@@ -329,7 +329,7 @@ def _items(call: _Call, codecs: Mapping[str, StateCodec]) -> list[_Item]:
 def _parts(
     call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
-    """The works by format, each with its records on the device; None where some cannot be swept as they lie."""
+    """The works by format, with their records on the device. None if some cannot be swept without a copy."""
     items = _items(call, codecs)
     if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
         return None
@@ -345,12 +345,12 @@ def _parts(
 
 
 def lies_in_order(tensor: Tensor) -> bool:
-    """Whether the memory of `tensor` has its elements in C's order, with their signs."""
+    """Whether `tensor` is contiguous and its memory holds its values: a view with the negative bit set does not."""
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
-    """Where the run begins in each column."""
+    """Address of the first element of the run in each column."""
     return [
         0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
         for tensor, elements in zip(item.columns, _names(codecs).values())
@@ -358,7 +358,7 @@ def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> lis
 
 
 def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
-    """One for all runs of a work, which stay together. Block scales are read one by one, wherever they lie."""
+    """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     main, out, *states = item.columns
     kept = 2 + len(codecs)
     places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
@@ -407,7 +407,7 @@ def _part(
 def _launches(
     known: _KnownCall, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[Launch] | None:
-    """The parts with their gradients where they are now."""
+    """The launches of all parts, with the current addresses of gradients."""
     aligned = None
     if reduce(or_, call.grads_at) % ALIGNMENT:
         aligned = tuple([at % ALIGNMENT == 0 for at in call.grads_at])
