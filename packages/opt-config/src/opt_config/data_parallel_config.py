@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from opt_config.errors import ConfigError, Problem
 from opt_config.files import Configuration
+from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS, unsupported_problems
 from opt_config.validate import AT_LEAST_ONE, interval_problems, type_problems
 
 
@@ -55,11 +58,41 @@ class DistributedDataParallelConfig(Configuration):
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
 
+    # Megatron-Core's other fields, so that its configurations can be passed on. A value other than the default is
+    # refused: see `unsupported_fields`.
+    fp4_param_gather: bool = False
+    use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
+
     def validate(self) -> None:
         """Check the current values of all fields. Raises `ConfigError` with every problem."""
         problems = list(type_problems(self))
         wrong = {problem.field for problem in problems}
         problems += [problem for problem in interval_problems(self, _INTERVALS) if problem.field not in wrong]
+        problems += [
+            problem
+            for problem in unsupported_problems(self, UNSUPPORTED_DATA_PARALLEL_FIELDS)
+            if problem.field not in wrong
+        ]
         if not problems:
             problems = list(_conflicts(self))
         if problems:

@@ -36,7 +36,7 @@ from opt_config import (
     ParamWithNamePredicate,
     SGDOptimizerConfig,
 )
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.data_parallel import DistributedDataParallel as Wrapper
 from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, world
 from opt_paramgroups import (
     GroupsAndBuffers,
@@ -62,16 +62,32 @@ from opt_stack.factory import (
     logger,
     with_matrix_rule,
 )
+from opt_stack.megatron_kinds import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    LayerWiseDistributedOptimizer,
+    MixedPrecisionOptimizer,
+    get_megatron_muon_optimizer,
+)
+from opt_stack.megatron_wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.rules.registry import Registry
 
 __all__ = [
     "KEEP_VARS_HINT",
     "AdamOptimizerConfig",
+    "ChainedOptimizer",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+    "LayerWiseDistributedOptimizer",
     "LocalNonpersistentObject",
     "MegatronOptimizer",
+    "MixedPrecisionOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "ParamGroupOverride",
@@ -90,7 +106,9 @@ __all__ = [
     "_get_param_groups_and_buffers",
     "_matches",
     "combine_param_group_overrides",
+    "finalize_model_grads",
     "get_canonical_lr_for_logging",
+    "get_megatron_muon_optimizer",
     "get_megatron_optimizer",
     "get_mup_config_overrides",
     "get_optim_param_to_id_map",
@@ -103,6 +121,34 @@ __all__ = [
 ]
 
 _matches = matches
+
+_FSDP = "shard the model with torch's fully_shard, and pass it to get_megatron_optimizer"
+_SCALER = "OptimizerConfig builds the loss scaler: loss_scale, initial_loss_scale, loss_scale_window, hysteresis"
+_ABSENT = {
+    "FullyShardedDataParallel": _FSDP,
+    "TorchFullyShardedDataParallel": _FSDP,
+    "TorchFullyShardedDataParallelConfig": _FSDP,
+    "ConstantGradScaler": _SCALER,
+    "DynamicGradScaler": _SCALER,
+    "MegatronGradScaler": _SCALER,
+    "HybridDeviceOptimizer": "set optimizer_cpu_offload=True and optimizer_offload_fraction of OptimizerConfig",
+    "OptimizerCudaGraphWrapper": "set optimizer_cuda_graph=True of OptimizerConfig",
+    "TensorParallelMuon": 'set optimizer="muon" and muon_tp_mode of OptimizerConfig',
+    "TensorParallelAdaptiveMuon": 'set optimizer="adaptive_muon" and muon_tp_mode of OptimizerConfig',
+    "clip_qk": "pass hooks=[opt_stack.QKClip(...)] to get_megatron_optimizer",
+    "clip_grad_by_total_norm_fp32": "call optimizer.clip_grad_norm(max_norm) after optimizer.prepare_grads()",
+    "get_grad_norm_fp32": "call optimizer.get_grad_norm() after optimizer.prepare_grads()",
+    "count_zeros_fp32": "call optimizer.count_zeros() after optimizer.prepare_grads()",
+    "check_config_overrides_consistency": "get_megatron_optimizer checks overrides",
+    "param_group_identifier_keys": "load_state_dict matches groups by the names of their parameters",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Raise ImportError, which says what to write, for public names of Megatron-Core that do not exist here."""
+    if name in _ABSENT:
+        raise ImportError(f"opt_stack.megatron has no {name}; {_ABSENT[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _get_param_groups(
@@ -202,7 +248,7 @@ def _get_megatron_optimizer_based_on_param_groups(
 
 
 def _check_buffers(chunks: Sequence[nn.Module], given: Mapping[int, Sequence[Any]] | None) -> None:
-    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, Wrapper)]
     ours = {id(buffer) for chunk in wrapped for buffer in chunk.synced_buffers}
     for number, buffers in (given or {}).items():
         if any(id(buffer) not in ours for buffer in buffers):

@@ -1,0 +1,106 @@
+"""Megatron-Core's classes of optimizers. One class implements all of them here; these answer `isinstance`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch import nn
+
+from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_kernels.rules.base import Needs
+from opt_stack.factory import get_megatron_optimizer
+from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.registry import Registry
+
+
+class _Kind(type):
+    """The optimizers whose configuration satisfies `has`. `isinstance` finds them; they are not subclasses."""
+
+    has: Callable[[OptimizerConfig], bool]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, MegatronOptimizer) and cls.has(instance.config)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"{cls.__name__} is not built directly; call opt_stack.megatron.get_megatron_optimizer(config, "
+            "model_chunks), which returns one optimizer for all parameters. For groups of your own, pass all of them "
+            "to opt_stack.get_optimizer_based_on_param_groups(config, model_chunks, param_groups)"
+        )
+
+
+def _is_mixed(config: OptimizerConfig) -> bool:
+    return config.bf16 or config.fp16
+
+
+class DistributedOptimizer(metaclass=_Kind):
+    """Optimizers with flat shards of the state (`use_distributed_optimizer=True`)."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
+        lambda config: isinstance(config.sharding, FlatShards)
+    )
+
+
+class LayerWiseDistributedOptimizer(metaclass=_Kind):
+    """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
+        lambda config: isinstance(config.sharding, WholeParams)
+    )
+
+
+class MixedPrecisionOptimizer(metaclass=_Kind):
+    """Optimizers of bf16 or fp16 parameters, and those with flat shards."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
+        lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards)
+    )
+
+
+class Float16OptimizerWithFloat16Params(metaclass=_Kind):
+    """Optimizers of bf16 or fp16 parameters that keep the whole state on every rank."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
+        lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated)
+    )
+
+
+class FP32Optimizer(metaclass=_Kind):
+    """Optimizers of fp32 parameters that keep the whole state on every rank."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
+        lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated)
+    )
+
+
+class ChainedOptimizer(metaclass=_Kind):
+    """No optimizer: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
+
+    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(lambda config: False)
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[nn.Module],
+    *args: Any,
+    layer_wise_distributed_optimizer: bool = False,
+    **kwargs: Any,
+) -> MegatronOptimizer:
+    """Call `get_megatron_optimizer` for a rule of matrices, such as "muon". Megatron-Core deprecated this name.
+
+    Args:
+        config, model_chunks, args, kwargs: as for `get_megatron_optimizer`.
+        layer_wise_distributed_optimizer: sets `use_layer_wise_distributed_optimizer` of a copy of `config`.
+
+    Raises:
+        ConfigError: `config.optimizer` is not a rule of matrices; and as `get_megatron_optimizer`.
+    """
+    rules = kwargs.get("rules") or Registry().with_installed()
+    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
+        raise ConfigError(
+            f"optimizer={config.optimizer!r}: get_megatron_muon_optimizer builds rules of matrices, such as 'muon'; "
+            "set optimizer='muon', or call get_megatron_optimizer"
+        )
+    if layer_wise_distributed_optimizer:
+        config = replace(config, use_layer_wise_distributed_optimizer=True)
+    return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
