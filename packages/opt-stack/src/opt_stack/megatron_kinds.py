@@ -10,7 +10,7 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_kernels.rules.base import Needs
 from opt_stack.factory import get_megatron_optimizer
 from opt_stack.optimizer import MegatronOptimizer
-from opt_stack.registry import Registry
+from opt_stack.rules.registry import Registry
 
 
 class _Kind(type):
