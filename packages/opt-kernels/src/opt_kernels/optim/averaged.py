@@ -32,7 +32,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     @property
     def is_training(self) -> bool:
-        return all(group[TRAIN_MODE] for group in self.param_groups)
+        return all(group.get(TRAIN_MODE, False) for group in self.param_groups)
 
     @torch.no_grad()
     def eval(self) -> None:
@@ -49,7 +49,7 @@ class AveragedOptimizer(FormulaOptimizer):
         """Write the trained weights back to the parameters, bit for bit. `train(False)` is `eval()`."""
         if not mode:
             self.eval()
-        elif not self.is_training:
+        elif self._trained or not self.is_training:
             for param, trained in self._trained.items():
                 local(param).copy_(trained)
             self._set_mode(training=True)
@@ -109,9 +109,10 @@ class AveragedOptimizer(FormulaOptimizer):
         return super().__getstate__() | {"_trained": self._trained}
 
     def _update_(self) -> None:
-        if not self.is_training:
+        if self._trained or not self.is_training:
             raise RuntimeError(
-                f"{type(self).__name__}.step() in evaluation mode: the parameters hold averaged weights; call "
-                "optimizer.train() before training continues, and optimizer.eval() before evaluation"
+                f"{type(self).__name__}.step() in evaluation mode (train_mode of a group is not True, or was set by "
+                "hand): the parameters hold averaged weights; call optimizer.train() before training continues, and "
+                "optimizer.eval() before evaluation"
             )
         super()._update_()

@@ -1,6 +1,5 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
-import math
 from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -11,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import Span, is_dtensor, local, spans
+from opt_kernels.dtensor import Span, spans
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
+from opt_kernels.optim.entries import GroupEntries
+from opt_kernels.optim.gradients import check_norm_spans_no_ranks, norm_of_gradients, only_makes_state
 from opt_kernels.optim.groups import (
+    NEUTRAL,
     ParamGroup,
     check_distinct,
     check_fixed,
@@ -69,6 +70,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     # Options that torch.optim has in each group, and that must be equal in all groups here.
     fixed: ClassVar[tuple[str, ...]] = ()
+    # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
+    structural: ClassVar[tuple[str, ...]] = ()
 
     # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
@@ -97,11 +100,13 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
         self._roster: Roster | None = None  # rebuilt whenever parameters, gradients or states changed
+        self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
         self._states_may_change = False  # True once `state` was read
         self._fits_graphs = True  # whether torch.compile can take a step as one operation
         self._handle = handle_of(self)
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
+        self._entries = GroupEntries(list(defaults), self.param_groups)
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Tensor]]:
@@ -182,6 +187,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """
         if self._on_device is None:
             return
+        self._adopt_changes()
         self._on_device.upload(self.param_groups)
         if self._on_device.is_captured:
             grads = self._enrolled_gradients()
@@ -252,6 +258,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             optional = ("capturable",) if self.capturable else ()
             check_keys(param_group, {*self.defaults, HOOKS, *optional})
             self._check_group(self.defaults | param_group)
+        if self._entries is not None:
+            self._adopt_changes()
         super().add_param_group(param_group)
         try:
             check_distinct(self.param_groups[-1]["params"])
@@ -261,11 +269,15 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             del self.param_groups[-1]
             raise
         self._fits_graphs = self._fits_graphs and are_plain(self.param_groups[-1]["params"])
+        if self._entries is not None:
+            self._entries.accept(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_roster" in self.__dict__:
             self._forget_roster()
         super().__setstate__({"_states_may_change": True} | state | {"_roster": None})
+        self.defaults.pop("differentiable", None)  # added by torch; no group has it
+        self._entries = GroupEntries(list(self.defaults), self.param_groups)
         self._fits_graphs = are_plain(params_of(self.param_groups))
         self._handle = handle_of(self)
 
@@ -280,6 +292,27 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_options(group)
         check_fixed(group, self.defaults, self.fixed)
         check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
+
+    def _adopt_changes(self) -> None:
+        """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
+        not supported, and for an entry that was removed."""
+        assert self._entries is not None
+        changes = self._entries.changes(self.param_groups)
+        flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
+        for number, before, names in changes:
+            group = self.param_groups[number]
+            check_flags({name: group[name] for name in names & flags})
+            self._check_group(group)
+            if not names.isdisjoint((HOOKS, *self.structural)):
+                self._check_changed(group, {**self.defaults, **before})
+                for param in group["params"]:
+                    self._check_param(group, param)
+                self._forget_roster()
+        if changes:
+            self._entries.accept(self.param_groups)
+
+    def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
+        """Raise ValueError if existing states are of no use with changed structural entries."""
 
     def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
         """Raise ValueError if state saved with the group options `loaded` cannot be used with the options `own`."""
@@ -299,7 +332,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
-        if not self.__dict__["state"] and self._only_makes_state():
+        self._adopt_changes()
+        if not self.__dict__["state"] and only_makes_state(self.param_groups):
             self._roster = Roster(self.param_groups, self._states, self._enrolled, steps_on_device=self.capturable)
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
@@ -311,7 +345,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             return
         scale = 1.0 if loss_scale is None else 1 / float(loss_scale)
         if self.max_norm is not None:
-            self.grad_norm = scale * self._norm_of_gradients()
+            self.grad_norm = scale * norm_of_gradients(params_of(self.param_groups), self.max_norm)
             if not self.grad_norm < float("inf"):
                 return
             scale *= min(1.0, self.max_norm / (self.grad_norm + 1e-6))
@@ -320,7 +354,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _update_on_device_(self, found_inf: Tensor | None, loss_scale: Tensor | None) -> None:
         if self.max_norm is not None:
-            self._check_norm_spans_no_ranks()
+            check_norm_spans_no_ranks(params_of(self.param_groups), self.max_norm)
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         scale, skip, norm = scaling_of(grads, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
         self.grad_norm = norm
@@ -333,30 +367,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
         if self._on_device.is_capturing:
             self._captured_at = addresses([param.grad for param in params_of(self.param_groups)])
-
-    def _only_makes_state(self) -> bool:
-        """Whether all gradients and learning rates are zero in this first step. `torch.distributed.checkpoint` runs
-        such a step to create state that it can save or load into. It must not count as a step."""
-        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
-        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
-            map(torch.any, map(local, grads))
-        )
-
-    def _norm_of_gradients(self) -> float:
-        """The total norm over all devices, read on the host. Infinite or NaN if any gradient is."""
-        self._check_norm_spans_no_ranks()
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in [param.grad for param in params_of(self.param_groups) if param.grad is not None]:
-            by_device.setdefault(grad.device, []).append(grad)
-        sums = [grad_stats(grads, count_zeros=False).sum_of_squares for grads in by_device.values()]
-        return math.sqrt(sum(float(total) for total in sums))
-
-    def _check_norm_spans_no_ranks(self) -> None:
-        if any(map(is_dtensor, params_of(self.param_groups))):
-            raise ValueError(
-                f"max_norm={self.max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer "
-                "does not communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
-            )
 
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each

@@ -26,7 +26,7 @@ _OF_OTHERS = frozenset(
 _OF_OTHERS_PREFIXES = ("initial_", "swanlab", "wandb", "log_", "_")
 
 # Arguments of torch.optim that choose an implementation, and the values that are accepted without effect.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "foreach": (None, False, True),
         "fused": (None, False, True),
@@ -54,16 +54,16 @@ _ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "
 def check_flags(flags: Mapping[str, object]) -> None:
     """Raise ValueError for an argument of torch.optim whose value is not supported."""
     for name, value in flags.items():
-        if not any(value is neutral for neutral in _NEUTRAL[name]):
-            allowed = " or ".join(map(repr, _NEUTRAL[name]))
+        if not any(value is neutral for neutral in NEUTRAL[name]):
+            allowed = " or ".join(map(repr, NEUTRAL[name]))
             raise ValueError(f"{name}={value!r} is not supported; {allowed} is allowed: {_INSTEAD[name]}")
 
 
 def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise ValueError for a key of a new group that neither the optimizer nor any known scheduler reads."""
-    check_flags({name: value for name, value in group.items() if name in _NEUTRAL and name not in known})
+    check_flags({name: value for name, value in group.items() if name in NEUTRAL and name not in known})
     for name, value in group.items():
-        if name in known or name in _OF_OTHERS or name in _NEUTRAL or name.startswith(_OF_OTHERS_PREFIXES):
+        if name in known or name in _OF_OTHERS or name in NEUTRAL or name.startswith(_OF_OTHERS_PREFIXES):
             continue
         options = sorted({*known} - {"params"})
         alias = _ALIASES.get(name)
@@ -108,7 +108,7 @@ def check_distinct(params: Sequence[Tensor]) -> None:
 def check_fixed(group: Mapping[str, Any], defaults: Mapping[str, Any], fixed: Sequence[str]) -> None:
     """Raise ValueError if `group` changes an option that must be equal in all groups."""
     for name in fixed:
-        is_neutral = name in _NEUTRAL and group.get(name) is None
+        is_neutral = name in NEUTRAL and group.get(name) is None
         if name in group and not is_neutral and _plain(group[name]) != _plain(defaults[name]):
             raise ValueError(
                 f"{name}={group[name]!r} in a parameter group, but the optimizer was built with {defaults[name]!r} "

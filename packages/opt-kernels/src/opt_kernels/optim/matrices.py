@@ -51,6 +51,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
     numbers: ClassVar[Mapping[str, Any]]  # hyper-parameters, which may differ between groups
     options: ClassVar[Mapping[str, Any]]  # options of the rule, equal in all groups
     default_hooks: ClassVar[GivenHooks] = ()
+    structural: ClassVar[tuple[str, ...]] = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
     __signature__: ClassVar[Signature]
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -145,17 +146,29 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         check(Work(grad=like, main=like, state={}, matrix=self.matrix_of(group, param)))
         init_state(self.rule, like, self.matrix_of(group, param))
 
-    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
-        if not keeps_parts(self.rule):
-            return
-        for param in own["params"]:
-            if self.matrix_of(own, param) != self.matrix_of(loaded, param):
-                then, now = ({name: group[name] for name in _UNSPLIT} for group in (loaded, own))
+    def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
+        for param in filter(self._states.get, group["params"]):
+            rule = self.rule_of(before, param)
+            if self.rule_of(group, param) != rule:
                 raise MatrixError(
-                    f"state of {self._named(own, param)} that was saved with {then}, but here the group has {now}: "
-                    f"{type(self).__name__} keeps factors and moments of the matrices that rows are split into; build "
-                    "the optimizer with the saved options, or train on without this state"
+                    f"use_matrix_rule={group['use_matrix_rule']!r} was set after the first step of "
+                    f"{self._named(group, param)}, whose state is that of rule {rule.name!r}; set it before"
                 )
+            self._check_split(param, group, before)
+
+    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
+        for param in own["params"]:
+            self._check_split(param, own, loaded)
+
+    def _check_split(self, param: Tensor, group: ParamGroup, before: ParamGroup) -> None:
+        """Raise MatrixError if the state of `param` belongs to other parts of its rows."""
+        if keeps_parts(self.rule) and self.matrix_of(group, param) != self.matrix_of(before, param):
+            then, now = ({name: of[name] for name in _UNSPLIT} for of in (before, group))
+            raise MatrixError(
+                f"state of {self._named(group, param)} that was made with {then}, but here the group has {now}: "
+                f"{type(self).__name__} keeps factors and moments of the matrices that rows are split into; set the "
+                "former options again, or train on without this state"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"scalar_rule": self.scalar_rule, "_names": self._names}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.optim.hooks import HOOKS
 from opt_kernels.optim.kept_works import KeptWorks
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
@@ -38,7 +37,6 @@ class Roster:
         """`enrol` creates the state of a parameter without one. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
-        self._hooks = [group.get(HOOKS) for group in groups]
         self._missing = [param.grad is None for param in self._params]
         self._without_grad = [place for place, is_missing in enumerate(self._missing) if is_missing]
         members = []
@@ -63,12 +61,10 @@ class Roster:
         *,
         states_may_change: bool = True,  # False: no other code had access to them
     ) -> list[Tensor | None] | None:
-        """The gradients of all parameters; None if the roster is outdated: other parameters, hooks, gradients
-        or states."""
+        """The gradients of all parameters; None if the roster is outdated: other parameters, gradients or
+        states."""
         params = params_of(groups)
         if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
-            return None
-        if not _same([group.get(HOOKS) for group in groups], self._hooks):
             return None
         grads: list[Any] = list(map(_GRAD, params))
         if any(grads[place] is not None for place in self._without_grad):
