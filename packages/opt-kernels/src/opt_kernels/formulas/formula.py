@@ -246,7 +246,7 @@ def _digest(*functions: Callable[..., Any]) -> str:
 
 
 def _dumped(function: Callable[..., Any]) -> list[str]:
-    """Its statements, or its name if it has no source, which is allowed for `evaluation` only."""
+    """The statements of a function, or its name if it has no source, which is allowed only for `evaluation`."""
     try:
         return [ast.dump(node) for node in body_of(function)]
     except FormulaError:

@@ -94,12 +94,12 @@ class HookedUpdate:
 
     @property
     def backend(self) -> str | None:
-        """The rule's."""
+        """The backend of the rule."""
         return getattr(self.rule, "backend", None)
 
     @property
     def stochastic_rounding(self) -> bool:
-        """The rule's."""
+        """Whether the rule rounds stochastically."""
         return bool(getattr(self.rule, "stochastic_rounding", False))
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:

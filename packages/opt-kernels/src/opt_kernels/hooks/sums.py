@@ -1,4 +1,4 @@
-"""Sums over the elements of a work, from which factors follow. Sums of the parts of a parameter add up."""
+"""Sums over the elements of a work, from which factors follow. The sums of all parts of a parameter are added."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple

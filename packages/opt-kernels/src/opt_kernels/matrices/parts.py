@@ -1,7 +1,8 @@
-"""Parts of matrices: the rows that a `MatrixSpec` splits off as matrices of their own, and states kept for each part.
+"""Parts of matrices: rows that a `MatrixSpec` treats as separate matrices, and the states of each part.
 
-State of the elements stays in the parameter's shape. Other states of a split parameter, such as the factors of SOAP,
-are one run of numbers (*batch, numel): those of the first part, then those of the second, and so on; heads in a row.
+Elementwise states have the parameter's shape. Other states of a split parameter, such as the factors of SOAP, are
+concatenated to one tensor (*batch, numel): those of the first part, then those of the second, and so on; for heads, one
+head after the other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of the states of one matrix
 
 
 class Part(NamedTuple):
-    """Rows of one parameter that are matrices of one shape."""
+    """Rows of one parameter that form matrices of one shape."""
 
     first_row: int  # in a group of rows; all groups have the same
     num_rows: int  # of a group
@@ -27,7 +28,8 @@ class Part(NamedTuple):
 
 
 def parts_of(spec: MatrixSpec, shape: Sequence[int]) -> tuple[Part, ...]:
-    """The parts of a matrix (..., rows, cols), in the order of `spec.split_rows`; the whole where it is not split."""
+    """The parts of a matrix (..., rows, cols), in the order of `spec.split_rows`; the whole matrix if it is not
+    split."""
     rows, cols = shape[-2:]
     if not spec.split_rows:
         return (Part(0, rows, 1, (rows, cols)),)
@@ -45,7 +47,7 @@ class PartStates:
 
     def __init__(self, shapes: Shapes, states: Sequence[Mapping[str, Tensor]], dtype: torch.dtype) -> None:
         self._shapes = shapes
-        self._states = states  # for each work views of what belongs to the part
+        self._states = states  # for each work, views of the part's states
         self._dtype = dtype
 
     def load(self, name: str) -> Tensor:
@@ -54,7 +56,7 @@ class PartStates:
         return stacked.reshape(-1, *self._shapes[name])
 
     def store_(self, name: str, values: Tensor) -> None:
-        """Write what `load` would give."""
+        """Write the states in the form that `load` returns."""
         for value, state in zip(values.chunk(len(self._states)), self._states):
             state[name].copy_(value.reshape(state[name].shape))
 
@@ -83,7 +85,7 @@ def states_by_part(
 
 
 def joined(states: Sequence[Mapping[str, Tensor]], num_batch_dims: int) -> dict[str, Tensor]:
-    """States of parts, each (*batch, num_matrices, *shape), as a split parameter keeps them: (*batch, numel)."""
+    """Concatenate the states of parts, each (*batch, num_matrices, *shape), to (*batch, numel)."""
     names = dict.fromkeys(name for state in states for name in state)
     return {name: torch.cat([s[name].flatten(num_batch_dims) for s in states if name in s], -1) for name in names}
 
@@ -91,7 +93,7 @@ def joined(states: Sequence[Mapping[str, Tensor]], num_batch_dims: int) -> dict[
 def _views(
     work: Work, elements: Sequence[str], parts: Sequence[Part], shapes: Sequence[Shapes], number: int
 ) -> dict[str, Tensor]:
-    """What belongs to part `number`, in the memory of the work's states."""
+    """Views of the work's states that belong to part `number`."""
     views, part = {}, parts[number]
     for name in elements:
         of_groups = torch.unflatten(work.state[name], -2, (-1, sum(work.matrix.split_rows)))
@@ -103,7 +105,7 @@ def _views(
 
 
 def _numel(name: str, parts: Sequence[Part], shapes: Sequence[Shapes]) -> int:
-    """Numbers of the state `name` of these first parts."""
+    """Total size of the state `name` for these parts."""
     return sum(part.num_matrices * prod(of_part[name]) for part, of_part in zip(parts, shapes) if name in of_part)
 
 

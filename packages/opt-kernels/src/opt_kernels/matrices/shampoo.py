@@ -48,7 +48,7 @@ class Shampoo:
     use_kl: bool
     power_iterations: int
     orthonormalization: Orthonormalization
-    sorts_first: bool  # a basis is sorted before it is turned; False: after
+    sorts_first: bool  # True: sort a basis before rotating it; False: after
     max_dim: int | None  # a longer side has no factor
     one_sided: bool  # only the shorter side has a factor; the left where both are equally long
     backend: str | None
@@ -74,7 +74,7 @@ class Shampoo:
         return tuple(side for side in found if self.max_dim is None or sizes[side] <= self.max_dim)
 
     def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-        """Of the states of one matrix (m, n)."""
+        """Shapes of the states of one matrix (m, n)."""
         shapes: dict[str, tuple[int, ...]] = {}
         for side in self.sides(shape):
             size = shape[0] if side == LEFT else shape[1]
@@ -111,7 +111,8 @@ class Shampoo:
             states.store_(side, states.load(side).lerp(scale * (half @ half.mT), weight))
 
     def _half(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
-        """The root of the update of one factor: G seen from its side, for KL times the other's inverse root."""
+        """A square root of the update of one factor: G or its transpose, for KL times the other factor's inverse
+        root."""
         seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
         if not self.use_kl or other not in self.sides(grads.shape):
             return seen
@@ -119,7 +120,7 @@ class Shampoo:
         return (seen @ states.load(f"Q_{other}")) * inverse_root.unsqueeze(-2)
 
     def turn_(self, states: PartStates, shape: Sequence[int], *, first: bool) -> dict[str, Turned]:
-        """Move the bases to the eigenvectors of the factors: by eigh at first, then by powers of the factors."""
+        """Update the bases to the eigenvectors of the factors: first by eigh, later by power iteration."""
         moved = {}
         for side in self.sides(shape):
             factor, old = states.load(side), states.load(f"Q_{side}")
@@ -136,7 +137,8 @@ class Shampoo:
         return eigenbasis(factor), order
 
     def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
-        """The basis `old` (batch, n, n) brought nearer to the eigenbasis of `factor`, eigenvalues descending."""
+        """Move the basis `old` (batch, n, n) towards the eigenbasis of `factor`, with eigenvalues in descending
+        order."""
         # Adding a multiple of the identity changes no eigenvector. Without it, rounding errors of the others would
         # replace the eigenvectors of vanishing eigenvalues.
         floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)

@@ -123,7 +123,7 @@ def split(stack: Tensor, spec: MatrixSpec) -> list[Tensor]:
         return [stack]
     grouped = stack.view(stack.shape[0], -1, sum(rows), stack.shape[-1])
     merged = (0, 1) if spec.by_group else (1, 2)
-    # Copies, contiguous and aligned: else products sum in another order, and bits would depend on where a part lies.
+    # Contiguous, aligned copies: without them products may sum in another order, depending on the address of a part.
     parts = (part.clone(memory_format=torch.contiguous_format) for part in torch.split(grouped, rows, dim=2))
     return [part.flatten(*merged) for part in parts]
 
@@ -148,7 +148,7 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
 
 
 def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
-    """`number` as `x.lerp_` takes it: a tensor in the dtype of `x`."""
+    """`number` as a weight for `x.lerp_`: a tensor in the dtype of `x`."""
     return number.to(x.dtype) if isinstance(number, Tensor) else number
 
 

@@ -31,7 +31,7 @@ SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"
 
 
 class SecondMoment(NamedChoice):
-    """What the second moment is taken of."""
+    """Over which elements the second moment is averaged."""
 
     ADAMUON = "adamuon"  # of every element
     NORMUON = "normuon"  # of every row or column: one number per neuron
@@ -114,7 +114,7 @@ class AdaptiveMuon:
 
     @property
     def tp_mode(self) -> TpMode:
-        """That of Muon."""
+        """The mode of Muon."""
         return self.muon.tp_mode
 
     def update_(

@@ -16,7 +16,7 @@ from opt_kernels.works import Batch, MatrixSpec, StateSpec, Task
 
 
 class Needs(Enum):
-    """What a rule needs to see at once."""
+    """Which elements of a parameter a rule needs at once."""
 
     ELEMENTS = auto()  # any run of a parameter's elements, flat or not
     MATRICES = auto()  # whole matrices only
@@ -86,15 +86,15 @@ class MatrixRule(Rule, Protocol):
 
 
 class SplitStateRule(Rule, Protocol):
-    """A rule whose state depends on the rows that are matrices of their own: see `StateSpec.by_part`."""
+    """A rule whose state depends on how rows are split into separate matrices, see `StateSpec.by_part`."""
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = ...) -> dict[str, Tensor]:
-        """`Rule.init_state` of a parameter that is split as `matrix` says."""
+        """`Rule.init_state` of a parameter that is split by `matrix`."""
         ...
 
 
 def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
-    """`rule.init_state`, by part where the rule keeps it so."""
+    """`rule.init_state`, by part if the state of the rule depends on the split."""
     if keeps_parts(rule):
         return cast(SplitStateRule, rule).init_state(main, matrix)
     return rule.init_state(main)

@@ -112,7 +112,7 @@ def _unnormalised(work: Work) -> Inputs:
 
 
 def adaptive_rule(muon: Muon, method: str, *, lines: Lines = Lines.ROWS) -> AdaptiveMuon | NAMO:
-    """The rule that Megatron-Core's `adaptive_muon_moment2_method` names: adamuon, normuon or namo.
+    """The rule for a value of Megatron-Core's `adaptive_muon_moment2_method`: adamuon, normuon or namo.
 
     Raises ValueError for any other name, and for `lines` without normuon.
     """

@@ -42,25 +42,27 @@ class SOAP(WholeMatrices):
                   and R, found by eigh at the first step, then by `power_iterations` of Q <- orthonormalise(L Q);
                   exp_avg is turned into the new bases
 
-    In the order "paper" these run from top to bottom. The first step only finds the bases: p and the moments stay, and
-    Adam counts t - 1 steps. Bases are sorted before they are turned, and exp_avg_sq follows their order.
+    With order "paper" these run from top to bottom. The first step only computes the bases: p and the moments do not
+    change, and Adam counts t - 1 steps. Bases are sorted before they are rotated, and exp_avg_sq is reordered with
+    them.
 
-    In the order "megatron", Megatron-Core's (Emerging-Optimizers), factors and bases come before the update, which is
-    made from the first step on; Adam counts t steps. Bases are sorted after they were turned, and exp_avg_sq stays. A
-    gradient in bases found from itself is diagonal except for rounding: the first steps are partly rounding made as
-    large as lr, and off the diagonal divided by second moments near zero. That is why "paper" is the default: on the
-    leaderboard (kernels/results/leaderboard.md) a small GPT ends at 3.16 bits a character in the paper's order and at
-    3.53 in this one. A network of two layers (8 to 24 to 4) learns to a loss of 0.01 at lr 0.02 in the paper's order,
-    plain or KL, to 0.018 in this one with plain factors, and with KL's diverges at every rate from 1e-3.
+    With order "megatron", that of Megatron-Core (Emerging-Optimizers), factors and bases are updated before p, and p
+    changes from the first step on; Adam counts t steps. Bases are sorted after they are rotated, and exp_avg_sq is not
+    reordered. A gradient is diagonal, except for rounding errors, in bases computed from the gradient itself. In the
+    first steps Adam divides these rounding errors by second moments near zero, so they become updates as large as lr.
+    This is why "paper" is the default: on the leaderboard (kernels/results/leaderboard.md) a small GPT ends at 3.16
+    bits per character with "paper" and at 3.53 with "megatron". A two-layer network (8 to 24 to 4) reaches a loss of
+    0.01 at lr 0.02 with "paper", plain or KL. With "megatron" it reaches 0.018 with plain factors, and with KL it
+    diverges at every learning rate from 1e-3 on.
 
     With `max_precond_dim`, a longer side has no factor and no basis, as in the authors' code: an output layer of
     128,000 rows would need 2 x 64 GB. With `one_sided` only the shorter side has them, as in the paper's variant.
 
-    Where `MatrixSpec.split_rows` names rows that are matrices of their own, heads or q, k and v, each has factors and
-    bases of its own, and all of the above is done part by part: what SOAP does to the parts as parameters. Heads
-    are batched. Megatron-Core preconditions fused rows whole.
+    If `MatrixSpec.split_rows` splits rows into separate matrices (heads, or q, k and v), each part has its own factors
+    and bases, and all of the above applies to each part as if it were a parameter. Heads are batched. Megatron-Core
+    does not split fused rows.
 
-    The host reads the step and the skip flag: this rule cannot be captured in a CUDA graph.
+    The host reads the step and the skip flag, so this rule cannot be captured in a CUDA graph.
     Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
     """
 
@@ -92,7 +94,7 @@ class SOAP(WholeMatrices):
 
     @property
     def shampoo(self) -> Shampoo:
-        """Its preconditioner."""
+        """The preconditioner of the rule."""
         return Shampoo(
             beta=self.shampoo_beta,
             use_kl=self.use_kl_shampoo,
@@ -111,27 +113,28 @@ class SOAP(WholeMatrices):
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
         """Zero moments and factors; the bases and eigenvalues of the identity, for each part of a split parameter.
 
-        Raises MatrixError for no matrix.
+        Raises MatrixError for a parameter that is not a matrix.
         """
         check_shape(main.shape)
         moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in _MOMENTS}
         return moments | self.shampoo.init_state(main, matrix)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """Q_L U Q_Rᵀ of gradients; zeros at a first step that only finds the bases. Updates moments and bases."""
+        """Q_L U Q_Rᵀ of gradients; zeros in a first step that only computes the bases. Updates moments and bases."""
         return self.transform_parts_(tasks, inputs, skip, lambda updates: updates)
 
     def transform_parts_(
         self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None, then: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """`transform_`, with `then` of the updates (matrices, rows, cols) of each part; not of a first step's zeros."""
+        """`transform_`, with `then` applied to the updates (matrices, rows, cols) of each part, except the zeros of a
+        first step."""
         hyper, work = tasks[0]
         _check_whole(work)
         if skipped(skip):
             return torch.zeros_like(inputs)
         shapes = [self.shampoo.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)]
         states = states_by_part(tasks, elements=_MOMENTS, shapes=shapes, dtype=inputs.dtype)
-        # In TF32 the bases lose four digits of their orthogonality, and every later step is taken in them.
+        # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
         with fp32_products(MatmulPrecision.HIGHEST):
             grads = split(inputs, work.matrix)
             updates = [self._step_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
@@ -167,7 +170,7 @@ class SOAP(WholeMatrices):
         return self.order is Order.PAPER and int(hyper.step) == 1
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """p <- p - lr wd p - lr update, except at a first step that only finds the bases."""
+        """p <- p - lr wd p - lr update, except in a first step that only computes the bases."""
         hyper, work = task
         if skipped(skip) or self.only_finds_bases(hyper):
             return

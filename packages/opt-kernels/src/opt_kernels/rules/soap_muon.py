@@ -17,17 +17,17 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateSpec, Task
 class SOAPMuon(WholeMatrices):
     """SOAP (arXiv 2409.11321) whose direction is orthogonalised by Muon's Newton-Schulz iteration.
 
-    No paper was at hand: this is our reading of the name. With Q_L A Q_Rᵀ the direction of `SOAP`, where A is Adam's
-    bias-corrected update of the gradient in Shampoo's eigenbasis, for each matrix (m, n):
+    There is no paper; this equation is our interpretation of the name. Let Q_L A Q_Rᵀ be the direction of `SOAP`, where
+    A is Adam's bias-corrected update of the gradient in Shampoo's eigenbasis. For each matrix (m, n):
 
         O <- Newton-Schulz(Q_L A Q_Rᵀ)
         p <- p - lr wd p - lr s e O
 
-    where s is `scale_mode`'s factor for (m, n), and e `extra_scale_factor`. States, factors, bases and the order of a
-    step are SOAP's, whose first step in the paper's order only finds the bases. Of `Hyper`: SOAP's.
+    where s is the factor of `scale_mode` for (m, n), and e `extra_scale_factor`. States, factors, bases, the order of a
+    step and the numbers read from `Hyper` are those of SOAP.
 
-    Split rows are matrices of their own, as for SOAP, with scales of their own. The host reads the step and the skip
-    flag. Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
+    Split rows are separate matrices, as for SOAP, with their own scales. The host reads the step and the skip flag.
+    Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
     """
 
     soap: SOAP = field(default_factory=SOAP)
@@ -48,7 +48,7 @@ class SOAPMuon(WholeMatrices):
 
     @property
     def backend(self) -> str | None:
-        """SOAP's."""
+        """As in `SOAP`."""
         return self.soap.backend
 
     @property
@@ -67,11 +67,11 @@ class SOAPMuon(WholeMatrices):
         )
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """SOAP's."""
+        """As in `SOAP`."""
         return self.soap.init_state(main, matrix)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """s e O of gradients; zeros at a first step that only finds the bases. Updates moments and bases."""
+        """s e O of gradients; zeros in a first step that only computes the bases. Updates moments and bases."""
         return self.soap.transform_parts_(tasks, inputs, skip, self._orthogonal)
 
     def _orthogonal(self, directions: Tensor) -> Tensor:
@@ -81,5 +81,5 @@ class SOAPMuon(WholeMatrices):
         return self.orthogonalization(directions).to(directions.dtype) * scale
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """SOAP's."""
+        """As in `SOAP`."""
         self.soap.apply_(task, update, skip)

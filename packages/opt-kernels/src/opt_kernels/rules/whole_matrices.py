@@ -1,4 +1,4 @@
-"""What SOAP and SOAP-Muon share beside their arithmetic: the phases of a rule that transforms whole matrices."""
+"""Base class of SOAP and SOAP-Muon: the phases of a rule that transforms gradients of whole matrices."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from opt_kernels.works import Batch, Task
 
 
 class WholeMatrices(MatrixRule):
-    """A rule that transforms gradients of whole matrices as they are, and whose host reads the step and the skip flag.
+    """A rule that transforms gradients of whole matrices directly. The host reads the step and the skip flag.
 
     A final class has `name`, `state_specs`, `init_state`, `transform_` and `apply_`.
     """
@@ -24,12 +24,12 @@ class WholeMatrices(MatrixRule):
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
-        """All state is stored as it is."""
+        """Empty: states are stored without encoding."""
         return {}
 
     @property
     def tp_mode(self) -> None:
-        """It needs whole matrices."""
+        """None: the rule needs whole matrices."""
         return None
 
     def update_(
@@ -41,4 +41,4 @@ class WholeMatrices(MatrixRule):
             update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Nothing: gradients are transformed as they are."""
+        """Do nothing: `transform_` takes gradients directly."""

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     eps: float = EPS  # smallest norm that a matrix is divided by
 
 
-# From works of one layout, their matrices (len(tasks), *shape), and whether these are normalised: the directions.
+# Returns directions from works of one layout, their matrices (len(tasks), *shape), and whether these are normalised.
 Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
 
 
@@ -47,5 +47,5 @@ class OfLayouts:
 
 # Changes one direction (*shape) before it is scaled.
 Adapt = Callable[[Task, Tensor], None]
-# s e of each of the work's split parts, or of the whole.
+# Returns s e of each split part of a work, or of the whole matrix.
 Factors = Callable[[Work], tuple[float, ...]]

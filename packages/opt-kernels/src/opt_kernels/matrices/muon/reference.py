@@ -27,7 +27,7 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """Writes `main`, `out`, `remainder` and the state `momentum_buffer` of every work, or with `skip` nothing.
+    """Write `main`, `out`, `remainder` and the state `momentum_buffer` of every work; nothing if `skip` is set.
 
         g <- grad_scale g          (g <- g + wd p with L2)
         m <- m + (1 - mu)(g - m)
@@ -35,7 +35,7 @@ def muon_(
         O <- adapt(transform(u))
         p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
 
-    `transform` receives matrices in the compute dtype, not normalised, whatever `inputs` returns.
+    `transform` receives matrices in the compute dtype, not normalised; `inputs` is ignored.
     """
     if skipped(skip):
         return
@@ -66,7 +66,7 @@ def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
 
 
 def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
-    """`weight_decay` times `main`, a new tensor: zeros without decay, where zero times an infinite weight is NaN."""
+    """`weight_decay * main`, a new tensor. Without decay it is zero even for an infinite weight."""
     if isinstance(weight_decay, Tensor):
         return torch.where(weight_decay == 0, 0.0, weight_decay * main)
     return weight_decay * main if weight_decay else torch.zeros_like(main)

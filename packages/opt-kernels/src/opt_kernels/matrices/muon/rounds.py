@@ -1,7 +1,8 @@
-"""How the matrices of a step are laid out for Muon's sweeps: rounds of stacks, of which each matrix is a few runs.
+"""Divides the matrices of a step for Muon's sweeps into rounds, stacks and slots.
 
-A slot is normalised separately: it is a matrix, or a split part of one, whose rows need not be adjacent. Its runs are
-consecutive in the chunk table, and every chunk has the number of its slot after the addresses.
+A round is a batch of stacks that are in memory at the same time. A stack has the matrices of one shape. A slot is what
+is divided by one norm: a matrix, or a split part of one, whose rows need not be adjacent. The runs of a slot are
+consecutive in the chunk table, and every chunk record holds the number of its slot after the addresses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,12 @@ from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.stacks import compute_dtype, stacks
 from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
-ROUND_NUMEL = 1 << 27  # elements whose inputs are held at once: 256 MiB of 16-bit ones
-APART = 64  # stacks begin at multiples of so many elements, for their alignment
+ROUND_NUMEL = 1 << 27  # elements of the inputs that are held at once: 256 MiB in 16 bits
+APART = 64  # stacks begin at multiples of this number of elements, for alignment
 
 
 class Slot(NamedTuple):
-    """A matrix that is normalised separately: one of a work's, or one split part of it."""
+    """What is divided by one norm: a matrix of a work, or one split part of a matrix."""
 
     runs: tuple[tuple[int, int], ...]  # first element and number of elements, within the work
     factor: float
@@ -61,7 +62,7 @@ class Round(NamedTuple):
 
 
 def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
-    """`batches`, with copies of those gradients whose memory does not have their elements in order."""
+    """`batches`, with contiguous copies of gradients that are not contiguous."""
     if all(all(map(lies_in_order, _grads(works))) for _, works in batches):
         return batches
     return [Batch(hyper, [_with_ordered_grad(work) for work in works]) for hyper, works in batches]
@@ -76,7 +77,7 @@ def _with_ordered_grad(work: Work) -> Work:
 
 
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:
-    """All works that have elements. The order of stacks is that of `stacks`, equal on every rank."""
+    """The rounds of all non-empty works. Stacks have the order of `stacks`, which is equal on every rank."""
     current: list[Stack] = []
     place = slot = 0
     for tasks in stacks(batches):
@@ -93,7 +94,7 @@ def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: 
 
 
 def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
-    """What is normalised by itself in a work, in order: its matrices, of each its split parts."""
+    """The slots of a work in order: the split parts of its first matrix, then those of the second, and so on."""
     if work.matrix.part is not None and work.matrix.split_rows:
         raise LayoutError("a part of fused rows has no triton version, because it may begin anywhere; backend='torch'")
     *_, rows, cols = work.grad.shape
@@ -110,7 +111,7 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
 
 
 def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch]:
-    """The table of the round: every run of a slot is a run of its own."""
+    """The launches of the round. Every run of a slot is a separate run of the chunk table."""
     pieces = one.pieces
     if pieces is None:
         pieces = [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
@@ -126,7 +127,7 @@ def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch
 
 
 def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Task]]]:
-    """The tasks of the round in runs of one kind, with their rows of the scalar block."""
+    """The tasks of the round, grouped by kind, with their rows of the scalar block."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
     tasks = [task for stack in one.stacks for task in stack.tasks]
     if any(compute_dtype(task.work) is torch.float64 for task in tasks):
@@ -167,7 +168,7 @@ class Range(NamedTuple):
 
 @lru_cache(maxsize=CALLS)
 def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
-    """The chunks of each slot, by slot: its runs follow each other."""
+    """The range of chunks of each slot. The runs of a slot are consecutive."""
     found: list[Range] = []
     end = 0
     for slot, of_slot in groupby(cuts, lambda cut: cut.tag):
@@ -177,7 +178,7 @@ def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
 
 
 def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: torch.device) -> Tensor:
-    """(slots, 2) int64: the chunks of each slot, counted through all sweeps."""
+    """(slots, 2) int64: first and last + 1 chunk of each slot, counted over all sweeps."""
 
     def build() -> Tensor:
         host = torch.zeros(num_slots, 2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Muon's elementwise parts in torch's operations, matrix by matrix while they are in the cache."""
+"""Muon's elementwise parts as torch operations, one matrix at a time so that it stays in the cache."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -34,7 +34,7 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.muon_` does, in stacks of works of one layout; `inputs` are always float32, not normalised."""
+    """As `reference.muon_`, in stacks of works of one layout. Matrices are always float32 and not normalised."""
     for tasks in stacks(batches):
         matrices = scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):
@@ -54,7 +54,7 @@ def accumulate_(
     codec: StateCodec,
     skip: Tensor | None,
 ) -> None:
-    """Updates the momentum, and makes u of `grad`."""
+    """Update the momentum, and turn `grad` into u in place."""
     hyper, work = task
     if decay is Decay.L2:
         grad.add_(decay_of(read_main(work), hyper.weight_decay))
@@ -71,7 +71,7 @@ def accumulate_(
 
 
 def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decay: Decay, skip: Tensor | None) -> None:
-    """p <- p - (decay) - lr s e `update` (*shape), where p is not skipped; `update` is overwritten."""
+    """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
     hyper, work = task
     _scale_(work, update, factors)
     main = read_main(work) if skip is None else read_main(work).clone()
@@ -81,7 +81,7 @@ def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decay: D
 
 
 def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
-    """Multiplies the rows of each split part of `update` (*shape) by the part's factor."""
+    """Multiply the rows of each split part of `update` (*shape) by the factor of the part."""
     if len(factors) == 1:
         update.mul_(factors[0])
         return

@@ -1,7 +1,7 @@
 """Muon's elementwise parts as Triton sweeps over the chunk table: the momenta of all matrices in one launch.
 
-Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum and what is to be orthogonalised, 4 for
-its normalisation, 12 for the update. `kernels/muon.md` derives the design.
+Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum and the matrix u to orthogonalise, 4
+for the normalisation of u, 12 for the update. `kernels/muon.md` derives the design.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every
 
 @jit
 def along(base: tl.tensor, first: tl.tensor, E: tl.constexpr) -> tl.tensor:
-    """Element number `first` (int64) of a buffer, as a pointer that is aligned to `E` elements."""
+    """Pointer to the element at index `first` (int64) of a buffer, with a hint that it is aligned to `E` elements."""
     BITS: tl.constexpr = base.dtype.element_ty.primitive_bitwidth
     return tl.multiple_of(base + first, E * (BITS // 8))
 
@@ -44,7 +44,7 @@ def momentum_tile(
     NESTEROV: tl.constexpr, DECAY: tl.constexpr,
     REMAINDER: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Updates the momenta of BLOCK elements of one chunk and writes their u; returns its squares."""
+    """Update the momenta of BLOCK elements of one chunk, write their u, and return its squares."""
     at = start + tl.arange(0, BLOCK)
     g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + scalars.GRAD_SCALE)
     if DECAY == "l2":
@@ -54,7 +54,7 @@ def momentum_tile(
     m += (1.0 - mu) * (g - m)
     x = g + mu * (m - g) if NESTEROV else m
     write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
-    # Added within a thread: as many registers saved as let another program in beside 8-bit codes.
+    # Added within a thread: with 8-bit codes, the registers saved let another program run at the same time.
     squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
     write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, FULL)
     return squares
@@ -73,7 +73,7 @@ def momentum_sweep(
     REMAINDER: tl.constexpr, IEEE: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per chunk. If the scalar block says to skip the step, it writes only a sum of zero."""
+    """One program per chunk. If the scalar block marks the step as skipped, it writes only a sum of zero."""
     chunk = tl.program_id(0)
     record = records + chunk * WIDTH
     main = pointer(tl.load(record + 0), MAIN, E)
@@ -185,7 +185,7 @@ def descent_sweep(
     MAIN: tl.constexpr, OUT: tl.constexpr, DECAY: tl.constexpr, REMAINDER: tl.constexpr, TAG: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per chunk. It writes nothing if the scalar block says to skip the step."""
+    """One program per chunk. It writes nothing if the scalar block marks the step as skipped."""
     chunk = tl.program_id(0)
     record = records + chunk * WIDTH
     main = pointer(tl.load(record + 0), MAIN, E)
@@ -218,15 +218,16 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """What `reference.muon_` does, on the device of the tensors; without synchronizing; may be captured.
+    """As `reference.muon_`, on the device of the tensors, without synchronizing; may be captured in a CUDA graph.
 
-    The momenta of all matrices are one launch for each combination of dtypes, their updates one for each stack that was
-    transformed. Matrices come to `transform` as `inputs` would have them. Raises LayoutError for a dtype that Triton
-    cannot sweep or a matrix that is not contiguous, FrozenHyperError for host numbers in a capture.
+    There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
+    matrices in the format that `inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a matrix
+    that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
     kept = kept_rounds(batches, inputs, factors) if adapt_ is None and isinstance(transform, OfLayouts) else None
     if kept is None:
-        batches = with_ordered_grads(batches)  # tables hold addresses: the copies live until the last launch
+        batches = with_ordered_grads(batches)  # tables hold only addresses, so the copies must live until the last
+        launch
     hypers = [hyper for hyper, _ in batches]
     for one in rounds(batches, inputs, factors) if kept is None else kept:
         device = one.stacks[0].tasks[0].work.grad.device
@@ -248,7 +249,8 @@ class _Inputs:
     def __init__(self, one: Round, hypers: Sequence[Hyper], codec: StateCodec, device: torch.device) -> None:
         self._round = one
         self._codec = codec
-        # fp16 cannot hold what is not normalised, but with a power of two for each 128 elements it loses nothing.
+        # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
+        # precision.
         self._narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
         self._sweeps = swept(one, hypers, codec)
         self._ranges = [ranges(sweep.cuts, sweep.table.chunk) for sweep in self._sweeps]
@@ -259,7 +261,7 @@ class _Inputs:
         self._totals = torch.empty(one.stacks[-1].slots_of_all.stop, dtype=torch.float64, device=device)
 
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
-        """Updates all momenta, writes u, and adds up its squares for each matrix."""
+        """Update all momenta, write u, and sum its squares for each matrix."""
         device, narrow = block.device, self._narrow
         u = self._words.view(torch.float16) if narrow else self._words
         sums = torch.empty(sum(s.table.num_chunks for s in self._sweeps), dtype=torch.float64, device=device)
@@ -279,7 +281,7 @@ class _Inputs:
             )
 
     def normalised(self, stack: Stack) -> Tensor:
-        """The matrices of `stack`, (len(tasks), *shape), over their norms if the round's inputs are normalised."""
+        """The matrices of `stack`, (len(tasks), *shape), divided by their norms if the inputs are to be normalised."""
         wanted, shape = self._round.inputs, stack.tasks[0].work.grad.shape
         x = self._words.view(wanted.dtype)
         if wanted.normalised:
@@ -297,7 +299,7 @@ class _Inputs:
         return x[stack.begin : stack.begin + stack.numel].view(len(stack.tasks), *shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
-        """Moves the mains of `stack` along `directions` (len(tasks), *shape)."""
+        """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
         factors = factors_on(block.device, self._round)
         for sweep, _, records, _ in self._of(stack):
             descent_sweep[(records.shape[0],)](
@@ -308,11 +310,11 @@ class _Inputs:
 
     @property
     def _tag(self) -> int:
-        """The lane of a record in which its slot stands."""
+        """The lane of a record that holds the number of its slot."""
         return 4 if self._codec.block else 3
 
     def _of(self, stack: Stack) -> Iterator[tuple[Launch, Tensor, Tensor, int]]:
-        """The sweeps that have chunks of `stack`: with their scales, these chunks' records, and the first of them."""
+        """The sweeps that have chunks of `stack`, each with its scales, the records of these chunks, and the first."""
         wanted = stack.slots_of_all
         for sweep, scales, of_slots in zip(self._sweeps, self._scales, self._ranges):
             first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
@@ -322,11 +324,12 @@ class _Inputs:
 
 
 def _aligned(directions: Tensor) -> Tensor:
-    """In C's order, from an aligned address on: a slice of a gathered matrix may begin anywhere."""
+    """A contiguous tensor at an aligned address; a copy if needed, because a slice of a gathered matrix may begin
+    anywhere."""
     directions = directions.contiguous()
     return directions if directions.data_ptr() % ALIGNMENT == 0 else directions.clone()
 
 
 def _only(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The options of these names, and those of the compiler."""
+    """The options with these names, and the compiler options."""
     return {name: options[name] for name in (*names, "num_warps", "enable_fp_fusion")}

@@ -1,1 +1,1 @@
-"""The Newton-Schulz iteration: an approximate polar factor out of matrix products alone."""
+"""The Newton-Schulz iteration: approximates the polar factor of a matrix with matrix products only."""

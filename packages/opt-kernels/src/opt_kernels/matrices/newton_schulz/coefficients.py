@@ -1,4 +1,4 @@
-"""The coefficient sets of the Newton-Schulz iteration, and the schedule of steps that each of them gives."""
+"""The coefficient sets of the Newton-Schulz iteration, and the schedule of steps for each set."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -19,7 +19,7 @@ Schedule: TypeAlias = tuple[Coefficients, ...]
 
 
 class CoefficientType(NamedChoice):
-    """The sets by name. In brackets the range that five steps make of the singular values in [0.01, 1]."""
+    """The sets by name. Brackets: the range to which five steps map the singular values in [0.01, 1]."""
 
     SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start, does not converge
     QUINTIC = "quintic"  # [0.978, 1.032] five different steps, Megatron-Core's default
@@ -32,7 +32,7 @@ class CoefficientType(NamedChoice):
 
 
 class _Repeat(StrEnum):
-    """What follows a set's last step when more steps are asked for."""
+    """How a set is continued if more steps are requested than it has."""
 
     CYCLE = "cycle"  # the set again from its first step
     LAST = "last"  # its last step again
@@ -103,7 +103,7 @@ def _set_of(kind: CoefficientType) -> _Set:
         case CoefficientType.CUBIC5:
             return _Set(_Repeat.NEVER, _CUBIC5)
         case CoefficientType.AOL:
-            # Repeated from its first step, it would send 1 to -0.6.
+            # If it were repeated from its first step, it would map 1 to -0.6.
             return _Set(_Repeat.LAST, _AOL)
         case CoefficientType.CUSTOM:
             raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
@@ -112,8 +112,8 @@ def _set_of(kind: CoefficientType) -> _Set:
 def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
     """The coefficients of each of `num_steps` steps.
 
-    Raises ValueError if `num_steps` is below 1, if the set has one fixed length and this is another, and if `custom` is
-    given without `CUSTOM` or the other way round.
+    Raises ValueError if `num_steps` is below 1 or differs from the length of a set with a fixed length, and unless
+    `custom` is given exactly for `CUSTOM`.
     """
     if num_steps < 1:
         raise ValueError(f"num_ns_steps is {num_steps}, but at least 1 step is needed; 5 is usual")

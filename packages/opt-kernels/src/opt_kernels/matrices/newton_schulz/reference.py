@@ -23,11 +23,11 @@ def newton_schulz(
     all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
     rescale_rows: bool = False,  # see `row_scales`
 ) -> Tensor:
-    """An approximation of the polar factor UVᵀ of x = USVᵀ: every singular value s becomes p(s / ‖x‖_F).
+    """Approximate the polar factor UVᵀ of x = USVᵀ: every singular value s becomes p(s / ‖x‖_F).
 
     p is the composition of the steps' odd polynomials s <- a s + b s³ + c s⁵ (Keller Jordan, Muon, 2024; Bernstein and
-    Newhouse, arXiv 2409.20325). Returns a new tensor (batch, m, n) in `dtype`. The norm is taken as at least `eps`, so
-    that a zero matrix stays zero. With `rescale_rows`, p acts on the singular values of the rescaled matrix instead.
+    Newhouse, arXiv 2409.20325). Returns a new tensor (batch, m, n) in `dtype`. The norm is at least `eps`, so a zero
+    matrix stays zero. With `rescale_rows`, p acts on the singular values of the rescaled matrix instead.
     """
     x = x.to(dtype)
     squares = x.square().sum((-2, -1), keepdim=True)
@@ -46,8 +46,9 @@ def row_scales(gram: Tensor) -> Tensor:
     """AOL's scale of each row of X, from XXᵀ (batch, m, m): (batch, m, 1), in fp32 at least.
 
     With d_i = (Σ_j |XXᵀ|_ij)^(-1/2), no singular value of diag(d) X is above 1 (Prach and Lampert, arXiv 2208.03160;
-    before Newton-Schulz in Turbo-Muon, arXiv 2512.04632), and few are far below. A matrix of rank one, or of orthogonal
-    rows, reaches 1, where the set's first polynomial is negative: ours are `AOL_RANGE` times as large.
+    before Newton-Schulz in Turbo-Muon, arXiv 2512.04632), and few are far below 1. A matrix of rank one, or with
+    orthogonal rows, reaches 1, where the set's first polynomial is negative. The scales returned here are therefore
+    multiplied by `AOL_RANGE`.
     """
     sums = gram.to(torch.promote_types(gram.dtype, torch.float32)).abs().sum(-1, keepdim=True)
     return AOL_RANGE * sums.clamp_min(torch.finfo(gram.dtype).smallest_normal).rsqrt()

@@ -1,11 +1,11 @@
-"""Cutting a Newton-Schulz schedule into segments that work on the small Gram matrix of a long matrix.
+"""Cuts a Newton-Schulz schedule into segments that iterate on the small Gram matrix of a long matrix.
 
-Written on the Gram matrix R = XXᵀ, the steps of a segment multiply (m, m) matrices only, and X (m, n) is touched twice
-per segment: once to form R, once to apply the product of the steps. That is cheaper the longer X is, but R carries the
-squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative,
-which every step multiplies by a². When that product nears 1 the iteration would diverge, so the segment has to end
-first: X is updated and R is recomputed. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16;
-here the cuts depend on the schedule and the dtype.)
+The steps of a segment are computed from the Gram matrix R = XXᵀ and multiply only (m, m) matrices. X (m, n) is read
+twice per segment: to form R, and to apply the product of the steps. The longer X is, the more this saves. But R has the
+squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative, and
+every step multiplies the error by a². If it nears 1, the iteration diverges. The segment must end before that; then X
+is updated and R is recomputed. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16; here the cuts
+depend on the schedule and the dtype.)
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ import torch
 
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule
 
-# An eigenvalue of R that is all rounding may grow to about this before the polynomials stop contracting it. In bf16
-# the quintic set reaches 1.02 after two steps, and is about as accurate there as one step at a time; three steps are
-# not, nor are two of the cans set, which reach 1.07.
+# An eigenvalue of R that consists of rounding errors may grow to about this before the polynomials stop contracting it.
+# In bf16, two steps of the quintic set reach 1.02 and are about as accurate as one step at a time. Three steps are less
+# accurate, and so are two steps of the cans set, which reach 1.07.
 GROWTH_LIMIT = 1.05
-# Below the limit, too, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
+# Also below the limit, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
 # error is at most five times that of one step at a time, for every set, and at most twice on Gaussian matrices.
 LONGEST_NARROW, LONGEST = 3, 2
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
@@ -30,10 +30,10 @@ class _Cut(NamedTuple):
 
 
 def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetric: bool) -> tuple[Schedule, ...]:
-    """`schedule` in segments: the cheapest cut whose every segment stays within the precision of `dtype`.
+    """The cheapest division of `schedule` into segments that are accurate enough in `dtype`.
 
-    `rows` is the side whose Gram matrix is formed. `symmetric` says whether symmetric products cost less than others.
-    Segments of one step each are the plain iteration, which is always allowed, and wins where the matrix is square.
+    `rows` is the side whose Gram matrix is formed. `symmetric`: whether symmetric products cost less than others.
+    Segments of one step each are the plain iteration, which is always allowed, and cheapest for a square matrix.
     """
     unit = torch.finfo(dtype).eps / 2
     longest = LONGEST_NARROW if dtype.itemsize == 2 else LONGEST
@@ -65,7 +65,8 @@ def _cost(segment: Schedule, *, ratio: float, symmetric: bool) -> float:
 
 
 def _small_products(segment: Schedule) -> int:
-    """R² where it is needed; after the first step the factor's, before the last the Gram matrix's two."""
+    """Number of (m, m) products: R² where needed, one for the factor after the first step, two for R before the
+    last."""
     return sum(_is_quintic(step) for step in segment) + 3 * (len(segment) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Newton-Schulz in few large products: batched, by segments on the Gram matrix, each product rounded once."""
+"""Newton-Schulz in few large batched products, by segments on the Gram matrix. Each product is rounded once."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,17 +24,17 @@ def newton_schulz(
 ) -> Tensor:
     """`reference.newton_schulz`, up to rounding.
 
-    The Gram matrix is summed over ranks once a segment; all of a segment's other products are of (m, m) matrices, which
-    every rank has.
+    The Gram matrix is summed over ranks once per segment. All other products of a segment multiply (m, m) matrices,
+    which every rank has.
     """
     product = product or version("syrk", "symmetric_product", backend=None, tensors=[x])
     given = x
     x = x.to(dtype) if normalised else _normalised(x, dtype=dtype, eps=eps, all_reduce=all_reduce)
-    spare = None  # an x of two segments ago: to allocate one takes as long as a tenth of the products
+    spare = None  # memory of an earlier x, reused: allocating takes a tenth of the time of the products
     for number, segment in enumerate(segments):
         gram = product(x, x.mT)
         if all_reduce is not None:
-            # Summed in fp32: the partial sums of a narrow Gram matrix would be rounded once a rank.
+            # Summed in fp32, because partial sums in a narrow dtype would be rounded once per rank.
             gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         if rescale_rows and number == 0:
             scales = row_scales(gram)
@@ -49,7 +49,7 @@ def newton_schulz(
 class _Factor(NamedTuple):
     """A product of steps, identity · I + rest.
 
-    The identity is kept aside: added to the diagonal it would be most of a narrow number, and round the rest away.
+    The identity is stored separately: in a narrow dtype, adding it to the diagonal would round away most of `rest`.
     """
 
     identity: float
@@ -57,9 +57,9 @@ class _Factor(NamedTuple):
 
 
 def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """x over its Frobenius norm, computed in at least fp32: a narrow sum of squares stops growing after a few thousand.
+    """x divided by its Frobenius norm, a new tensor of `dtype`.
 
-    A new tensor of `dtype`.
+    The norm is computed in at least fp32, because a narrow sum of squares stops growing after a few thousand terms.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -71,8 +71,8 @@ def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callab
 def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
     """The product of a segment's steps, from the Gram matrix R before the first of them.
 
-    Each step is qI + Y, and leaves R <- (qI + Y) R (qI + Y). All of these are polynomials of one matrix: they commute,
-    and so every product of two is symmetric.
+    Each step is qI + Y, and sets R <- (qI + Y) R (qI + Y). All of these are polynomials of one matrix, so they commute,
+    and the product of any two is symmetric.
     """
     factor = None
     for i, step in enumerate(segment):
@@ -86,11 +86,11 @@ def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, 
 
 
 def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, around_one: bool) -> _Factor:
-    """aI + bR + cR² as qI + Y; without the product where c is zero.
+    """aI + bR + cR² as qI + Y. The product R² is not computed if c is zero.
 
-    Eigenvalues of R are far below 1 before the first step: q = a. After it they near 1, where the terms cancel: a is 3
-    and the sum 1. Written in E = R - I it is (a + b + c)I + (b + 2c)E + cE², whose terms vanish there; the errors of
-    three steps on one Gram matrix are a tenth of the others.
+    Before the first step the eigenvalues of R are far below 1, and q = a. Later they are close to 1, where the terms
+    cancel: a is 3, but the sum is 1. Then E = R - I is used: (a + b + c)I + (b + 2c)E + cE², whose last two terms
+    vanish there. This reduces the error of three steps on one Gram matrix to a tenth.
     """
     a, b, c = step
     if not around_one:

@@ -1,1 +1,1 @@
-"""Orthogonal bases: the eigenvectors of a symmetric matrix, found once and then followed as the matrix moves."""
+"""Orthogonal bases: the eigenvectors of a symmetric matrix, computed once and then tracked while the matrix changes."""

@@ -1,4 +1,4 @@
-"""Orthogonal bases from LAPACK's own decompositions: eigh, and QR by Householder reflections."""
+"""Orthogonal bases from LAPACK's decompositions: eigh, and QR by Householder reflections."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Eigenbasis(NamedTuple):
-    """Eigenvalues, largest first, and the orthonormal eigenvectors that belong to them."""
+    """Eigenvalues in descending order, and their orthonormal eigenvectors."""
 
     values: Tensor  # (batch, n)
     vectors: Tensor  # (batch, n, n), columns
@@ -20,7 +20,8 @@ def eigenbasis(matrix: Tensor) -> Eigenbasis:
 
 
 def orthonormalised(columns: Tensor) -> Tensor:
-    """The Q of columns = QR, (batch, n, n), with the signs that make R's diagonal positive: it is unique where R is."""
+    """The Q of columns = QR, (batch, n, n), with the signs that make the diagonal of R positive, which makes it unique
+    if `columns` has full rank."""
     q, r = torch.linalg.qr(columns)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     return torch.mul(q, torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2))

@@ -1,4 +1,4 @@
-"""Orthogonal bases by products and Cholesky factors, which run at the speed of matrix products and in batches."""
+"""Orthogonal bases from batched matrix products and Cholesky factors, which are faster than reflections."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from opt_kernels.matrices.orthogonal_basis import reference
 from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
 from opt_kernels.matrices.syrk.torch_native import symmetric_product
 
-# After the first pass the columns must be orthogonal to within this for the second to leave them so to rounding:
-# the error is squared, and multiplied by the unit of rounding. Beyond it Householder reflections take over.
+# The columns must be orthogonal to within this after the first pass, so that the second makes them orthogonal up to
+# rounding: it squares the error, and multiplies it by the rounding unit. Otherwise Householder reflections are used.
 WELL_CONDITIONED = 0.1
 
 
 def eigenbasis(matrix: Tensor) -> Eigenbasis:
-    """What `reference.eigenbasis` says; where it does not converge in float32, in float64."""
+    """As `reference.eigenbasis`, in float64 for matrices on which float32 does not converge."""
     try:
         return reference.eigenbasis(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in its __all__
@@ -22,12 +22,12 @@ def eigenbasis(matrix: Tensor) -> Eigenbasis:
 
 
 def orthonormalised(columns: Tensor) -> Tensor:
-    """The Q of columns = QR, (batch, n, n), R's diagonal positive: column-normalised CholeskyQR2, checked.
+    """The Q of columns = QR, (batch, n, n), with a positive diagonal of R, by checked CholeskyQR2.
 
-    Yamamoto et al. 2015. A pass is X <- X L⁻ᵀ where LLᵀ = XᵀX. With columns of unit length X is as well conditioned as
-    scaling columns can make it; what it leaves is K Q for a Q that nearly diagonalises K, which is well conditioned
-    whatever the condition of K. Matrices for which that does not hold go to `reference.orthonormalised`; to know that,
-    the host reads one flag.
+    Yamamoto et al. 2015. A pass is X <- X L⁻ᵀ where LLᵀ = XᵀX. Columns are first scaled to unit length, which is nearly
+    the best conditioning that scaling columns can achieve. X is K Q for a Q that nearly diagonalises K, so after
+    scaling it is well conditioned for any condition number of K. Other matrices use `reference.orthonormalised`; the
+    host reads one flag to detect them.
     """
     x = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
     x, first_failed = _pass(x)
@@ -41,6 +41,6 @@ def orthonormalised(columns: Tensor) -> Tensor:
 
 
 def _pass(x: Tensor, gram: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """X L⁻ᵀ, and for each matrix of the batch whether it could not be had."""
+    """X L⁻ᵀ, and for each matrix of the batch whether its Cholesky factorisation failed."""
     factor, info = torch.linalg.cholesky_ex(symmetric_product(x.mT, x) if gram is None else gram)
     return torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False), info != 0

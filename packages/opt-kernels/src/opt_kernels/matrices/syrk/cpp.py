@@ -1,6 +1,6 @@
-"""Symmetric products in C++, for bfloat16 on processors with instructions for it; other products use torch.
+"""Symmetric products in C++ for bfloat16, on processors with bfloat16 instructions. Other products use torch.
 
-A little more than half of the multiplications, at the speed of torch's own matrix products.
+They take a little more than half of the multiplications, at the speed of torch's matrix products.
 """
 
 from array import array
@@ -17,13 +17,13 @@ from opt_kernels.matrices.syrk import torch_native
 SOURCE = Path(__file__).with_name("syrk.cpp")
 ROWS, COLS = 8, 32  # of a tile, as in syrk.cpp
 PACK, MULTIPLY = 0, 1
-LEAST = 1 << 21  # multiplications, below which two calls cost more than they save
-LEAST_TILES = 8  # that are worth waking a thread for
+LEAST = 1 << 21  # number of multiplications below which two calls cost more than they save
+LEAST_TILES = 8  # number of multiplications that are worth another thread
 
 
 def symmetric_product(
     left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (batch, m, m), symmetric
@@ -31,8 +31,8 @@ def symmetric_product(
 ) -> Tensor:
     """alpha · left right + beta · added, a new tensor (batch, m, m) of left's dtype.
 
-    Summed in float32 and rounded once; numbers below bfloat16's normal ones count as zero. Symmetric to the last bit
-    except within blocks of 32 on the diagonal.
+    Summed in float32 and rounded once; subnormal bfloat16 numbers count as zero. The result is exactly symmetric except
+    within blocks of 32 on the diagonal.
     """
     if not takes(left, right, added):
         return torch_native.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)

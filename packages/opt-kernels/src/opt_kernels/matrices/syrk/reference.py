@@ -1,11 +1,11 @@
-"""A symmetric product by its formula, every element computed."""
+"""A symmetric product by its formula, with every element computed."""
 
 from torch import Tensor
 
 
 def symmetric_product(
     left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (batch, m, m), symmetric

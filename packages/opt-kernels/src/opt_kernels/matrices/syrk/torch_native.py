@@ -1,4 +1,4 @@
-"""Symmetric products built from torch's matrix products: rows of blocks up to the diagonal, the rest mirrored."""
+"""Symmetric products from torch's matrix products: blocks up to the diagonal are computed, the others mirrored."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ BLOCK_ROWS = 4  # rows of blocks: 10/16 of the work; eight would save 1/16 more 
 
 def symmetric_product(
     left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (batch, m, m), symmetric
@@ -44,11 +44,11 @@ def dense_product(
 
 
 def halving_pays(left: Tensor) -> bool:
-    """Whether half a product is faster than a whole one, for `left` (batch, m, k): a table of measured crossovers."""
+    """Whether half a product is faster than a whole one for `left` (batch, m, k), by a table of measured crossovers."""
     m, k = left.shape[-2:]
     if left.device.type != "cpu" or left.is_meta:
         return False
-    # Medians on two cores with AVX512. Where bf16 has instructions of its own the calls weigh four times as much.
+    # Medians on two cores with AVX512. With bf16 instructions, the overhead of calls weighs four times as much.
     crossover = 1 << 28 if left.itemsize == 2 else 1 << 26
     return m * m * k >= crossover and m % BLOCK_ROWS == 0
 
@@ -64,7 +64,7 @@ class _Product(NamedTuple):
 
 
 def _halved_(out: Tensor, product: _Product) -> None:
-    """Writes `out` (m, m): each row of blocks up to the diagonal, and its mirror image above the diagonal."""
+    """Write `out` (m, m): each row of blocks up to the diagonal, and its mirror image above the diagonal."""
     size = out.shape[0] // BLOCK_ROWS
     for low in range(0, out.shape[0], size):
         high = low + size

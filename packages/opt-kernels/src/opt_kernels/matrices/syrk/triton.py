@@ -1,9 +1,9 @@
-"""Symmetric products as one batched Triton kernel: tiles up to the diagonal, each written twice.
+"""Symmetric products as one batched Triton kernel: computes the tiles up to the diagonal and stores each twice.
 
-A tile below the diagonal is computed once and stored to its place and, transposed, to its mirror image: half the
-multiply-adds of a whole product, and half a tile a row. Alpha, beta and the added matrix are applied on the way out.
-Operands come through tensor descriptors (TMA) where the device and the installed Triton have them, else by pointers.
-`kernels/syrk.md` derives the design.
+A tile below the diagonal is stored at its position and, transposed, at its mirror position. This takes half the
+multiply-adds of a whole product, plus half a tile per row. Alpha, beta and the added matrix are applied before the
+stores. Operands are loaded through tensor descriptors (TMA) if the device and the installed Triton support them, else
+through pointers. `kernels/syrk.md` derives the design.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from opt_kernels.precision import tf32_products
 TILE = 128  # rows and columns of a tile: square, so that its mirror image is a tile too
 TILE_BYTES_K = 128  # of a row of an operand's tile: one line of a swizzled TMA box
 NUM_WARPS = 8  # with 4 the accumulator spills where operands come through pointers
-# Below it a product is over before halving it could pay: published kernels of this kind lose up to 512 and win from
-# 2048 on; between them lies this guess, which `kernels/gpu_all.py` measures.
+# Published kernels of this kind are slower than a whole product up to 512 rows and faster from 2048 on. This is a guess
+# between the two; `kernels/gpu_all.py` measures it.
 SMALLEST_ROWS = 1024
 
 
 @jit
 def triangle(index: tl.tensor) -> tl.tensor:
-    """The row of the tile number `index` when the tiles up to the diagonal are counted row by row."""
+    """The row of tile `index`, where the tiles up to the diagonal are numbered row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root is approximate: correct it by at most one.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
@@ -39,7 +39,7 @@ def triangle(index: tl.tensor) -> tl.tensor:
 def multiplied(a: tl.tensor, b: tl.tensor, product: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
     """`product` + a b, in float32."""
     if INTERPRETED:
-        # The interpreter would multiply the words of bfloat16 operands.
+        # The interpreter would multiply bfloat16 operands as integers.
         return product + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(a, b, product, input_precision=PRECISION)
@@ -57,7 +57,7 @@ def store_twice(
     beta: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes alpha * product + beta * added to the tile (row, col) of `out`, and transposed to (col, row)."""
+    """Write alpha * product + beta * added to the tile (row, col) of `out`, and transposed to (col, row)."""
     rows = row * TILE + tl.arange(0, TILE)
     cols = col * TILE + tl.arange(0, TILE)
     inside = (rows[:, None] < m) & (cols[None, :] < m)
@@ -111,7 +111,7 @@ def syrk_descriptors(
     alpha: float, beta: float,
     TILE: tl.constexpr, TILE_K: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per tile up to the diagonal and matrix of the batch; boxes are zero outside their matrix."""
+    """One program per tile up to the diagonal and matrix of the batch; descriptors load zeros outside their matrix."""
     row = triangle(tl.program_id(0))
     col = tl.program_id(0) - row * (row + 1) // 2
     batch = tl.program_id(1)
@@ -129,7 +129,7 @@ def syrk_descriptors(
 
 def symmetric_product(
     left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m), such that left @ right is symmetric: left.mT, or what commutes with left
+    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
     *,
     alpha: float = 1.0,
     added: Tensor | None = None,  # (batch, m, m), symmetric
@@ -145,9 +145,9 @@ def symmetric_product(
 
 
 def halving_pays(left: Tensor) -> bool:
-    """Whether the kernel is the faster one for `left` (batch, m, k): by its rows, and where tensor cores multiply it.
+    """Whether the kernel is faster for `left` (batch, m, k): it needs enough rows, and a dtype for tensor cores.
 
-    float64 has no such kernel. Exact float32 products use no tensor cores, and their accumulator does not fit the
+    There is no kernel for float64. Exact float32 products use no tensor cores, and their accumulator does not fit the
     registers.
     """
     on_tensor_cores = left.itemsize == 2 or (left.dtype is torch.float32 and input_precision(left.dtype) == "tf32")
@@ -162,7 +162,7 @@ def halved_product(
     added: Tensor | None = None,  # (batch, m, m)
     beta: float = 0.0,
 ) -> Tensor:
-    """`symmetric_product` by the kernel, whatever the size. Accumulates in float32."""
+    """`symmetric_product` by the kernel for any size. Accumulates in float32."""
     batch, m, _ = left.shape
     out = left.new_empty(batch, m, m)
     if not out.numel():
@@ -205,7 +205,7 @@ def _launch(
 
 
 def through_descriptors(left: Tensor, right: Tensor) -> bool:
-    """Whether both operands can be described: a device with TMA, rows that are dense and begin on 16 bytes."""
+    """Whether both operands can use descriptors: a device with TMA, and contiguous rows aligned to 16 bytes."""
     if not HAS_DESCRIPTORS or not (INTERPRETED.value or _has_tma(left.device)):
         return False
     return _describable(left) and (_describable(right) or _describable(right.mT))
@@ -217,7 +217,7 @@ def _stages() -> int:
 
 
 def _has_tma(device: torch.device) -> bool:
-    # 9 and 10 are Hopper and the Blackwell of data centres; later ones have too little shared memory for four stages.
+    # 9 is Hopper, 10 data-centre Blackwell; later ones have too little shared memory for four stages.
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
@@ -232,5 +232,5 @@ def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
 
 
 def input_precision(dtype: torch.dtype) -> str:
-    """How operands are multiplied: float32 ones as torch is set to multiply them, others in the one way they have."""
+    """The precision of products: torch's current setting for float32 operands, fixed for other dtypes."""
     return "tf32" if dtype is torch.float32 and tf32_products() else "ieee"
