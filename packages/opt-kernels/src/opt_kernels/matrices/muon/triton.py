@@ -226,8 +226,7 @@ def muon_(
     """
     kept = kept_rounds(batches, inputs, factors) if adapt_ is None and isinstance(transform, OfLayouts) else None
     if kept is None:
-        batches = with_ordered_grads(batches)  # tables hold only addresses, so the copies must live until the last
-        launch
+        batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     for one in rounds(batches, inputs, factors) if kept is None else kept:
         device = one.stacks[0].tasks[0].work.grad.device
