@@ -10,7 +10,7 @@ import torch
 from fp8_training import Stored, build, fp8_params, make_model, set_grads, stored
 from torch import Tensor, nn
 
-from opt_checkpoint import load, save, sharded_model
+from opt_checkpoint import ShardedTensor, load, save, sharded_model
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.threads import run_threads
@@ -135,6 +135,22 @@ def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> Non
     model, other = make_model("blockwise"), make_model("blockwise", seed=7)
     save(state(model), tmp_path / "fused")
     load(state(other), tmp_path / "fused")
+    assert torch.equal(other[0].weight.values(), model[0].weight.values())
+
+
+def test_a_factory_that_cuts_by_a_function_quantises_what_it_merges(tmp_path: Path) -> None:
+    def gates(key: str, weight: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        return [ShardedTensor.from_rank_offsets(f"{key}.{i}", weight[i::2]) for i in range(2)]
+
+    def woven(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts, dim=1).flatten(0, 1)
+
+    def state(model: nn.Module) -> dict[str, Any]:
+        return {"w": ShardedTensorFactory("w", model[0].weight, gates, woven)}
+
+    model, other = make_model("blockwise"), make_model("blockwise", seed=7)
+    save(state(model), tmp_path / "gates")
+    load(state(other), tmp_path / "gates")
     assert torch.equal(other[0].weight.values(), model[0].weight.values())
 
 

@@ -162,7 +162,7 @@ def test_a_module_is_copied_saved_and_loaded(recipe: str) -> None:
     torch.testing.assert_close(other[0].weight.values(), model[0].weight.values(), rtol=2.0**-22, atol=0.0)
 
 
-def test_what_writes_it_quantises_and_what_is_read_is_no_view() -> None:
+def test_operations_that_write_it_quantise_again() -> None:
     values = normal(64, 64)
     made = nn.Parameter(QuantizedTensor.of(values, "blockwise"))
     with torch.no_grad():
@@ -171,7 +171,6 @@ def test_what_writes_it_quantises_and_what_is_read_is_no_view() -> None:
     assert torch.equal(made.values(), QuantizedTensor.of(want, "blockwise").values())
     made.data = torch.ones(64, 64)
     assert torch.equal(made.values(), torch.ones(64, 64))
-    assert type(made.t()) is Tensor
     assert made.initial() is None
 
 

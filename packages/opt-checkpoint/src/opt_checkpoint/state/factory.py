@@ -116,6 +116,8 @@ class ShardedTensorFactory(ShardedBase):
         Raises:
             CheckpointingException: a function is to build from no data.
         """
+        if self.data is not None and is_quantized(self.data):  # its views cannot be loaded into
+            return dataclasses.replace(self, data=self.data.dequantize()).build()
         if self.build_fn is None:
             return self._build_segments()
         if self.data is None:

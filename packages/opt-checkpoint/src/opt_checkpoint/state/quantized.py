@@ -1,7 +1,7 @@
 """Tensors that appear in another dtype than they are stored in, as parameters in fp8: saved and loaded dequantised.
 
 They are found by what libraries' classes have in common: a subclass of `Tensor` with a `dequantize` of its own, whose
-`copy_` quantises. A view of such a tensor is a copy, so that nothing can be read from a file straight into it.
+`copy_` quantises. A view of such a tensor is a copy, which may be read-only: nothing can be read from a file into it.
 """
 
 from __future__ import annotations

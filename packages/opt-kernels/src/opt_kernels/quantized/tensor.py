@@ -1,7 +1,7 @@
 """`QuantizedTensor`: an fp8 parameter for plain torch on any device. Operations use its dequantised values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from opt_kernels.quantized.protocol import QuantizationError
 from opt_kernels.quantized.recipes import RECIPES
 from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
+from opt_kernels.quantized.views import ReadOnlyView, read_only, refuse_writes, written_arguments
 
 aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
@@ -19,7 +20,8 @@ class QuantizedTensor(ScaledParam, Tensor):
 
     Operations and conversions to another dtype dequantise it first. An operation that writes to it (`copy_`, `mul_`,
     `torch._foreach_add_`, `out=`, an assignment to elements) quantises the whole tensor again. A view (`t`, `view`,
-    indexing) is a copy, so values written to a view are lost; `nn.init.orthogonal_` writes to one. The gradient is an
+    indexing) is a `ReadOnlyView`: an operation that writes to a view raises QuantizationError. Write
+    `param[0] = param[0] + 1` instead of `param[0] += 1`; `nn.init.orthogonal_` does not work. The gradient is an
     ordinary tensor. Copies are quantised, too. Pickling, as in `torch.save`, stores the dequantised values.
 
     Implements `QuantizedParam`.
@@ -100,17 +102,14 @@ class QuantizedTensor(ScaledParam, Tensor):
         own = _OPERATIONS.get(func)
         if own is not None and isinstance(args[0], QuantizedTensor):
             return own(*args, **kwargs)
-        if func.namespace == "c10d":  # schemas of collectives do not mark outputs, and collectives complete later
-            raise QuantizationError(
-                f"{func} of an fp8 tensor would work on a dequantised copy; give it the tensor's codes and scales, or "
-                "its dequantize()"
-            )
+        refuse_writes(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        for given, plain in _written(func._schema, (args, kwargs), (plain_args, plain_kwargs)):
+        for given, plain in _written(func, (args, kwargs), (plain_args, plain_kwargs)):
+            _check_shape(func, given, plain)
             _copy(given, plain)
             result = given if result is plain else result
-        return result
+        return read_only(func, result)
 
     @property
     def history(self) -> Tensor | None:
@@ -147,7 +146,7 @@ class QuantizedTensor(ScaledParam, Tensor):
         return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={self.recipe.name!r}, device={self.device})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write to the dequantised values and quantise all of them again, because a view would be a copy."""
+        """Write to the dequantised values and quantise all of them again."""
         values = self.dequantize()
         values[index] = value
         self.copy_(values)
@@ -158,6 +157,10 @@ class QuantizedTensor(ScaledParam, Tensor):
             "share_memory_() of an fp8 tensor: its codes and scales cannot be shared between processes; quantise in "
             "each process"
         )
+
+    def __dlpack__(self, **kwargs: Any) -> NoReturn:
+        """Raises QuantizationError: the values are nowhere in memory."""
+        raise QuantizationError("__dlpack__() of an fp8 tensor, which keeps no values; export its dequantize()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
         if id(self) not in memo:
@@ -179,20 +182,25 @@ class QuantizedTensor(ScaledParam, Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-def _written(schema: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTensor, Tensor]]:
+def _written(func: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTensor, Tensor]]:
     """The fp8 tensors to which an operation writes, also those in lists and in `out`, each with its new values."""
-    for number, declared in enumerate(schema.arguments):
-        if declared.alias_info is None or not declared.alias_info.is_write:
-            continue
-        before, after = (
-            args[number] if number < len(args) else kwargs.get(declared.name) for args, kwargs in (given, plain)
-        )
+    for before, after in zip(written_arguments(func, *given), written_arguments(func, *plain), strict=True):
         for one, written in zip(tree_leaves(before), tree_leaves(after), strict=True):
             if isinstance(one, QuantizedTensor):
                 yield one, written
 
 
+def _check_shape(func: Any, given: QuantizedTensor, written: Tensor) -> None:
+    if written.shape != given.shape:
+        raise QuantizationError(
+            f"{func} would change the shape of an fp8 tensor from {tuple(given.shape)} to {tuple(written.shape)}; make "
+            "a new one by QuantizedTensor.of"
+        )
+
+
 def _dequantized(x: Any) -> Any:
+    if isinstance(x, ReadOnlyView):
+        return x.plain
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 

@@ -1,0 +1,263 @@
+"""Views of a `QuantizedTensor`: reads give the dequantised values, writes are refused instead of lost."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_kernels.quantized import QuantizationError, QuantizedTensor, quantize_linears_
+
+REFUSED = "would write a view of an fp8 parameter"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(QuantizedTensor.of(normal(64, 32), "blockwise"))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "select": lambda p: p[3],
+    "one element": lambda p: p[3, 5],
+    "slice": lambda p: p[2:9, ::3],
+    "new axis": lambda p: p[None],
+    "view": lambda p: p.view(-1),
+    "view_as": lambda p: p.view_as(torch.empty(32, 64)),
+    "view of a dtype": lambda p: p.view(torch.int32),
+    "reshape": lambda p: p.reshape(32, 64),
+    "flatten": lambda p: p.flatten(),
+    "unflatten": lambda p: p.unflatten(0, (8, 8)),
+    "ravel": lambda p: p.ravel(),
+    "t": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "mT": lambda p: p.mT,
+    "transpose": lambda p: p.transpose(0, 1),
+    "permute": lambda p: p.permute(1, 0),
+    "movedim": lambda p: p.movedim(0, 1),
+    "unsqueeze": lambda p: p.unsqueeze(0),
+    "expand": lambda p: p.expand(2, 64, 32),
+    "diagonal": lambda p: p.diagonal(),
+    "unfold": lambda p: p.unfold(0, 8, 8),
+    "narrow": lambda p: p.narrow(0, 4, 8),
+    "unbind": lambda p: p.unbind()[1],
+    "iteration": lambda p: next(iter(p)),
+    "split": lambda p: p.split(16)[1],
+    "split of sizes": lambda p: p.split([24, 40])[1],
+    "unsafe split": lambda p: torch.unsafe_split(p, 16)[1],
+    "chunk": lambda p: p.chunk(4)[2],
+    "tensor_split": lambda p: p.tensor_split(3)[1],
+    "as_strided": lambda p: p.as_strided((4, 4), (32, 1), 7),
+    "a view of a view": lambda p: p.t()[3].view(8, 8),
+    "a view of data": lambda p: p.data.view(-1),
+    "a view of a detached one": lambda p: p.detach()[4],
+    "data of a view": lambda p: p[4].data,
+    "a detached view": lambda p: p[4].detach(),
+    "parts of rows": lambda p: p[0:4].unbind()[2],
+}
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "zero_": lambda v: v.zero_(),
+    "fill_": lambda v: v.fill_(1),
+    "mul_": lambda v: v.mul_(2),
+    "copy_": lambda v: v.copy_(torch.ones_like(v)),
+    "augmented": lambda v: v.__iadd__(1),
+    "masked_fill_": lambda v: v.masked_fill_(v == v, 2),
+    "setitem": lambda v: v.__setitem__(..., 5),
+    "out": lambda v: torch.add(torch.ones_like(v), 1, out=v),
+    "foreach": lambda v: torch._foreach_add_([torch.ones(2), v], 1),
+    "foreach copy": lambda v: torch._foreach_copy_([v], [torch.ones_like(v)]),
+    "set_": lambda v: v.set_(torch.ones_like(v)),
+    "data": lambda v: setattr(v, "data", torch.ones_like(v)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_write_through_a_view_is_refused(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]) -> None:
+    param = weight()
+    before = param.values()
+    with torch.no_grad(), pytest.raises(QuantizationError, match=REFUSED):
+        write(view(param))
+    assert torch.equal(param.values(), before)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_read_as_those_of_the_values(view: Callable[[Tensor], Tensor]) -> None:
+    param = weight()
+    ours, dense = view(param.detach()), view(param.values())
+    assert ours.shape == dense.shape
+    assert ours.stride() == dense.stride()
+    assert type(ours * 2) is Tensor
+    assert torch.equal(ours, dense)
+    assert ours.tolist() == dense.tolist()
+    np.testing.assert_array_equal(np.asarray(ours), dense.numpy())
+
+
+@pytest.mark.parametrize(
+    "alias", [Tensor.detach, lambda p: p.data, lambda p: p[...]], ids=["detach", "data", "ellipsis"]
+)
+def test_a_view_of_everything_in_the_same_shape_writes_the_parameter(alias: Callable[[Tensor], Tensor]) -> None:
+    param = weight()
+    with torch.no_grad():
+        alias(param).mul_(2.0)
+        alias(param)[0] = 1.0
+    assert torch.equal(param.values()[1:], 2 * weight().values()[1:])
+    assert torch.equal(param.values()[0], torch.ones(32))
+
+
+MORE_WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "orthogonal_": nn.init.orthogonal_,
+    "an initialised slice": lambda p: nn.init.normal_(p[:4]),
+    "trunc_normal_ of a transpose": lambda p: nn.init.trunc_normal_(p.t()),
+    "an element of a row": lambda p: p[1].__setitem__(2, 96.0),
+    "rows in a list": lambda p: torch._foreach_mul_(list(p.unbind()), 2.0),
+    "resize_": lambda p: p.detach()[0].resize_(1),
+    "an optimizer over a view": lambda p: stepped(p.detach()[:8]),
+    "index_add_": lambda p: p[:8].index_add_(0, torch.tensor([1]), torch.ones(1, 32)),
+    "a custom operation": lambda p: torch.ops.fp8_views.double_(p[0]),
+    "shared memory": lambda p: p[0].share_memory_(),
+    "dlpack": lambda p: np.from_dlpack(p.detach()[0]),
+}
+
+
+def stepped(view: Tensor) -> None:
+    param = nn.Parameter(view)
+    param.grad = torch.ones(8, 32)
+    torch.optim.SGD([param], lr=0.1, foreach=False).step()
+
+
+@torch.library.custom_op("fp8_views::double_", mutates_args=("x",))
+def double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+@pytest.mark.parametrize("write", MORE_WRITES.values(), ids=MORE_WRITES)
+def test_code_that_writes_views_is_refused(write: Callable[[nn.Parameter], object]) -> None:
+    param = weight()
+    before = param.values()
+    with torch.no_grad(), pytest.raises(QuantizationError, match=REFUSED):
+        write(param)
+    assert torch.equal(param.values(), before)
+
+
+def test_the_message_says_what_to_write_instead() -> None:
+    param = weight()
+    with torch.no_grad():
+        with pytest.raises(QuantizationError, match=r"aten\.zero_.*param\[index\] = .*param\.copy_\(values\)"):
+            param[0].zero_()
+        param[0] = 0.0
+        param[1] = param[1] + 1.0
+        values = param.values()
+        assert not values[0].any()
+        param.copy_(param.t().clone().mul_(2.0).t())
+    assert torch.equal(param.values(), QuantizedTensor.of(2 * values, "blockwise").values())
+
+
+def test_an_array_of_a_view_cannot_be_written() -> None:
+    array = weight().detach().t().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1.0
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight()[0].numpy()
+
+
+def test_copies_of_a_view_are_ordinary_tensors_that_can_be_written() -> None:
+    view = weight().detach()[2]
+    file = io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    for made in (view.clone(), view.double(), copy.deepcopy(view), torch.load(file, weights_only=True), view[[1, 2]]):
+        assert type(made) is Tensor
+        made.zero_()
+    assert view.any()
+    assert "ReadOnlyView(tensor([" in repr(view)
+
+
+def test_gradients_pass_through_views() -> None:
+    param, dense = weight(), nn.Parameter(weight().values())
+    for one in (param, dense):
+        (one[2:5].t() @ normal(3, 4) + one.view(-1)[7] + one.unbind()[3].view(4, 8).sum()).square().sum().backward()
+    assert type(param.grad) is Tensor
+    assert torch.equal(param.grad, dense.grad)
+
+
+def test_a_collective_cannot_write_a_view() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(QuantizationError, match="would work on a dequantised copy"):
+            torch.distributed.broadcast(weight().detach().view(-1), 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p.unsqueeze_(0),
+        lambda p: p.t_(),
+        lambda p: p.data.resize_(2, 2),
+        lambda p: p.set_(torch.ones(32)),
+        lambda p: torch.ones(32, out=p),
+    ],
+    ids=["unsqueeze_", "t_", "resize_", "set_", "out"],
+)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_write_that_would_change_the_shape_is_refused(write: Callable[[Tensor], object]) -> None:
+    param = weight()
+    before = param.values()
+    with torch.no_grad(), pytest.raises(QuantizationError, match=r"would change the shape .* from \(64, 32\) to"):
+        write(param)
+    assert torch.equal(param.values(), before)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.float16).to(torch.float32)],
+    ids=["half", "bfloat16", "double", "round trip"],
+)
+def test_a_module_is_not_converted_in_silence(convert: Callable[[nn.Module], object]) -> None:
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    quantize_linears_(model, "tensorwise")
+    before, kept = model[0].weight.values(), model[0].weight
+    with pytest.raises(QuantizationError, match="convert the model first"):
+        convert(model)
+    assert model[0].weight is kept
+    assert torch.equal(kept.values(), before)
+
+
+def test_a_module_that_is_already_there_stays_in_its_memory() -> None:
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    quantize_linears_(model, "tensorwise")
+    param = model[0].weight
+    codes = param.codes
+    model.to("cpu").float()
+    assert model[0].weight is param
+    assert param.codes.data_ptr() == codes.data_ptr()
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_a_compiled_function_reads_views_and_does_not_lose_writes(mode: str) -> None:
+    param = nn.Parameter(QuantizedTensor.of(normal(64, 32), "blockwise", keep_initial=False))
+    before = param.values()
+
+    def read(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, param)[:, 3:9]
+
+    def write(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            param.view(-1).zero_()
+        return x + 1
+
+    made = torch.compile(read if mode == "read" else write, backend="aot_eager")
+    if mode == "read":
+        assert torch.equal(made(normal(4, 32)), read(normal(4, 32)))
+        return
+    with pytest.raises(Exception, match="view"):
+        made(normal(4, 32))
+    assert torch.equal(param.values(), before)
