@@ -3,8 +3,8 @@
     python packages/opt-checkpoint/benchmarks/bench_io.py [--only save load ...] [--chunk-mb 64] [--chunks 8]
     [--rounds 5] [--folder DIR] [--json FILE]
 
-One process. A spare core matters: checksums are computed by a second thread. The folder should be on the disk that
-checkpoints go to.
+Runs in one process. A second core is needed, because another thread computes checksums. The folder should be on the
+disk that checkpoints are written to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tensors(count: int, nbytes: int) -> dict[str, Tensor]:
 
 
 def fresh_paths(folder: Path) -> Iterator[Path]:
-    """New paths; the one before is deleted first, so that the disk does not fill up."""
+    """Yield new paths. Each call first deletes the previous path, so that the disk does not fill up."""
     number = 0
     while True:
         path = folder / str(number)
@@ -60,7 +60,8 @@ def fresh_paths(folder: Path) -> Iterator[Path]:
 
 
 def write_raw(values: dict[str, Tensor], path: Path, *, early: bool = False) -> None:
-    """The least that saving could be: the bytes into one file, then fsync; `early`: the disk begins as with ours."""
+    """Lower bound of a save: write the bytes to one file, then fsync. `early`: start writeback as early as a save
+    does."""
     files = LocalFiles()
     with path.open("wb", buffering=0) as file:
         for tensor in values.values():
@@ -73,7 +74,7 @@ def write_raw(values: dict[str, Tensor], path: Path, *, early: bool = False) -> 
 
 
 def read_raw(file: Path) -> None:
-    """Read a file and forget it."""
+    """Read a file and discard the bytes."""
     buffer = bytearray(16 * MB)
     with file.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
@@ -85,7 +86,7 @@ def sharded(values: dict[str, Tensor]) -> dict[str, ShardedTensor]:
 
 
 def bench_save(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
-    """Save against raw write and stock DCP (which syncs its files too)."""
+    """Compare saving with a raw write and with stock DCP, which also syncs its files."""
     paths = fresh_paths(folder)
 
     def on_next(write: Callable[[Path], object]) -> Callable[[], float]:
@@ -110,7 +111,7 @@ def bench_save(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str
 
 
 def bench_load(values: dict[str, Tensor], folder: Path, rounds: int, *, cold: bool) -> dict[str, float]:
-    """Load in place against stock DCP's, of the same tensors, each from its own checkpoint."""
+    """Compare loading in place with stock DCP, for the same tensors, each from its own checkpoint."""
     ours, stock = folder / "ours", folder / "stock"
     save(sharded(values), ours)
     dcp_save(dict(values), checkpoint_id=stock)
@@ -147,7 +148,7 @@ def bench_load(values: dict[str, Tensor], folder: Path, rounds: int, *, cold: bo
 
 
 def bench_load_optimizer(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
-    """Load AdamW's state into a new optimizer, as after a restart, against `torch.distributed.checkpoint`'s way."""
+    """Compare loading AdamW's state into a new optimizer, as after a restart, with `torch.distributed.checkpoint`."""
     model = torch.nn.ParameterDict({key: torch.nn.Parameter(tensor) for key, tensor in list(values.items())[:4]})
     trained = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for param in model.parameters():
@@ -175,7 +176,7 @@ def bench_load_optimizer(values: dict[str, Tensor], folder: Path, rounds: int) -
 
 
 def bench_reshard(values: dict[str, Tensor], folder: Path) -> dict[str, float]:
-    """Bytes read for flat thirteenths of every tensor, saved in sevenths; and for column blocks."""
+    """Bytes read when loading flat thirteenths of every tensor that was saved in sevenths, and when loading columns."""
     path = folder / "flat"
     save({f"{k}-{i}": s for k, t in values.items() for i, s in enumerate(flat_parts(k, t, 7))}, path)
     read = wanted = 0
@@ -208,9 +209,10 @@ def flat_parts(key: str, tensor: Tensor, count: int) -> list[ShardedTensor]:
 
 
 def bench_background(values: dict[str, Tensor], folder: Path, rounds: int) -> dict[str, float]:
-    """How long a background save stands in the way, against a plain copy of the bytes into memory at hand.
+    """Compare the time that a background save blocks with a plain copy of the bytes into allocated memory.
 
-    Nothing is deleted in between: the system frees a checkpoint's blocks behind our back, on a core that copies need.
+    Nothing is deleted in between, because the system frees a checkpoint's blocks asynchronously, on a core that copies
+    need.
     """
     saver, paths = AsyncSaver(), (folder / f"background-{number}" for number in itertools.count())
     copy = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
@@ -232,7 +234,7 @@ def bench_background(values: dict[str, Tensor], folder: Path, rounds: int) -> di
 
 
 def bench_memory(values: dict[str, Tensor], folder: Path) -> dict[str, float]:
-    """Memory beside the tensors: in place, and with one that is turned and so must be copied piece by piece."""
+    """Memory in addition to the tensors: in place, and with a transposed tensor, which is copied piece by piece."""
     turned = {key: tensor.t() for key, tensor in values.items()}
     target = {key: torch.zeros_like(tensor) for key, tensor in values.items()}
     found = {}
@@ -241,18 +243,18 @@ def bench_memory(values: dict[str, Tensor], folder: Path) -> dict[str, float]:
     found["extra MB, save"] = peak.extra / MB
     with PeakMemory() as peak:
         save(sharded(turned), folder / "turned")
-    found["extra MB, save of turned tensors (<= 256)"] = peak.extra / MB
+    found["extra MB, save of transposed tensors (<= 256)"] = peak.extra / MB
     with PeakMemory() as peak:
         load(sharded(target), folder / "plain")
     found["extra MB, load"] = peak.extra / MB
     with PeakMemory() as peak:
         load(sharded({key: t.t() for key, t in target.items()}), folder / "turned")
-    found["extra MB, load of turned tensors (<= 256)"] = peak.extra / MB
+    found["extra MB, load of transposed tensors (<= 256)"] = peak.extra / MB
     return found
 
 
 def bench_small_items(folder: Path, rounds: int, count: int = 20_000) -> dict[str, float]:
-    """Many states of 64 bytes, as a mixture of experts has."""
+    """Time per item for many states of 64 bytes, as in a mixture of experts."""
     values = {f"s{i}": torch.full((16,), float(i)) for i in range(count)}
     target = {key: torch.empty_like(tensor) for key, tensor in values.items()}
     paths = fresh_paths(folder)

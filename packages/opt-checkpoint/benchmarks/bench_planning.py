@@ -1,12 +1,12 @@
-"""Planning for thousands of ranks, simulated in one process: all that rank 0 does for a save, and a rank for a load.
+"""Planning for thousands of ranks, simulated in one process: the work of rank 0 in a save, and of one rank in a load.
 
     python packages/opt-checkpoint/benchmarks/bench_planning.py [--params 20000] [--states 3] [--ranks 512 4096]
     [--tensor-parallel 8] [--folder DIR] [--json FILE]
 
-Every rank holds a flat shard (ZeRO-1) of its tensor-parallel part of a bucket of matrices and vectors, for each state.
-Counted for a save: unpickling what all ranks send, agreeing on the plan, the plan and its checks, pickling what goes
-back, the index, `.metadata` and the manifest, written and synced; not counted is what the network takes. A load is a
-process of its own, which reads data files of zeros.
+For each state, every rank holds a flat shard (ZeRO-1) of its tensor-parallel part of a bucket of matrices and vectors.
+The time of a save includes unpickling the messages of all ranks, agreeing on the plan, making and checking it, pickling
+the replies, and writing and syncing the index, `.metadata` and the manifest. It does not include the network. A load
+runs in a separate process, which reads data files of zeros.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def shards_of_rank(params: int, states: int, tensor_parallel: int, ranks: int, r
 
 
 def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
-    """What a rank sends."""
+    """The message of one rank to the coordinator."""
     held = []
     for shard in shards:
         flat = shard.flattened_range
@@ -87,7 +87,7 @@ def crc_of_zeros(nbytes: int) -> int:
 
 
 def written_by(rank: int, assigned: AssignedParts, objects: dict[str, ByteRange]) -> WrittenFile:
-    """What a rank reports, had it written zeros."""
+    """The report of a rank as if it had written zeros."""
     nbytes = np.prod(assigned.sizes, axis=1) * 4
     lengths = nbytes + sum(_FRAME_BYTES)
     start = 4096 + np.cumsum(lengths) - lengths
@@ -98,7 +98,7 @@ def written_by(rank: int, assigned: AssignedParts, objects: dict[str, ByteRange]
 
 
 class Clock:
-    """Seconds by step, and the processor's part of all of them; `lap` ends a step."""
+    """Seconds of each step, and the processor time of all steps. `lap` ends a step."""
 
     def __init__(self) -> None:
         self.steps: dict[str, float] = {}
@@ -113,7 +113,7 @@ class Clock:
 
 
 def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
-    """All that rank 0 does for one save; writes what each rank then remembers to `ranks_remember`."""
+    """Run rank 0's part of one save. Writes the plan that each rank caches to `ranks_remember`."""
     remembered = cache.plan_of(0).name
     offers = [pickle.dumps(Offer(own.layout.fingerprint, b"", remembered)) for own in contents]
     planner = ShardedSavePlanner({}, cache=cache)
@@ -159,7 +159,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
 
 
 def load_of_a_rank(path: Path, options: argparse.Namespace, ranks: int) -> dict[str, float]:
-    """A load in a process of its own, of the shards of one of 3/4 as many ranks."""
+    """Load in a separate process the shards of one rank, with 3/4 as many ranks as in the save."""
     here = [
         sys.executable,
         __file__,
@@ -181,7 +181,7 @@ def load_of_a_rank(path: Path, options: argparse.Namespace, ranks: int) -> dict[
 
 
 def load_here(options: argparse.Namespace) -> None:
-    """Load one rank's shards of another number of ranks; print seconds, megabytes beside the tensors, and theirs."""
+    """Load one rank's shards for another number of ranks. Print seconds, extra megabytes, and those of the tensors."""
     ranks = options.ranks[0] * 3 // 4 // options.tensor_parallel * options.tensor_parallel
     shards = list(shards_of_rank(options.params, options.states, options.tensor_parallel, ranks, ranks // 2))
     for shard in shards:

@@ -1,9 +1,10 @@
-"""What tiers cost: how long a step is blocked, how long until its copy is on the other node, how long a resume takes.
+"""Cost of tiers: the time a step is blocked, the time until its copy is on the other node, and the time of a resume.
 
     python packages/opt-checkpoint/benchmarks/bench_tiers.py [--mb 256] [--rounds 3] [--local DIR] [--durable DIR]
 
-Two ranks on gloo, as two nodes with a directory each. Copies go over the loopback interface; both ranks share this
-machine's processors and disk. Ratios are to a plain copy of the same tensors, and to the resume from the durable tier.
+Two ranks on gloo stand for two nodes with a directory each. Copies use the loopback interface; both ranks share the
+processors and the disk of this machine. Ratios are relative to a plain copy of the same tensors, and to a resume from
+the durable tier.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHUNKS = 8
 
 
 def state_of(rank: int, size: int, nbytes: int) -> dict[str, Any]:
-    """Each rank holds its rows of eight tensors."""
+    """The state of a rank: its rows of eight tensors."""
     rows = nbytes // CHUNKS // 4 // 1024
     return {
         f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.randn(rows, 1024), (0, rank, size))

@@ -1,4 +1,4 @@
-"""Measuring side by side: contenders take turns, medians are compared, and what counts are the ratios of one run."""
+"""Comparisons within one run: contenders take turns, and the ratios of their medians are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opt_checkpoint.disk import checksums
 
 
 def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender; one warm-up round, then `rounds` in which the order is turned each time.
+    """Median seconds of each contender: one warm-up round, then `rounds` rounds, each in the reverse order of the last.
 
     Args:
         contenders: each does its work once and returns the seconds that count.
@@ -42,13 +42,13 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is resident and not a mapped file."""
+    """Resident memory of this process, without mapped files."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def highest_resident_bytes() -> int:
-    """The most memory that was resident in this process so far, mapped files included."""
+    """Highest resident memory of this process so far, mapped files included."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(fields["VmHWM"].split()[0]) * 1024
 
@@ -67,7 +67,7 @@ def write_results(path: Path, setup: Mapping[str, object], figures: object) -> N
 
 
 class PeakMemory:
-    """Watches `resident_bytes` for the time of a block; `extra` is the highest rise above its beginning."""
+    """Watch `resident_bytes` during a block. `extra` is the highest increase over its start."""
 
     def __enter__(self) -> PeakMemory:
         self._start, self.extra, self._stop = resident_bytes(), 0, threading.Event()
@@ -85,7 +85,7 @@ class PeakMemory:
 
 
 def drop_cache(path: Path) -> None:
-    """Ask the kernel to forget the cached pages of all files below a path, so that a read is one from the disk."""
+    """Ask the kernel to drop the cached pages of all files below a path, so that the next read is from the disk."""
     for file in path.rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)

@@ -208,7 +208,7 @@ def test_ls_says_what_is_whole_and_what_is_not(steps: Path, capsys: pytest.Captu
     assert "committed" in lines["step-1"]
     assert "damaged: __1_0.distcp" in lines["step-2"]
     assert "temporary directory" in lines[f"step-3.tmp-{'0' * 32}"]
-    assert "not a whole checkpoint" in lines["other"]
+    assert "not a complete checkpoint" in lines["other"]
 
 
 def test_show_lists_chooses_and_computes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,8 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; None for the process's own.
 
     Returns:
-        0 when all is well, 1 when something was found (damage, differences), 2 when the command could not be carried
-        out.
+        0 on success, 1 if damage or differences were found, 2 if the command could not be run.
     """
     parser = argparse.ArgumentParser(prog="optckpt", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -70,7 +69,7 @@ def _commands() -> dict[str, _Command]:
         "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
         "convert": _Command("convert from or to other formats", command.add_arguments, command.run),
         "extract": _Command("write one stored tensor to a .pt file", _extract_arguments, _extract),
-        "gc": _Command("delete what interrupted saves left in a directory, after asking", _gc_arguments, _gc),
+        "gc": _Command("delete leftovers of interrupted saves in a directory, after asking", _gc_arguments, _gc),
     }
 
 
@@ -94,7 +93,7 @@ def _size(nbytes: int) -> str:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    """Sizes and manifests are checked, values are not read."""
+    """List checkpoints. Checks sizes and manifests; does not read values."""
     found = False
     if isinstance(options.path, Path):
         options.path.stat()  # a directory that is missing is an error, not an empty one
@@ -112,7 +111,7 @@ def _summary(path: Location) -> str:
     try:
         index = read_index(path)
     except CheckpointingException as error:
-        return f"not a whole checkpoint: {error}"
+        return f"not a complete checkpoint: {error}"
     wrong = size_problems(index)
     state = f"damaged: {', '.join(wrong)}" if wrong else "committed"
     return f"{_size(index.nbytes):>10}  {len(index.tensors):>6} tensors  {index.kind.value}  {state}"
@@ -121,7 +120,7 @@ def _summary(path: Location) -> str:
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     _one_path(parser)
     parser.add_argument("--tensor", metavar="GLOB", default="*", help="only keys that match")
-    parser.add_argument("--stats", action="store_true", help="read the values: least, greatest, mean, non-finite")
+    parser.add_argument("--stats", action="store_true", help="read the values: minimum, maximum, mean, non-finite")
     parser.add_argument("--chunks", action="store_true", help="which rank wrote which box")
 
 
@@ -203,7 +202,7 @@ def _gc_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _gc(options: argparse.Namespace) -> int:
-    """List what interrupted saves left, ask, and delete it; keep what a running save may still write to."""
+    """List leftovers of interrupted saves, ask, and delete them. Keep directories that a running save may still use."""
     dead = []
     for left in _leftovers(options.path):
         print(f"{left.place}" if left.writer is None else f"{left.place}: kept, {left.writer} may still write to it")

@@ -1,7 +1,7 @@
-"""Boxes: axis-aligned blocks of a global tensor, and the few of them that a flat range is made of.
+"""Boxes: axis-aligned blocks of a global tensor, and the boxes that make up a flat range.
 
-Integers only. A flat range of a row-major block is a run of elements; it equals at most `2n-1` boxes of an n-d block,
-each a contiguous slice of the run. So the shard of a bucket is stored in model space without a copy, a gather or a
+Integers only. A flat range of a row-major block is a run of elements. In an n-d block it equals at most `2n-1` boxes,
+each a contiguous slice of the run. The shard of a bucket is therefore stored by parameter without a copy, a gather or a
 message.
 """
 
@@ -31,7 +31,7 @@ class Box(NamedTuple):
         return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements both boxes hold, or None where there are none."""
+        """The elements that both boxes have; None if there are none."""
         start = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
         sizes = tuple(
             min(a + m, b + n) - s for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
@@ -40,7 +40,7 @@ class Box(NamedTuple):
 
 
 class FlatBox(NamedTuple):
-    """A box and the run `[start, stop)` of the local data, flattened, that holds it."""
+    """A box, and the run `[start, stop)` of the flattened local data that holds it."""
 
     box: Box
     start: int
@@ -56,9 +56,9 @@ def row_major_strides(shape: Shape) -> Shape:
 
 
 def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The fewest row-major runs of whole slices that make up elements `[start, stop)` of a block of `shape`.
+    """Cut elements `[start, stop)` of a block of `shape` into as few boxes as possible, each a row-major run.
 
-    At each position the box is as large as it can be: the outermost axis whose slice begins here and still fits.
+    Each box is the largest possible at its position: a slice of the outermost axis that begins there and fits.
 
     Args:
         shape: shape of the block; `()` is one element.
@@ -84,7 +84,7 @@ def cut_flat_range(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
     """The boxes of the global tensor that a shard holds, each with the run of its flattened data.
 
-    Empty shards give no box: two chunks of one tensor may not begin at the same place on disk, and an empty one would.
+    Empty shards have no box: chunks of one tensor must have distinct offsets on disk, and an empty one would share its.
     """
     if shard.flattened_range is None:
         box = Box(shard.global_offset, shard.global_block_shape)
@@ -99,7 +99,7 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
 
 
 def split_rows(box: Box, parts: int) -> Iterator[Box]:
-    """Cut a box into about `parts` pieces along its first axis longer than 1; each is one run of the box's elements."""
+    """Cut a box into about `parts` pieces along its first axis longer than 1. Each is one run of the box's elements."""
     axis = next((d for d, n in enumerate(box.sizes) if n > 1), None)
     if axis is None or parts <= 1:
         yield box

@@ -1,4 +1,4 @@
-"""Boxes of many tensors at once, as rows of integers: which ones are equal, and which ones share elements."""
+"""Finds equal and overlapping boxes among those of many tensors, which are given as rows of integers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Pairs(NamedTuple):
-    """Numbers of boxes: `first[i]` and `second[i]` share elements."""
+    """Pairs of box indices: boxes `first[i]` and `second[i]` share elements."""
 
     first: Array
     second: Array
 
 
 def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[Pairs]:
-    """All pairs of boxes of one tensor that share elements; none where every tensor's boxes are disjoint.
+    """All pairs of boxes of one tensor that share elements; none if the boxes of every tensor are disjoint.
 
-    Sweeps along the axis on which the boxes of a tensor crowd least, comparing each box with the next one, the next
-    but one, and so on, until none of them begins before the other ends.
+    Sorts along the axis with the fewest boxes side by side, and compares each box with those after it until they begin
+    after its end.
 
     Args:
-        tensor: (n,) the number of the tensor of each box.
+        tensor: (n,) the index of the tensor of each box.
         offsets: (n, axes) where the boxes begin; axes that a tensor lacks have offset 0.
         sizes: (n, axes) their sizes, at least 1.
     """
@@ -51,7 +51,7 @@ def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[P
 
 
 def _least_crowded_axis(tensor: Array, offsets: Array, sizes: Array) -> Array:
-    """For each tensor the axis on which the fewest boxes are side by side on average: length over extent."""
+    """For each tensor, the axis with the fewest boxes side by side on average: total length divided by extent."""
     extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))
     np.maximum.at(extent, tensor, offsets + sizes)
     crowd = np.stack([np.bincount(tensor, weights=sizes[:, d]) for d in range(offsets.shape[1])], axis=1)
@@ -63,8 +63,8 @@ class EqualRows(NamedTuple):
     """Rows sorted so that equal ones are neighbours.
 
     Args:
-        order: the rows in that order; equal ones in their own.
-        group: the number of the group of equal rows of each row of `order`.
+        order: indices of the rows in sorted order; equal rows keep their order.
+        group: for each entry of `order`, the index of its group of equal rows.
     """
 
     order: Array
@@ -78,7 +78,7 @@ def equal_rows(columns: Sequence[Array]) -> EqualRows:
     new = _differs(columns, order)
     if int(new.sum()) != int(
         _differs([mixed], order).sum()
-    ):  # other rows of the same hash may stand between equal ones
+    ):  # rows with the same hash but other values may lie between equal rows
         order = np.lexsort(tuple(columns))
         new = _differs(columns, order)
     return EqualRows(order, np.cumsum(new) - 1)

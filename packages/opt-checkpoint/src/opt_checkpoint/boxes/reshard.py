@@ -1,4 +1,4 @@
-"""From stored boxes to wanted boxes: which parts of which, in integers only."""
+"""Computes which parts of stored boxes make up the wanted boxes, in integers only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Copy(NamedTuple):
     """A box of values that a stored chunk and a wanted box share.
 
     Args:
-        chunk: number of the stored box.
-        from_offsets: where the shared values begin, counted from the stored box.
-        to_offsets: where they begin, counted from the wanted box.
-        sizes: how many along each axis.
+        chunk: index of the stored box.
+        from_offsets: start of the shared values, relative to the stored box.
+        to_offsets: their start relative to the wanted box.
+        sizes: their number along each axis.
     """
 
     chunk: int
@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 
 class StoredBoxes:
-    """Stored boxes sorted along one axis, so that a wanted box meets only those near it.
+    """Stored boxes sorted along one axis, so that a wanted box is compared only with those near it.
 
     Args:
         boxes: disjoint boxes of one tensor.
@@ -47,7 +47,7 @@ class StoredBoxes:
         self._longest = max(b.sizes[axis] for b in boxes)
 
     def copies_to(self, wanted: Box) -> Iterator[Copy]:
-        """The shared part of `wanted` with each stored box that has one, in the order of the stored axis."""
+        """The overlap of `wanted` with each stored box that it overlaps, in sorted order."""
         for number in self._near(wanted):
             stored = self._boxes[number]
             shared = stored.overlap(wanted)
@@ -67,7 +67,7 @@ def _minus(inner: Box, outer: Box) -> Shape:
 
 
 def busiest_axis(boxes: Sequence[Box]) -> int | None:
-    """The axis along which boxes begin at the most places, by which sorting separates most; None without axes."""
+    """The axis with the most distinct offsets, along which sorting separates boxes best; None without axes."""
     if not boxes or not boxes[0].sizes:
         return None
     places = [len({b.offsets[d] for b in boxes}) for d in range(len(boxes[0].sizes))]
@@ -75,7 +75,7 @@ def busiest_axis(boxes: Sequence[Box]) -> int | None:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Two boxes that share elements, or None; a sweep along the busiest axis."""
+    """Two boxes that share elements; None if all are disjoint. Sorts along the busiest axis."""
     axis = busiest_axis(boxes)
     if axis is None:
         return (0, 1) if len(boxes) > 1 else None

@@ -1,1 +1,1 @@
-"""Other formats, in and out; one process."""
+"""Conversion from and to other formats, in one process."""

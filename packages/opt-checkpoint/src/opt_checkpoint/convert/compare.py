@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same: keys, shapes, dtypes, values; one tensor in memory at a time."""
+"""Compares keys, shapes, dtypes and values of two checkpoints, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _PIECE_BYTES = 64 << 20
 
 
 class Difference(NamedTuple):
-    """A key and how it differs."""
+    """A key, and how the two checkpoints differ in it."""
 
     key: str
     text: str
 
 
 def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float = 0.0) -> Iterator[Difference]:
-    """What differs between two checkpoints, however each was sharded.
+    """The differences between two checkpoints, which may be sharded differently.
 
     Args:
-        first: one.
-        second: the other.
-        rtol: values may differ by this fraction of the second's; 0 asks for equal bits (NaNs included).
+        first: a checkpoint.
+        second: the checkpoint to compare it with.
+        rtol: allowed difference as a fraction of the value in `second`; 0 requires equal bits (NaNs included).
     """
     for key in sorted(first.tensors.keys() | second.tensors.keys()):
         a, b = first.tensors.get(key), second.tensors.get(key)
@@ -64,7 +64,7 @@ def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
 
 
 def _row_pieces(stored: StoredTensor) -> Iterator[Box]:
-    """Runs of rows of at most 64 MB, or single rows."""
+    """Runs of rows of at most 64 MB each, or single larger rows."""
     if not stored.shape or not stored.nbytes:
         if stored.nbytes:
             yield Box((), ())
@@ -93,7 +93,7 @@ def _object_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iter
 
 
 def read_whole(index: CheckpointIndex, key: str) -> Tensor:
-    """One stored tensor, whole, on the CPU.
+    """Read one whole stored tensor to the CPU.
 
     Raises:
         CheckpointingException: as `load`.

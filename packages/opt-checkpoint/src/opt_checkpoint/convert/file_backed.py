@@ -1,4 +1,4 @@
-"""Tensors whose memory is a file, and stored tensors read into them: of any size, with little memory."""
+"""Tensors in memory-mapped files, so that stored tensors of any size can be read with little memory."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from opt_checkpoint.state.sharded import Shape
 
 
 def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
-    """An empty folder beside a target, or where the system keeps temporary files for one in an object store."""
+    """An empty folder next to a target; for a target in an object store, in the system's folder for temporary files."""
     place = location_of(target)
     beside = None if isinstance(place, ObjectPath) else place.parent
     return tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-")
 
 
 def mapped_file(file: Path, nbytes: int) -> Tensor:
-    """The bytes of a file, made or grown as needed, as a tensor; writing it writes the file."""
+    """The bytes of a file as a tensor; writing to it writes to the file. Creates or extends the file as needed."""
     with file.open("ab"):
         os.truncate(file, max(nbytes, 1))
     return torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
 
 
 def array_in(memory: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """A tensor on bytes of a mapped file from `start` on, a multiple of the size of an element."""
+    """A tensor in the bytes of a mapped file from `start` on, which is a multiple of the element size."""
     nbytes = math.prod(shape) * dtype.itemsize
     return memory[start : start + nbytes].view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
 
 
 def mapped_apart(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """One tensor per name, each with a file and so a storage of its own, which `torch.save` then writes alone."""
+    """One tensor per name, each in its own file. Each has its own storage, because `torch.save` writes whole
+    storages."""
     return {
         name: array_in(mapped_file(folder / str(number), tensor.nbytes), 0, tensor.dtype, tensor.shape)
         for number, (name, tensor) in enumerate(stored.items())

@@ -1,4 +1,4 @@
-"""Reading files of other programs for conversion: errors are one sentence, and no code of a file is run."""
+"""Reads files of other programs for conversion. Errors are one sentence, and no code in a file is run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def load_torch_file(file: PathLike) -> Any:
-    """What `torch.save` wrote, by `torch.load(weights_only=True)`; tensors are mapped, not read into memory.
+    """Load a file of `torch.save` by `torch.load(weights_only=True)`. Tensors are mapped, not read into memory.
 
     Raises:
         CheckpointCorruptError: it was not written by `torch.save`, or loading it would run code.
@@ -33,7 +33,7 @@ def load_torch_file(file: PathLike) -> Any:
         raise CheckpointCorruptError(
             f"{file} holds more than tensors and plain values; nothing of it was run"
         ) from error
-    except Exception as error:  # torch raises many kinds on files that are not its own
+    except Exception as error:  # torch raises many exception types on files that it did not write
         cause = str(error).strip().partition("\n")[0]
         raise CheckpointCorruptError(f"{file} cannot be read by torch.load(weights_only=True): {cause}") from error
 

@@ -1,4 +1,4 @@
-"""Megatron-Core directories, in: its three sharded optimizer formats, the model, and the step wherever it is stored.
+"""Reads Megatron-Core directories: three sharded optimizer formats, the model, and the step wherever it is stored.
 
 | `distrib_optim_sharding_type` | written by | what it holds | read by |
 |---|---|---|---|
@@ -37,7 +37,7 @@ _BUCKET_STATE = re.compile(r".*\.gbuf_idx_\d+\..*bucket_idx_\d+\.\w+")
 
 
 def sharding_type(index: CheckpointIndex, common: Any) -> str | None:
-    """The format of the distributed optimizer's state, as its writer recorded it; None without such state.
+    """The recorded format of the distributed optimizer's state; None if there is no such state.
 
     Args:
         index: a Megatron-Core directory.
@@ -50,7 +50,7 @@ def sharding_type(index: CheckpointIndex, common: Any) -> str | None:
 
 
 def read_step(index: CheckpointIndex, common: Any) -> int | None:
-    """How many updates were made: the one step count of the whole optimizer; None where none is stored.
+    """The step count of the whole optimizer; None if none is stored.
 
     Megatron-Core stores it in the parameter groups (in the common state, or in an object of its own), or as
     `common_step` next to the optimizer's states.
@@ -73,7 +73,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
 
 
 def _values_of(value: Any, name: str) -> Iterator[Any]:
-    """Numbers, texts and one-element tensors under a key of this name, anywhere in a nest."""
+    """Numbers, strings and one-element tensors under a key of this name, anywhere in a nested value."""
     if isinstance(value, dict):
         for key, inner in value.items():
             is_single = isinstance(inner, int | float | str) or (isinstance(inner, Tensor) and inner.numel() == 1)
@@ -89,7 +89,8 @@ def _values_of(value: Any, name: str) -> Iterator[Any]:
 def megatron_to_checkpoint(
     source: PathLike, path: AnyPath, *, slots: Sequence[BucketSlot] | None = None, step: int | None = None
 ) -> None:
-    """Convert a Megatron-Core directory to a checkpoint of ours; one process, tensors in scratch files.
+    """Convert a Megatron-Core directory to a checkpoint of opt-checkpoint, in one process, with tensors in scratch
+    files.
 
     Model tensors keep their keys. The optimizer's are `optimizer.state.<state>.<key>`: `fp32_param` for main weights,
     the moments, and `step`. Objects and plain values keep their places, except those of classes that are not loaded
@@ -136,7 +137,7 @@ def _our_key(key: str) -> str:
 
 
 def _steps(tensors: Sequence[ShardedTensor], step: int | None) -> Iterator[ShardedTensor]:
-    """The step count of every parameter with state: one number, or one for each layer stacked under its key."""
+    """The step count of every parameter with state: one number, or one per layer that is stacked under its key."""
     if step is None:
         return
     main = f"{PREFIX}fp32_param."
@@ -146,7 +147,7 @@ def _steps(tensors: Sequence[ShardedTensor], step: int | None) -> Iterator[Shard
 
 
 def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
-    """Objects and plain values that were loaded, in their places; the optimizer's are left out."""
+    """The loaded objects and plain values under their keys, without those of the optimizer."""
     values: dict[str, Any] = {}
     if isinstance(common, Mapping):
         values = {k: v for k, v in common.items() if k != "optimizer" and not any(not_loaded_in(v))}

@@ -1,8 +1,8 @@
-"""Megatron-Core's `dp_reshardable` directories, in: the optimizer's buckets of memory, cut into parameters.
+"""Reads Megatron-Core's `dp_reshardable` directories: cuts the optimizer's memory buckets into parameters.
 
 Such a directory holds one 1-D tensor per bucket and state, under the key
-`optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, Q).bucket_idx_K.{param,exp_avg,exp_avg_sq}`, and nothing
-about which parameter is where, or how many steps were made. Both follow from the run that saved it, and must be given.
+`optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(P, Q).bucket_idx_K.{param,exp_avg,exp_avg_sq}`. It does not
+record the position of each parameter or the number of steps; the caller must provide both.
 `opt_distributed.layout.flat_layout(..., shard_multiple=1)` makes Megatron-Core's buckets from a model's shapes.
 """
 
@@ -37,7 +37,7 @@ _KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.buc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSlot:
-    """Where a parameter, or the block of it that a tensor-parallel rank has, is in a `dp_reshardable` directory.
+    """Position of a parameter, or of a tensor-parallel rank's block of it, in a `dp_reshardable` directory.
 
     Args:
         name: the parameter's key.
@@ -46,7 +46,7 @@ class BucketSlot:
         bucket: number of the bucket.
         buffer: number of the buffer.
         group: number of the data-parallel group: which model-parallel rank saved it.
-        global_shape: the parameter's; None where the block is all of it.
+        global_shape: the parameter's; None if the block is the whole parameter.
         global_offset: where the block begins in the parameter.
     """
 
@@ -61,7 +61,7 @@ class BucketSlot:
 
     @property
     def stop(self) -> int:
-        """One past its last element."""
+        """End of its elements in the bucket, exclusive."""
         return self.start + math.prod(self.shape)
 
     @property
@@ -81,7 +81,7 @@ class BucketSlot:
 
 
 class BucketId(NamedTuple):
-    """A bucket, of whatever dtypes."""
+    """A bucket, without its dtypes."""
 
     group: int
     buffer: int
@@ -96,7 +96,7 @@ def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
 def dp_reshardable_to_checkpoint(
     source: PathLike, slots: Sequence[BucketSlot], path: AnyPath, *, step: int | None = None
 ) -> None:
-    """Convert the optimizer state alone of a `dp_reshardable` directory; one process, its buckets in scratch files.
+    """Convert only the optimizer state of a `dp_reshardable` directory, in one process, with buckets in scratch files.
 
     Main weights go to `optimizer.state.fp32_param.<name>`, moments under their own names.
 
@@ -138,7 +138,7 @@ def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scrat
 
 
 def counted(names: set[str], step: int | None) -> list[ShardedTensor]:
-    """The count of updates of each parameter, as our optimizers store it; nothing for None."""
+    """The step count of each parameter, as opt-stack's optimizers store it; empty if `step` is None."""
     if step is None:
         return []
     return [whole_tensor(f"{PREFIX}step.{name}", torch.tensor(step)) for name in sorted(names)]
@@ -209,7 +209,7 @@ def _states(
     by_bucket: Mapping[BucketId, list[BucketSlot]],
     flat: Mapping[str, Tensor],
 ) -> Iterator[ShardedTensor]:
-    """Every block of every state once; model-parallel ranks that hold the same block hold the same values.
+    """Every block of every state, once. Model-parallel ranks that hold the same block must have the same values.
 
     Raises:
         CheckpointingException: two groups hold different values of one block.

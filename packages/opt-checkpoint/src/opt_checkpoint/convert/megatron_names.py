@@ -1,7 +1,7 @@
 """Name maps between models of Megatron-Core and of Hugging Face, for their usual configurations.
 
-Our side is what Megatron-Core's `GPTModel.sharded_state_dict()` gives, with the same keys for its local and its
-Transformer Engine layers. By default (`stacked`) the layers of a kind are one tensor of shape (layers, ...).
+Our names are those of Megatron-Core's `GPTModel.sharded_state_dict()`, which has the same keys for its local and its
+Transformer Engine layers. By default (`stacked`) all layers are stacked in one tensor of shape (layers, ...).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def megatron_llama_names(
 
     Args:
         heads: `num_attention_heads`.
-        query_groups: `num_key_value_heads` (`num_query_groups` of Megatron-Core); None for one of each head.
+        query_groups: `num_key_value_heads` (`num_query_groups` of Megatron-Core); None for one per head.
         tied: whether the output layer is the embedding (`tie_word_embeddings`).
         qkv_bias: whether queries, keys and values have a bias, as in Qwen2.
         qk_norm: whether queries and keys are normalized, as in Qwen3.
-        vocab: `vocab_size`, where Megatron-Core pads it; None where it does not.
-        stacked: whether our layers of a kind are one tensor.
+        vocab: `vocab_size` if Megatron-Core pads it, else None.
+        stacked: whether all layers are stacked in one tensor on our side.
 
     Raises:
         CheckpointingException: `heads` is not a multiple of `query_groups`.
@@ -70,8 +70,8 @@ def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool =
 
     Args:
         heads: `n_head`.
-        vocab: `vocab_size`, where Megatron-Core pads it; None where it does not.
-        stacked: whether our layers of a kind are one tensor.
+        vocab: `vocab_size` if Megatron-Core pads it, else None.
+        stacked: whether all layers are stacked in one tensor on our side.
     """
     ours, theirs = _layer(stacked), "transformer.h.{layer}"
     linear = {
@@ -105,7 +105,7 @@ def _layer(stacked: bool) -> str:
 def _qkv(
     ours: str, theirs: tuple[str, ...], what: str, queries: int, groups: int, *, transposed: bool = False
 ) -> NameRule:
-    """Queries, keys and values: in ours a group's queries, then its key, then its value, group after group."""
+    """Rule for queries, keys and values. Our tensor has, for each group, its queries, then its key, then its value."""
     return NameRule(
         ours=f"{ours}.self_attention.linear_qkv.{what}",
         theirs=tuple(f"{name}.{what}" for name in theirs),

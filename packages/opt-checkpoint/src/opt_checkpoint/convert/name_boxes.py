@@ -1,4 +1,4 @@
-"""From the tensors of one side of a name map to those of the other: names, shapes and boxes, in integers only."""
+"""Maps the tensors of one side of a name map to those of the other: names, shapes and boxes, in integers only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of one of our tensors, and where the same values are in one of theirs."""
+    """A box of one of our tensors, and the position of its values in one of their tensors."""
 
     box: Box
     theirs: str
@@ -44,8 +44,8 @@ class Mapped:
     Args:
         ours: our tensors.
         theirs: their tensors.
-        pieces: of each of ours: its boxes, which are disjoint, and cover all of it except padding.
-        tied: pieces of tensors whose values another of ours writes, by our names.
+        pieces: for each of our tensors, disjoint boxes that cover it except for padding.
+        tied: by our names, the pieces of tensors whose values another of our tensors writes.
         left_out: names that a rule leaves out.
     """
 
@@ -57,17 +57,17 @@ class Mapped:
 
 
 def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mapped:
-    """Their tensors, where these are ours.
+    """Map our tensors to theirs.
 
     Raises:
-        CheckpointKeyError: a name has no rule or several, two tensors become one, or a part of a tensor is not there.
+        CheckpointKeyError: a name has no rule or several, two tensors become one, or a part of a tensor is missing.
         CheckpointMismatchError: shapes or dtypes do not fit a rule.
     """
     return _mapped(rules, ours, known=0)
 
 
 def to_ours(rules: Sequence[NameRule], theirs: Mapping[str, Described]) -> Mapped:
-    """Our tensors, where these are theirs; raises as `to_theirs`."""
+    """Map their tensors to ours. Raises as `to_theirs`."""
     return _mapped(rules, theirs, known=1)
 
 
@@ -95,7 +95,7 @@ def _check_tied(mapped: Mapped, name: str, pieces: list[Piece]) -> None:
 
 
 class _Instance(NamedTuple):
-    """A rule with the placeholders that both sides have filled in, and the known tensors that it speaks of.
+    """A rule with the placeholders common to both sides filled in, and the known tensors that match it.
 
     Args:
         rule: the rule.
@@ -110,12 +110,12 @@ class _Instance(NamedTuple):
     known: int
 
     def add_to(self, mapped: Mapped, tensors: Mapping[str, Described], claimed: dict[str, str]) -> None:
-        """Add this instance's tensors of both sides, and its pieces; writes `mapped` and `claimed`.
+        """Add the tensors of both sides and the pieces of this instance. Writes to `mapped` and `claimed`.
 
         Args:
-            mapped: what is found.
-            tensors: the known side.
-            claimed: a source of every tensor of the other side so far.
+            mapped: the result.
+            tensors: the tensors of the known side.
+            claimed: for each tensor of the other side so far, one tensor that it is made from.
         """
         sides = sides_of(self.rule)
         cut = _cut_of(self, sides, tensors)
@@ -145,7 +145,7 @@ class _Instance(NamedTuple):
 def _instances(
     rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int, mapped: Mapped
 ) -> list[_Instance]:
-    """Every rule with every set of common placeholders that names have; writes `mapped.left_out`."""
+    """Every rule with each combination of common placeholders found in the names. Writes to `mapped.left_out`."""
     patterns = [[NamePattern(n) for n in dict.fromkeys(names_of((r.ours, r.theirs)[known]))] for r in rules]
     found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
     unmapped = []
@@ -181,9 +181,9 @@ class _Cut:
 
     Args:
         stacks: sizes of the axes that are numbers in the other side's names.
-        block: shape of one of our tensors without those axes; its size along `dim` stands for any.
+        block: shape of one of our tensors without those axes; its size along `dim` is ignored.
         dim: the axis of the parts.
-        lengths: of every part along `dim`, in ours and in theirs; they differ by padding only.
+        lengths: of every part along `dim`, on our side and on theirs; they differ only by padding.
         dtype: of all tensors.
     """
 
@@ -206,7 +206,7 @@ class _Cut:
 
 
 def _swapped(axes: Shape, side: NamedSide) -> Shape:
-    """Values per axis in the order of a side's axes, from the order of ours; the other way round is the same."""
+    """Values per axis, reordered from our axes to those of a side. The inverse is the same operation."""
     return (*axes[:-2], axes[-1], axes[-2]) if side.swapped else axes
 
 
@@ -239,10 +239,10 @@ def _cut_of(instance: _Instance, sides: tuple[NamedSide, NamedSide], tensors: Ma
 
 
 def _counts(instance: _Instance, side: NamedSide, other: NamedSide) -> dict[str, int]:
-    """How many values each number has that is in the known names only; all of them must be there.
+    """The count of values of each number that only the known names have.
 
     Raises:
-        CheckpointKeyError: one is missing.
+        CheckpointKeyError: a tensor for one of the values is missing.
     """
     indices = [index for _, index in instance.names]
     counts = [1 + max(index[axis] for index in indices) for axis in range(len(other.stack))]
@@ -259,7 +259,7 @@ def _counts(instance: _Instance, side: NamedSide, other: NamedSide) -> dict[str,
 def _lengths(
     instance: _Instance, sides: tuple[NamedSide, NamedSide], shapes: Mapping[str, Shape]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The length of every part, in ours and in theirs.
+    """The length of every part, on our side and on theirs.
 
     Raises:
         CheckpointMismatchError: shares or groups do not divide a length, or tensors contradict each other.
@@ -319,12 +319,12 @@ def _pieces(sides: tuple[NamedSide, NamedSide], cut: _Cut, ours: Names, theirs: 
 
 
 class _Run(NamedTuple):
-    """Consecutive elements of one part along the axis of the parts, together on both sides.
+    """Elements of one part that are consecutive on both sides along the axis of the parts.
 
     Args:
         patterns: our name and theirs.
-        starts: where it begins in our tensor and in theirs.
-        length: how many.
+        starts: position of the first one in our tensor and in theirs.
+        length: number of elements.
     """
 
     patterns: tuple[str, str]
@@ -345,7 +345,7 @@ def _runs(sides: tuple[NamedSide, NamedSide], cut: _Cut, part: int) -> Iterator[
 
 
 def _start(side: NamedSide, lengths: tuple[int, ...], part: int, element: int, groups: int) -> int:
-    """Where an element of a part is along the axis of its tensor."""
+    """Position of an element of a part along the axis of its tensor."""
     together = side.parts_of(side.parts[part])
     per_group = {other: lengths[other] // groups for other in together}
     group, rest = divmod(element, per_group[part]) if groups > 1 else (0, element)

@@ -1,8 +1,8 @@
-"""Which of our tensors are which of theirs, as data: names with placeholders, and how fused tensors are cut.
+"""Rules that map our tensor names to those of another format, and describe how fused tensors are cut.
 
-A rule is a row of a table. Both sides of it consist of the same parts, in the same order: a tensor that holds several
-of them holds them one after another along one axis, or interleaved in groups. A query-key-value weight of
-Megatron-Core, 8 groups of 4 queries, one key and one value, and its three tensors in a Llama of Hugging Face:
+A rule is a row of a table. Both sides of it have the same parts in the same order. A tensor with several parts has them
+one after another along one axis, or interleaved in groups. For example, this rule maps a query-key-value weight of
+Megatron-Core, with 8 groups of 4 queries, one key and one value, to three tensors of a Llama by Hugging Face:
 
     NameRule(
         ours="decoder.layers.{layer}.self_attention.linear_qkv.weight",
@@ -30,13 +30,13 @@ _NUMBER, _TEXT = "(0|[1-9][0-9]*)", "(.+)"
 
 
 class NamePattern:
-    """A name with placeholders: `{layer}` is a whole number, `{rest:path}` any text that is not empty.
+    """A name with placeholders: `{layer}` is a whole number, `{rest:path}` any non-empty text.
 
     Args:
-        text: as `model.layers.{layer}.mlp.up_proj.weight`.
+        text: for example `model.layers.{layer}.mlp.up_proj.weight`.
 
     Raises:
-        CheckpointingException: braces do not pair, or a placeholder occurs twice.
+        CheckpointingException: braces do not match, or a placeholder occurs twice.
     """
 
     __slots__ = ("_names", "_regex", "numbers", "text", "texts")
@@ -56,7 +56,7 @@ class NamePattern:
         self._regex = re.compile("".join(re.escape(a) + b for a, b in zip(literals, [*groups, ""])), re.DOTALL)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """The placeholders' values where a name fits, else None."""
+        """The values of the placeholders if a name matches, else None."""
         matched = self._regex.fullmatch(name)
         return dict(zip(self._names, matched.groups())) if matched else None
 
@@ -67,23 +67,23 @@ class NamePattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """Some of our tensors and the same values in some of theirs.
+    """Maps some of our tensors to tensors of the other side with the same values.
 
-    A number that only one side has in its names is an axis of the other side's tensors, before all others: with
-    `decoder.layers.mlp.linear_fc2.weight` and `model.layers.{layer}.mlp.down_proj.weight`, ours has shape
-    `(layers, ...)`. Several such axes stand in the order in which the names have the numbers.
+    A number that only one side has in its names is a leading axis of the other side's tensors. For example, with
+    `decoder.layers.mlp.linear_fc2.weight` and `model.layers.{layer}.mlp.down_proj.weight`, our tensor has shape
+    `(layers, ...)`. Several such axes have the order of the numbers in the names.
 
     Args:
-        ours: name of our tensor; or several, one for each part. Parts with the same name are in one tensor.
-        theirs: likewise. Empty on one side: tensors with the other side's names are left out.
+        ours: name of our tensor; or several names, one for each part. Parts with the same name are in one tensor.
+        theirs: the same for the other side. If one side is empty, tensors with the other side's names are left out.
         shares: relative lengths of the parts along `dim`; empty for equal parts.
-        groups: into how many groups the parts are interleaved in a tensor of ours that has several: each group holds
-            one piece of every part.
-        their_groups: the same of theirs.
-        dim: the axis along which parts follow each other, counted in ours without the axes that are numbers.
-        transposed: whether the last two axes of theirs are swapped.
-        rows: theirs has only the first `rows` along `dim`; ours has padding after them (of a vocabulary).
-        tied: another rule reads and writes the tensors that `theirs` names; ours must have the same values.
+        groups: number of groups in which the parts are interleaved in one of our tensors that has several parts: each
+            group has one piece of every part.
+        their_groups: the same for the other side.
+        dim: the axis along which parts are concatenated, counted on our side without the axes that are numbers.
+        transposed: whether the last two axes are swapped on the other side.
+        rows: the other side has only the first `rows` along `dim`; our tensor has padding after them (of a vocabulary).
+        tied: another rule reads and writes the tensors named in `theirs`; our tensor must have the same values.
 
     Raises:
         CheckpointingException: the fields contradict each other.
@@ -149,7 +149,7 @@ class NamedSide(NamedTuple):
 
     Args:
         parts: the name of each part.
-        groups: into how many groups parts in one tensor are interleaved.
+        groups: number of groups in which the parts of one tensor are interleaved.
         stack: the numbers that are leading axes of this side's tensors.
         swapped: whether the last two axes are swapped, compared with ours.
     """
@@ -187,14 +187,14 @@ def _patterns(names: str | Sequence[str], parts: int) -> tuple[NamePattern, ...]
 
 
 def names_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """One name or several, as several; none for an empty name."""
+    """One name or several as a tuple of names; empty for an empty name."""
     if isinstance(names, str):
         return (names,) if names else ()
     return tuple(names)
 
 
 def fingerprint(rules: Sequence[NameRule]) -> str:
-    """A short text that differs where rules do."""
+    """A short text that is equal only for equal rules."""
     return hashlib.sha256(repr(tuple(rules)).encode()).hexdigest()[:16]
 
 

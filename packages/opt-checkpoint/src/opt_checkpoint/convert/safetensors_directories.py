@@ -1,4 +1,4 @@
-"""Checkpoints to folders of safetensors files and back, in one process; tensors go through files, not memory."""
+"""Converts checkpoints to folders of safetensors files and back, in one process, through memory-mapped files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def safetensors_to_checkpoint(
     Args:
         folder: as for `load_safetensors`.
         path: the checkpoint to write: a directory, or a place in an object store.
-        names: which of our tensors are which of theirs.
-        prefix: put before our names, as `model.` for `load({"model": sharded_model(model)}, path)`.
+        names: rules that map our names to those of the files.
+        prefix: prepended to our names, for example `model.` for `load({"model": sharded_model(model)}, path)`.
 
     Raises:
         CheckpointingException: as `load_safetensors` and `save`.
@@ -67,11 +67,11 @@ def checkpoint_to_safetensors(
     Args:
         path: the checkpoint.
         folder: the target, which must not exist.
-        names: which of our tensors are which of theirs.
+        names: rules that map our names to those of the files.
         select: only stored keys that match this pattern, with `*` for any text.
-        prefix: of the stored keys, which our names in `names` do not have; other keys are left out.
+        prefix: prefix of stored keys that is removed to get our names in `names`; other keys are left out.
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
-        shard_bytes: largest file, unless one tensor is larger.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Returns:
         The files.
@@ -112,13 +112,13 @@ def _mapped_arrays(file: Path, header: Header) -> dict[str, Tensor]:
 
 
 def _fill(index: CheckpointIndex, mapped: Mapped, arrays: Mapping[str, Tensor], prefix: str) -> None:
-    """Load the boxes of stored tensors that are in these arrays; writes only to `arrays`."""
+    """Load the boxes of stored tensors into these arrays. Writes only to `arrays`."""
     state = {}
     for key, pieces in mapped.pieces.items():
         for number, piece in enumerate(pieces):
             if piece.theirs in arrays:
                 state[f"{key}/{number}"] = _shard(prefix + key, mapped.ours[key], piece, arrays[piece.theirs])
-    load(state, index.path, dtype="cast")  # what is not to be converted has its own dtype
+    load(state, index.path, dtype="cast")  # a tensor that is not converted keeps its dtype
 
 
 def _shard(key: str, described: Described, piece: Piece, array: Tensor) -> ShardedTensor:
@@ -142,7 +142,7 @@ def _check_tied(index: CheckpointIndex, mapped: Mapped, arrays: Mapping[str, Ten
 
 
 def _finish(directory: NewDirectory, layout: Layout, files: LocalFiles) -> None:
-    """Bring the files to the disk, write the index, and commit."""
+    """Sync the files, write the index, and commit."""
     for file in layout.headers:
         fd = files.reopen(directory.temporary / file)
         try:

@@ -1,6 +1,7 @@
-"""A sharded model as safetensors files: every rank writes its part of every tensor straight to its place.
+"""Exports a sharded model as safetensors files. Every rank writes its part of every tensor to its final position.
 
-Nothing is gathered: a rank's shards are boxes of the exported arrays, which it writes into files that all ranks share.
+Nothing is gathered: the shards of a rank are boxes of the exported arrays, which it writes to files that all ranks
+share.
 """
 
 from __future__ import annotations
@@ -46,16 +47,17 @@ def save_safetensors(
 ) -> None:
     """Export a sharded model as safetensors files; all ranks call this together.
 
-    Every element is written once, by a rank that holds it, to its place in a file that all ranks share. Names, shapes
-    and coverage are checked on all ranks before anything is written; the folder appears by one rename, or not at all.
+    Every element is written once, by a rank that holds it, to its position in a file that all ranks share. Names,
+    shapes and coverage are checked on all ranks before anything is written. The folder appears by one rename, or not at
+    all.
 
     Args:
         state: tensors only, as `sharded_model(model)`, or sharded tensors whose keys are the names on our side.
-        folder: where to, on a file system that all ranks share; nothing may be there. The same on all ranks. One file
-            is called `model.safetensors`; several are numbered and have `model.safetensors.index.json` beside them.
-        names: which of our tensors are which of theirs; equal names by default. The same on all ranks.
+        folder: the target, which must not exist, on a file system that all ranks share. The same on all ranks. A single
+            file is named `model.safetensors`; several are numbered, with a `model.safetensors.index.json`.
+        names: rules that map our names to those of the files; equal names by default. The same on all ranks.
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
-        shard_bytes: largest file, unless one tensor is larger.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
         process_group: the ranks that hold the model.
         files: the file system; the local one by default.
 
@@ -117,7 +119,7 @@ class _TensorPlanner(SavePlanner):
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The tensors of the plan, each with the box that it is."""
+        """The tensors of the plan, each with its box."""
         plan = self._planner.finish_plan(new_plan)
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         return SavePlan([self._with_box(item) for item in tensors], plan.storage_data, plan.planner_data)

@@ -1,7 +1,7 @@
-"""Models in safetensors files, as Hugging Face stores them, read into shards of ours.
+"""Loads models from safetensors files, as Hugging Face stores them, into shards.
 
-The files are described by an index in our names, whose chunks are boxes of their arrays. So a load plans and proves
-them like a checkpoint's, and each rank reads only the bytes of its shards.
+An index under our names describes the files; its chunks are boxes of their arrays. A load therefore plans and checks
+them as it does a checkpoint, and each rank reads only the bytes of its shards.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def load_safetensors(
     ranks before any memory is written. The files have no checksums.
 
     Args:
-        state: what is wanted, as for `opt_checkpoint.load`: `sharded_model(model)`, or sharded tensors whose keys are
+        state: what to load, as for `opt_checkpoint.load`: `sharded_model(model)`, or sharded tensors whose keys are
             the names on our side of `names`.
         folder: a folder with `model.safetensors.index.json` and its files, or with one safetensors file; files may be
             symbolic links. The same on all ranks.
-        names: which of our tensors are which of theirs; equal names by default. The same on all ranks.
+        names: rules that map our names to those of the files; equal names by default. The same on all ranks.
         process_group: the ranks that load.
         strict: what to do about tensors on one side only, as for `opt_checkpoint.load`; all are an error by default.
-        dtype: whether a conversion that rounds is an error or done.
-        threads: how many reads a rank has under way.
+        dtype: whether a conversion that rounds is an error or allowed, as for `opt_checkpoint.load`.
+        threads: number of concurrent reads of a rank.
         share_reads: as for `opt_checkpoint.load`.
 
     Returns:
-        What was loaded and what was not, by our names.
+        The loaded tensors, and those that were not loaded, by our names.
 
     Raises:
         CheckpointNotFoundError: the folder has no safetensors files.
@@ -89,7 +89,7 @@ def load_safetensors(
 
 
 def safetensors_index(folder: Path, names: Sequence[NameRule] = SAME_NAMES) -> CheckpointIndex:
-    """What a folder of safetensors files holds, under our names.
+    """The index of a folder of safetensors files, under our names.
 
     Raises:
         CheckpointNotFoundError: the folder has no safetensors files.

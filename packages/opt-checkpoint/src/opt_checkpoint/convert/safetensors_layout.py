@@ -1,4 +1,4 @@
-"""The layout of safetensors files: which file holds which array at which position, from shapes and dtypes alone."""
+"""Assigns arrays to safetensors files and positions, from shapes and dtypes only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class PlacedArray(NamedTuple):
-    """An array and the file that it is in."""
+    """An array, and the file that contains it."""
 
     file: str
     array: Array
@@ -57,7 +57,7 @@ def layout_of(
     Args:
         tensors: shape and dtype by name.
         dtype: what floating-point tensors are converted to; None to keep them.
-        shard_bytes: largest file, unless one tensor is larger.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Raises:
         CheckpointingException: there are no tensors, the format lacks a dtype, or `shard_bytes` is not positive.
@@ -88,7 +88,8 @@ _Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def _shards(tensors: _Shard, limit: int) -> list[_Shard]:
-    """Tensors in their order, as many in each shard as fit; large elements first, so that values are aligned."""
+    """Divide tensors into shards in order, as many per shard as fit. In a shard, tensors with larger elements come
+    first, so that values are aligned."""
     shards: list[_Shard] = [{}]
     size = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,4 +1,4 @@
-"""The storage writer of exports: arrays at their places in files that all ranks share, one rename as the commit."""
+"""The storage writer of exports. All ranks write to shared files at fixed positions; one rename is the commit."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a dev
 
 
 class Export(NamedTuple):
-    """What to write.
+    """Options of an export.
 
     Args:
-        names: which of our tensors are which of theirs.
-        dtype: of floating-point tensors.
-        shard_bytes: largest file.
+        names: rules that map our names to those of the files.
+        dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
     """
 
     names: tuple[NameRule, ...]
@@ -49,7 +49,7 @@ class Export(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """What the coordinator plans for a rank.
+    """The coordinator's plan for a rank.
 
     Args:
         described: all tensors, by our names.
@@ -61,7 +61,7 @@ class RankPlan(NamedTuple):
 
 
 class _WriteTo(NamedTuple):
-    """What the coordinator sends to a rank.
+    """The coordinator's message to a rank.
 
     Args:
         directory: the temporary directory.
@@ -98,22 +98,22 @@ class SafetensorsWriter(StorageWriter):
         return self._directory.temporary
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer serves one export."""
+        """Do nothing: a writer serves one export."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an export could be at `checkpoint_id`: any path of a mounted file system, no URL."""
+        """Whether `checkpoint_id` is a valid target: any path of a mounted file system, but no URL."""
         return "://" not in str(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Nothing to set up before the plan is known."""
+        """Do nothing: the plan must be known first."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decide where every array is, and make its file with its header; on the coordinator.
+        """On the coordinator, assign every array to a file and create the files with their headers.
 
         Raises:
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
@@ -163,7 +163,7 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, which comes last; on the coordinator.
+        """On the coordinator, write the index after all arrays.
 
         Raises:
             CheckpointingException: some bytes were not written.
@@ -178,7 +178,7 @@ class SafetensorsWriter(StorageWriter):
             write_file(self._files, self.temporary / INDEX, content)
 
     def check_tied(self, flat: FlatState) -> None:
-        """Compare this rank's tied tensors with what was written for their partners.
+        """Compare this rank's tied tensors with the written values of the tensors that they are tied to.
 
         Raises:
             CheckpointMismatchError: the values differ.
@@ -195,11 +195,11 @@ class SafetensorsWriter(StorageWriter):
                             _compare(part, place, files, shard.key)
 
     def commit(self) -> None:
-        """Make the folder appear; on the coordinator, when all ranks are done."""
+        """On the coordinator, rename the folder to its final name after all ranks have finished."""
         self._directory.commit()
 
     def abandon(self) -> None:
-        """Remove the temporary directory of a failed export; on the coordinator, when all ranks are done."""
+        """On the coordinator, remove the temporary directory of a failed export after all ranks have finished."""
         self._directory.abandon()
 
 
@@ -213,7 +213,7 @@ class _Part(NamedTuple):
 
     Args:
         values: the values.
-        offsets: where they begin, counted from the piece's box.
+        offsets: their start, relative to the piece's box.
         piece: the piece.
     """
 
@@ -222,16 +222,16 @@ class _Part(NamedTuple):
     piece: Piece
 
     def region(self) -> Region:
-        """Their place in the array."""
+        """The position of the values in the array."""
         return self.piece.within.region(self.offsets, tuple(self.values.shape))
 
     def stored(self, dtype: torch.dtype) -> Tensor:
-        """The values as they are stored: converted, on the CPU, and with the axes of the array."""
+        """The values in stored form: converted, on the CPU, and with the axes of the array."""
         return contiguous(self.piece.within.as_stored(self.values.to(dtype)))
 
 
 def _parts(values: Tensor, box: Box, piece: Piece) -> Iterator[_Part]:
-    """The values of `box` that are in a piece, a few megabytes at a time."""
+    """The values of `box` in a piece, a few megabytes at a time."""
     shared = piece.box.overlap(box)
     if shared is None:
         return

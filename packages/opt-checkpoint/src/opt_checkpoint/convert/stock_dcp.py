@@ -1,6 +1,6 @@
-"""Checkpoints of ours as directories that `torch.distributed.checkpoint.load` fills a model and an optimizer from.
+"""Converts a checkpoint to a directory from which `torch.distributed.checkpoint.load` loads model and optimizer.
 
-Tensors are not copied: the new directory has hard links to the data files and a `.metadata` of its own, in which the
+Tensors are not copied: the new directory has hard links to the data files, and its own `.metadata`, in which the
 optimizer's states have the keys of `torch.distributed.checkpoint.state_dict` (`optim.state.<parameter>.<state>`).
 """
 
@@ -33,15 +33,16 @@ _GROUPS_FILE = "optimizer.data"
 
 
 def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
-    """Write a directory for stock `dcp.load`: `{"model": model_state, "optim": optimizer_state}` of `get_state_dict`.
+    """Write a directory for stock `dcp.load` with `{"model": model_state, "optim": optimizer_state}` of
+    `get_state_dict`.
 
-    Groups are stored by number and flattened by parameter, so that both forms of the optimizer's state dict are found.
+    Groups are stored both by number and flattened by parameter, for both forms of the optimizer's state dict.
 
     Args:
-        path: a checkpoint of ours with `sharded_optimizer(...)` in its state.
+        path: a checkpoint of opt-checkpoint with `sharded_optimizer(...)` in its state.
         folder: the directory to write; on the file system of `path`, files are linked, else copied.
         at: the keys under which the optimizer is.
-        name: the key under which the optimizer shall be found; "" for the same as in `path`.
+        name: the key of the optimizer in `folder`; "" for the same as in `path`.
 
     Raises:
         CheckpointExistsError: something is at `folder`.
@@ -107,7 +108,7 @@ def _moved(tensor: StoredTensor, files: Mapping[str, str]) -> StoredTensor:
 
 
 def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]:
-    """Each value as an archive of `torch.save`; equal ones once."""
+    """Write each value as an archive of `torch.save`; equal values are written once."""
     places: dict[str, ByteRange] = {}
     first: dict[bytes, ByteRange] = {}
     with file.open("wb") as out:
@@ -132,7 +133,7 @@ def _metadata(
 
 
 def _with_sums(tensor: StoredTensor) -> StoredTensor:
-    """The tensor with zeros for checksums, which columns need and `.metadata` does not hold."""
+    """The tensor with zeros as checksums: columns need them, but `.metadata` has none."""
 
     def summed(chunk: StoredChunk) -> StoredChunk:
         pieces = max(1, -(-chunk.box.numel * tensor.dtype.itemsize // PIECE_BYTES))

@@ -1,4 +1,4 @@
-"""Conversions from and to full `torch.optim` state dicts, and from Megatron-Core's legacy rank-0 files."""
+"""Converts from and to full `torch.optim` state dicts, and from Megatron-Core's legacy rank-0 files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from opt_checkpoint.state.tree import ScopedState, lookup
 
 
 def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
-    """A full `optimizer.state_dict()` in the form that `sharded_optimizer` gives, so that any sharding can load it.
+    """Convert a full `optimizer.state_dict()` to the form of `sharded_optimizer`, so that any sharding can load it.
 
     Args:
         state_dict: torch's form: `state` by index, `param_groups` with indices.
@@ -113,14 +113,14 @@ def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[s
 
 
 def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
-    """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` takes.
+    """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` can load.
 
     The tensors are assembled in scratch files next to the output, so they need not fit into memory.
 
     Args:
         path: the checkpoint.
         file: the `.pt` file to write.
-        at: where in its state the optimizer is.
+        at: the keys under which the optimizer is stored.
 
     Raises:
         CheckpointKeyError: there is no optimizer, of `sharded_optimizer` or of opt-stack's `Optimizer`; or it has
@@ -138,13 +138,14 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         tensors = mapped_apart(Path(scratch), stored)
         read_into(opened.index, tensors)
         torch.save(_torch_state(saved, tensors, prefix), Path(scratch) / "whole.pt")
-        os.replace(Path(scratch) / "whole.pt", target)  # a file that was there stays until the new one is whole
+        os.replace(Path(scratch) / "whole.pt", target)  # an existing file is replaced only by a complete new one
 
 
 def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mapping[str, Any] | None:
-    """What `sharded_optimizer` stores; for opt-stack's optimizer, which stores groups alone, made from the keys.
+    """The groups and state names that `sharded_optimizer` stores. opt-stack's optimizer stores only groups; for it the
+    state names are taken from the keys.
 
-    None if there is neither.
+    None if neither is stored.
     """
     if not isinstance(saved, dict) or "state_names" in saved:
         return saved if isinstance(saved, dict) else None
@@ -165,7 +166,7 @@ def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mappin
 
 
 def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
-    """Indices in the order of the stored names, group by group."""
+    """The state dict in torch's form, with indices in the order of the stored names, group by group."""
     members: list[list[str]] = saved["names"]
     index = {name: i for i, name in enumerate(n for own in members for n in own)}
     state = {}
@@ -208,7 +209,7 @@ def read_slots(file: PathLike) -> list[LegacySlot]:
 def legacy_file_to_checkpoint(
     file: PathLike, slots: Sequence[LegacySlot], path: AnyPath, *, step: int | None = None
 ) -> None:
-    """Convert what Megatron-Core's `save_parameter_state` wrote: the gathered flat buffers of one data-parallel group.
+    """Convert a file of Megatron-Core's `save_parameter_state`: the gathered flat buffers of one data-parallel group.
 
     The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
     `optimizer.state.fp32_param.<name>`, the moments to `exp_avg` and `exp_avg_sq`.
