@@ -251,7 +251,7 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     session.run("uv", "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", str(dist), "-q")
     session.install(*GROUPS["test"])
-    session.run("pytest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist)})
+    session.run("pytest", "--noconftest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist)})
     for package in PACKAGES:
         session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
         if package not in WITHOUT_TORCH:
@@ -280,7 +280,7 @@ def release(session: nox.Session) -> None:
         return
     session.install("twine>=6", "hatchling>=1.26", *GROUPS["test"])
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("pytest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"})
+    session.run("pytest", "--noconftest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"})
     for package in PACKAGES:
         (sdist,) = dist.glob(f"{package.replace('-', '_')}-*.tar.gz")
         for what in (package, str(sdist)):

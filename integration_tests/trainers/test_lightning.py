@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from opt_config import OptimizerConfig
+from opt_scheduler import as_lr_scheduler, cosine
 from opt_stack import get_optimizer
 
 lightning = pytest.importorskip("lightning")  # an optional session installs the trainers
@@ -18,18 +19,21 @@ STEPS_PER_EPOCH = 10
 class Toy(lightning.LightningModule):
     """A small regression that records the learning rate of every update."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Any = None, *, scales_loss: bool = False) -> None:
         super().__init__()
+        self.make = make or (lambda model: get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), [model]))
+        self.scales_loss = scales_loss
         torch.manual_seed(0)
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
         self.used: list[float] = []
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         self.used.append(self.optimizers().param_groups[0]["lr"])  # type: ignore[union-attr]
-        return self.layers(batch[0]).square().mean()  # type: ignore[no-any-return]
+        loss = (self.layers(5 * batch[0].to(self.layers[0].weight.dtype)) - 3).square().mean()
+        return self.optimizers().scale_loss(loss) if self.scales_loss else loss  # type: ignore[no-any-return, union-attr]
 
     def configure_optimizers(self) -> Any:
-        optimizer = get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), [self.layers])
+        optimizer = self.make(self.layers)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=2 * STEPS_PER_EPOCH)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -62,3 +66,96 @@ def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path) -> None:
         assert torch.equal(second.state_dict()[name], weight), name
     fresh = Toy().state_dict()
     assert all((unbroken.state_dict()[name] != weight).any() for name, weight in fresh.items())
+
+
+def fit(toy: Toy, **options: Any) -> Toy:
+    """One epoch of ten batches."""
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options)
+    rows = torch.randn(2 * STEPS_PER_EPOCH, 4, generator=torch.Generator().manual_seed(1))
+    trainer.fit(toy, DataLoader(TensorDataset(rows), batch_size=2))
+    return toy
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def ours(**fields: Any) -> Any:
+    """`get_optimizer` with AdamW's numbers, and without the standard overrides, which AdamW does not have."""
+    numbers = {"lr": 1e-2, "weight_decay": 0.1, "adam_eps": 1e-8, "adam_beta2": 0.999, "clip_grad": 0.0, **fields}
+    return lambda model: get_optimizer(OptimizerConfig(**numbers), [model], {})
+
+
+def assert_same_weights(one: Toy, other: Toy, **tolerance: float) -> None:
+    fresh = Toy().state_dict()
+    for name, weight in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], weight, **tolerance, msg=name)
+        assert (weight.float() - fresh[name]).abs().max() > 1e-2, name
+
+
+CLIPPED = {"gradient_clip_val": 0.5}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed": {"precision": "16-mixed"},  # Lightning scales the loss
+    "clipped by norm": CLIPPED,
+    "clipped by value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    "bf16-mixed, clipped": {"precision": "bf16-mixed", **CLIPPED},
+    "16-mixed, clipped": {"precision": "16-mixed", **CLIPPED},
+    "accumulated, clipped": {"accumulate_grad_batches": 2, **CLIPPED},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_precision_and_clipping_of_the_trainer_train_as_with_torchs_adamw(options: dict[str, Any]) -> None:
+    # Ten steps of 1e-2, each with a few roundings of 2**-24.
+    assert_same_weights(fit(Toy(ours()), **options), fit(Toy(adamw), **options), rtol=0.0, atol=1e-6)
+
+
+def test_clipping_in_the_step_is_the_trainers_clipping() -> None:
+    assert_same_weights(fit(Toy(ours(clip_grad=0.5))), fit(Toy(ours()), **CLIPPED), rtol=0.0, atol=1e-6)
+
+
+def test_parameters_in_bf16_have_fp32_main_values() -> None:
+    """With bf16 parameters alone, updates below half a unit in the last place are lost; torch's AdamW loses them."""
+    true = fit(Toy(ours(bf16=True)), precision="bf16-true")
+    assert all(weight.dtype is torch.bfloat16 for weight in true.state_dict().values())
+    expected = {name: weight.to(true.layers[0].weight.dtype) for name, weight in fit(Toy(ours())).state_dict().items()}
+    for name, weight in true.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=2**-6, atol=2**-7, msg=name)
+
+
+def test_parameters_in_fp16_train_with_the_loss_scaled_in_training_step() -> None:
+    scaled = fit(Toy(ours(fp16=True, loss_scale=128.0), scales_loss=True), precision="16-true")
+    expected = fit(Toy(ours())).state_dict()
+    for name, weight in scaled.state_dict().items():
+        torch.testing.assert_close(weight.float(), expected[name], rtol=2**-7, atol=2**-8, msg=name)
+
+
+REFUSED = {
+    "bf16 parameters without bf16": ({}, "bf16-true", "is torch.bfloat16; .* set bf16=True"),
+    "fp16 parameters without fp16": ({}, "16-true", "is torch.float16; .* set fp16=True"),
+    "fp64": ({}, "64-true", "is torch.float64; .* convert the model"),
+    "a loss that nobody scales": ({"fp16": True}, "16-true", "the closure has not called optimizer.scale_loss"),
+}
+
+
+@pytest.mark.parametrize(("fields", "precision", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_precision_that_the_configuration_does_not_have_is_refused(
+    fields: dict[str, Any], precision: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(Toy(ours(**fields)), precision=precision)
+
+
+def test_a_schedule_of_opt_scheduler_runs_by_step() -> None:
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make(self.layers)
+            schedule = as_lr_scheduler(optimizer, cosine(1.0, 0.1, steps=STEPS_PER_EPOCH), relative=True)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    used = fit(Scheduled(ours())).used
+    curve = cosine(1e-2, 1e-3, steps=STEPS_PER_EPOCH)
+    assert used == pytest.approx([curve(step) for step in range(STEPS_PER_EPOCH)])

@@ -118,6 +118,32 @@ def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:
     assert_equal(weights(model), weights(other))
 
 
+@pytest.mark.parametrize("read", ["scale_loss", "get_loss_scale", ""])
+@pytest.mark.parametrize("loss_scale", [None, 128.0])
+def test_a_closure_whose_loss_is_not_scaled_is_refused(read: str, loss_scale: float | None) -> None:
+    """In Lightning with fp16=True, gradients were divided by a scale that no loss had: the model hardly learned."""
+    model = make_model(torch.float16)
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, fp16=True, loss_scale=loss_scale), [model], {})
+    scales = {
+        "scale_loss": optimizer.scale_loss,
+        "get_loss_scale": lambda loss: loss * optimizer.get_loss_scale()[0],
+        "": None,
+    }
+    optimizer.scale_loss(torch.zeros(()))  # in an earlier iteration
+
+    def closure() -> float:
+        backward(model, 0, scale=scales[read])
+        return 0.0
+
+    before = weights(model)
+    if read:
+        optimizer.step(closure)
+        return
+    with pytest.raises(ValueError, match=r"the closure has not called optimizer.scale_loss\(loss\); call it before"):
+        optimizer.step(closure)
+    assert_equal(weights(model), before)
+
+
 def test_the_halves_of_a_step_make_a_step() -> None:
     model, other = make_model(), make_model()
     halves, whole = get_optimizer(CONFIG, [model], {}), get_optimizer(CONFIG, [other], {})

@@ -1,6 +1,7 @@
 """Statistics of a step's gradients for the caller: norms, zero counts, the loss scale."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,13 @@ class InBackward(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class LossScaleUse:
+    """Whether the caller has read the loss scale. Lightning copies an optimizer's attributes; copies share this one."""
+
+    was_read: bool = False
+
+
 class GradientStatistics:
     """The gradient statistics of `Optimizer`, under Megatron-Core's names."""
 
@@ -43,6 +51,7 @@ class GradientStatistics:
     param_groups: list[dict[str, Any]]
     _everyone: Comm
     _held: Mapping[ParamId, Held]
+    _loss_scale: LossScaleUse
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float:
         """Return the model's unscaled gradient norm before clipping, of the last `prepare_grads` or `step`.
@@ -107,6 +116,7 @@ class GradientStatistics:
 
     def get_loss_scale(self) -> Tensor:
         """Return the current loss scale, fp32 of shape (1,); 1 without loss scaling."""
+        self._loss_scale.was_read = True
         factor = self.stepper.scaler.factor
         if isinstance(factor, Tensor):
             return factor.to(torch.float32).view(1)
@@ -114,6 +124,7 @@ class GradientStatistics:
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, in the shape and dtype of the loss."""
+        self._loss_scale.was_read = True
         factor = self.stepper.scaler.factor
         if not isinstance(factor, Tensor):
             return loss * factor

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError, NoScale, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
-from opt_stack.gradient_statistics import GradientStatistics, InBackward
+from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
@@ -54,6 +54,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self._built = False
+        self._loss_scale = LossScaleUse()
         self.in_backward: InBackward | None = None  # updates parameters before `step` (`release_gradients`)
         self._ids: list[ParamId] = [id for group in groups for id in group["param_ids"]]
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
@@ -92,12 +93,15 @@ class Optimizer(GradientStatistics, StateDicts):
         Warns once if parameters were unfrozen after the optimizer was built: they are not trained.
 
         Raises:
-            ValueError: `param_groups` hold other parameters than those the optimizer was built with.
+            ValueError: `param_groups` hold other parameters than those the optimizer was built with; or the loss scale
+                is set, and `closure` has not read it.
         """
         self._check_params()
         if closure is not None:
+            self._loss_scale.was_read = False
             with torch.enable_grad():
                 closure()
+            self._check_scaled()
         self._warn_of_unfrozen()
         return self.in_backward.finish() if self.in_backward is not None else self.stepper.step(self.param_groups)
 
@@ -158,6 +162,15 @@ class Optimizer(GradientStatistics, StateDicts):
                 "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
                 "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
                 "get_optimizer"
+            )
+
+    def _check_scaled(self) -> None:
+        """Raise if gradients would be divided by a loss scale by which the closure has not multiplied the loss."""
+        if not self._loss_scale.was_read and not isinstance(self.config.loss_scaling, NoScale):
+            raise ValueError(
+                f"fp16={self.config.fp16}, loss_scale={self.config.loss_scale}: the step divides gradients by the loss "
+                "scale, but the closure has not called optimizer.scale_loss(loss); call it before backward (in "
+                "Lightning: return self.optimizers().scale_loss(loss) from training_step), or train in bf16 or fp32"
             )
 
     def _warn_of_unfrozen(self) -> None:
