@@ -280,7 +280,12 @@ def release(session: nox.Session) -> None:
         return
     session.install("twine>=6", "hatchling>=1.26", *GROUPS["test"])
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run("pytest", "--noconftest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"})
+    session.run(
+        "pytest",
+        "--noconftest",
+        "integration_tests/wheels.py",
+        env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"},
+    )
     for package in PACKAGES:
         (sdist,) = dist.glob(f"{package.replace('-', '_')}-*.tar.gz")
         for what in (package, str(sdist)):

@@ -41,6 +41,25 @@ def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str, num_a
     assert set(added) <= {line.strip() for line in code.splitlines()}
 
 
+def test_the_lines_for_lightning_return_muon_and_its_schedule() -> None:
+    names: dict[str, Any] = {
+        name: getattr(importlib.import_module(package), name)
+        for package, names in {
+            "opt_stack": ("OptimizerConfig", "get_optimizer"),
+            "opt_scheduler": ("as_lr_scheduler", "cosine"),
+        }.items()
+        for name in names
+    }
+    exec(lines_to_write("Lightning"), names)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    made = names["configure_optimizers"](model)
+    train(model, made["optimizer"])
+    made["lr_scheduler"]["scheduler"].step()
+    assert made["lr_scheduler"]["interval"] == "step"
+    assert {group["optimizer"] for group in made["optimizer"].param_groups} >= {"muon"}
+    assert all(1e-4 < group["lr"] < 1e-3 for group in made["optimizer"].param_groups)
+
+
 def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {"post_trainer_create": lambda self, cfg, trainer: None})  # 0.21.0
