@@ -152,7 +152,7 @@ def instructions_per_element(variant: Variant, sass: str) -> float:
             loop = found[labels[branch[1]] :]
             tiles = sum(WIDE_LOAD.match(one) is not None for one in loop) / variant.widths.load_128
             if tiles:
-                elements = variant.constants["BLOCK"] // (variant.num_warps * THREADS_PER_WARP)
+                elements = int(variant.constants["BLOCK"]) // (variant.num_warps * THREADS_PER_WARP)
                 return len(loop) / tiles / elements
     return 0.0
 

@@ -82,7 +82,7 @@ def seconds(stage: Stage, run: Callable[[], object]) -> float:
     times = []
     for _ in range(stage.repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(int(2 * issuing * CYCLES_PER_SECOND))
+        torch.cuda._sleep(int(2 * issuing * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()
@@ -220,7 +220,11 @@ def host_times(stage: Stage) -> Iterator[Measure]:
             param.grad = one.grad
         optimizer = AdamW(params, backend="triton")
         goal = 150.0 if label == "llama list" else None
-        for name, step in {"rule": adam_step(in_columns(works), kind="fp32"), "drop-in AdamW": optimizer.step}.items():
+        steps: dict[str, Callable[[], object]] = {
+            "rule": adam_step(in_columns(works), kind="fp32"),
+            "drop-in AdamW": optimizer.step,
+        }
+        for name, step in steps.items():
             seconds(stage, step)
             ours = host_seconds(stage, step)
             label_of = f"host time of a step, {name}, {label}"
