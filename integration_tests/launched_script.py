@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -22,4 +23,5 @@ start = model.weight.detach().clone()
 x = torch.randn(4, 3)
 model(x).sum().backward()
 norm = optimizer.step().grad_norm
-torch.save({"refusal": refusal, "start": start, "x": x, "norm": norm, "weight": model.weight.detach()}, sys.argv[1])
+found = {"refusal": refusal, "start": start, "x": x, "norm": norm, "weight": model.weight.detach()}
+torch.save(found, Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -28,27 +28,14 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: P
     blocks.run(page, tmp_path)
 
 
-def run_program(*command: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
-
-
 @pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
 def test_the_program_for_fsdp2_trains_on_two_ranks() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert "muon updates" in run_program(*torchrun, str(DOCS / "migrate" / "from_torchtitan.py"))
+    assert "muon updates" in run_program(DOCS / "migrate" / "from_torchtitan.py", ranks=2)
 
 
 def test_the_program_for_the_trainer_trains() -> None:
     pytest.importorskip("transformers")  # with accelerate: `nox -s trainers` installs both
-    assert "trained 5 steps" in run_program(str(DOCS / "migrate" / "from_hf_trainer.py"))
+    assert "trained 5 steps" in run_program(DOCS / "migrate" / "from_hf_trainer.py")
 
 
 def test_every_program_of_a_guide_is_run_by_its_page_or_here() -> None:

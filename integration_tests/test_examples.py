@@ -2,29 +2,18 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def torchrun(name: str, *options: object, ranks: int = 2) -> str:
     """What the example prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    ran = subprocess.run(
-        [str(word) for word in (*command, EXAMPLES / name, *options)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    return run_program(EXAMPLES / name, *options, ranks=ranks)
 
 
 def test_every_example_is_run_by_some_test() -> None:

@@ -1,9 +1,5 @@
 """Scripts that a launcher starts on several ranks and that never touch torch.distributed themselves."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run_program
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
@@ -25,32 +22,9 @@ BUILDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def test_a_script_under_a_launcher_averages_gradients_over_ranks(tmp_path: Path) -> None:
     """With different seeds it is refused on every rank, and the refusal says what to type."""
-    port = _free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path / f"{rank}.pt")],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-            },
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.wait(timeout=120)
+    run_program(SCRIPT, tmp_path, ranks=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for rank in (first, second):
         assert "ranks hold different values of 'weight': [1] differ from rank 0" in rank["refusal"]

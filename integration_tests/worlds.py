@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from programs import fork_server
 from torch import Tensor, nn
 
 from opt_checkpoint.run.ranks import leave
@@ -28,8 +28,7 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[
     `rank_main` is a function of an importable module; it finds the world in `torch.distributed`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("forkserver")  # as clean as "spawn": its server has imported, and computed nothing
-        context.set_forkserver_preload(["opt_stack", "torch.distributed.fsdp"])  # once, not on every rank
+        context = fork_server()
         # It listens before anybody asks: on torch 2.6 a rank that comes too early may wait for half a minute.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from programs import fork_server
 
 from fuzz.cases import Grid, Place
 from fuzz.failed import Failed
@@ -35,8 +35,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["opt_stack", "torch.distributed.fsdp"])
+        context = fork_server()
         self._worlds = 0
         self._pipes: list[Connection] = []
         self._processes = []
