@@ -12,7 +12,8 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_kernels import hooks
-from opt_stack import Optimizer, get_optimizer, host_units
+from opt_stack import Optimizer, get_optimizer
+from opt_stack.building import host_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}

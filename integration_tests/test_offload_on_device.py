@@ -31,7 +31,8 @@ from opt_distributed.comm.device import _DONE as DONE
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
-from opt_stack import Optimizer, host_units
+from opt_stack import Optimizer
+from opt_stack.building import host_units
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
