@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
@@ -207,7 +208,8 @@ class Optimizer(GradientStatistics, StateDicts):
         """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values are read from it,
-        in its precision.
+        in its precision, and the parameters are set from them. This is collective if ranks hold different parts of the
+        state, or with fp8 parameters.
 
         Raises:
             ValueError: `state_dict` lacks a parameter of the model, or has it in another shape or layout. Every rank
@@ -220,7 +222,7 @@ class Optimizer(GradientStatistics, StateDicts):
                 piece.main.reload_()
             return
         params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
-        found = find_values(state_dict, params)
+        found = agreed(self._load_peers, lambda: find_values(state_dict, params))
         for piece in pieces:
             piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
         self.stepper.publish_set_()

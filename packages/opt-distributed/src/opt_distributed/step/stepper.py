@@ -142,13 +142,11 @@ class Stepper:
 
         Raises CollectiveError if a peer is lost.
         """
-        sources = [source for unit in self.units for source in quantized_sources(unit.completes)]
-        for fp8 in sources:
-            fp8.share_extra_()
-        if sources:
-            for unit in self.units:
-                for source in unit.completes:
-                    source.publish_()
+        for unit in self.units:
+            for fp8 in quantized_sources(unit.completes):
+                fp8.share_extra_()
+        for unit in self.units:
+            self._publish(unit)
 
     def norm(self, norm_type: float) -> float:
         """The `norm_type`-norm of the gradients of slot "", without loss scale, as `grad_norm` is for 2.

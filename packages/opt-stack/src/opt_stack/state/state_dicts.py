@@ -104,9 +104,10 @@ class StateDicts(torch.optim.Optimizer):
         """Load `state_dict`. All of it is validated before anything changes; fp32 state stays fp32.
 
         Accepts a `state_dict` of this class, one of torch's own optimizers, or what `opt_checkpoint.load` returned for
-        `sharded_state_dict`. Loading a sharded state, or any state with fp8 parameters, is collective. A parameter
-        without state in one of torch's state dicts counts as never stepped. The same holds in a sharded state for a
-        parameter whose state was not saved, or was saved by another rule: it keeps its group's hyper-parameters.
+        `sharded_state_dict`. Loading is collective for a sharded state, with fp8 parameters, and where ranks hold
+        different parts of the state: parameters are published from the loaded main values. A parameter without state in
+        one of torch's state dicts counts as never stepped. The same holds in a sharded state for a parameter whose
+        state was not saved, or was saved by another rule: it keeps its group's hyper-parameters.
 
         Args:
             state_dict: the state to load.
@@ -170,10 +171,14 @@ class StateDicts(torch.optim.Optimizer):
         unit, piece = self._held[id]
         return read_state(unit, piece, copies_main=self.evaluation.replaces_weights_of(unit))
 
+    @property
+    def _load_peers(self) -> Comm:
+        """The ranks that set main values together, because these are published, or a world of one."""
+        is_shared = self._rank_local or self.plan.config.fp8_recipe is not None
+        return self._everyone if is_shared else Alone()
+
     def _load_local(self, state_dict: Mapping[str, Any], *, needs_mains: bool) -> None:
-        # With fp8 parameters the load ends in collectives, in which the other ranks would wait for one that refused.
-        peers = self._everyone if self.plan.config.fp8_recipe is not None else Alone()
-        loaded = agreed(peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
+        loaded = agreed(self._load_peers, lambda: self._matched(state_dict, needs_mains=needs_mains))
         for id, (unit, piece) in self._held.items():
             load_state_(unit, piece, loaded.by_id.get(id, {}))
         for group, saved in zip(self.param_groups, loaded.groups, strict=True):
