@@ -21,7 +21,7 @@ def section_of(title: str) -> str:
 
 def lines_to_write(title: str) -> str:
     """The indented block of a section."""
-    (block,) = re.findall(r"(?:^(?:    .*)?\n)+", section_of(title)[len(title) + 1 :].strip("\n"), re.MULTILINE)
+    (block,) = re.findall(r"^    \S.*\n(?:(?:    .*)?\n)*", section_of(title), re.MULTILINE)
     return textwrap.dedent(block)
 
 
