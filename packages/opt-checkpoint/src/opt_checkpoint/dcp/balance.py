@@ -1,4 +1,4 @@
-"""Who writes what: every box once, by one of its holders, so that all ranks write about as much."""
+"""Assigns boxes to ranks for writing: every box once, to a rank that holds it, with balanced load."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Parts(NamedTuple):
     """Boxes to be written, in the order of the ranks that write them.
 
     Args:
-        rank: (p,) who writes it.
-        box: (p,) the held box of that rank that it is in.
-        offsets: (p, axes) where it begins in the tensor.
+        rank: (p,) the rank that writes the part.
+        box: (p,) the held box of that rank that contains it.
+        offsets: (p, axes) its offsets in the tensor.
         sizes: (p, axes) its sizes.
     """
 
@@ -33,13 +33,13 @@ class Parts(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """The held boxes, equal ones together.
+    """The held boxes, grouped by equality.
 
     Args:
-        members: (m,) numbers of held boxes, by group, then by rank; one for each rank that holds it.
-        start: (g,) where each group begins in `members`.
-        holders: (g,) how many ranks hold it.
-        main: (g,) the main replica's box.
+        members: (m,) indices of held boxes, by group, then by rank; one for each rank that holds the box.
+        start: (g,) start of each group in `members`.
+        holders: (g,) number of ranks that hold the box of each group.
+        main: (g,) the box of the main replica.
     """
 
     members: Array
@@ -49,10 +49,10 @@ class _Groups(NamedTuple):
 
 
 def assign_parts(held: HeldTensors) -> Parts:
-    """Give every box of a main replica to one rank that holds the same box, the least loaded one.
+    """Assign every box of a main replica to the least loaded rank that holds the same box.
 
-    A box that one rank holds is written by that rank. The rest is dealt out after Megatron-Core's greedy order: fewest
-    holders first, then largest; boxes larger than a rank's fair share are cut into rows before.
+    A box that only one rank holds is written by that rank. The other boxes are assigned in Megatron-Core's greedy
+    order: fewest holders first, then largest. Boxes larger than a rank's fair share are first cut into rows.
 
     Args:
         held: the validated contents of all ranks.
@@ -77,7 +77,7 @@ def assign_parts(held: HeldTensors) -> Parts:
 
 
 def _grouped(held: HeldTensors) -> _Groups:
-    """Equal boxes of one tensor, where one of them is a main replica."""
+    """Group equal boxes of one tensor, for groups that contain a main replica."""
     at = np.flatnonzero(held.usable)
     owner = held.owner[at]
     columns = [held.key[owner], *held.offsets[at].T, *held.sizes[at].T]
@@ -96,7 +96,7 @@ def _grouped(held: HeldTensors) -> _Groups:
 
 
 class _Pieces(NamedTuple):
-    """Boxes that several ranks hold, or rows of them, in the order in which they are dealt out."""
+    """Boxes that several ranks hold, or rows of such boxes, in the order of assignment."""
 
     group: Array
     nbytes: Array
@@ -123,7 +123,7 @@ def _pieces(held: HeldTensors, groups: _Groups, movable: Array, nbytes: Array, l
 
 
 def _deal(held: HeldTensors, groups: _Groups, pieces: _Pieces, load: list[int]) -> Array:
-    """Each piece to its least loaded holder, found by one heap per set of holders; writes `load`."""
+    """Assign each piece to its least loaded holder, with one heap per set of holders. Writes to `load`."""
     heaps: dict[bytes, list[tuple[int, int]]] = {}
     heap_of_group: dict[int, list[tuple[int, int]]] = {}
     chosen = np.zeros(len(pieces.group), np.int64)

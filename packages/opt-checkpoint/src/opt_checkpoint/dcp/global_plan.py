@@ -18,11 +18,11 @@ from opt_checkpoint.errors import CheckpointingException
 
 
 class AssignedParts(NamedTuple):
-    """What one rank is to write.
+    """The parts that one rank writes.
 
     Args:
-        box: (p,) numbers of boxes that it holds, in the order in which it listed them.
-        offsets: (p, axes) where each part begins in its tensor; axes that it lacks follow.
+        box: (p,) indices of the rank's boxes, in the order in which it listed them.
+        offsets: (p, axes) offsets of each part in its tensor; unused axes are last.
         sizes: (p, axes) its sizes.
         objects: unique keys of objects.
     """
@@ -47,8 +47,8 @@ class GlobalPlan:
         objects: unique keys of the objects that each rank writes.
         repeats: blocks that several ranks hold; their values must be equal in each save.
         parts: the parts of tensors that ranks write.
-        layouts: what the plan was made of.
-        only_first: whether plain tensors are written by the first rank that holds them, and no other.
+        layouts: the layouts that the plan was made from.
+        only_first: whether only the first rank that holds a plain tensor may write it.
     """
 
     held: HeldTensors
@@ -64,8 +64,8 @@ class GlobalPlan:
 
         Args:
             layouts: what each rank holds, by rank.
-            digests: those of all ranks' tensors that may repeat, one after another.
-            only_first: whether the first rank's plain tensors are written and no other's, because they may differ.
+            digests: of all ranks' tensors that may repeat, concatenated.
+            only_first: whether only the first rank that holds a plain tensor writes it, because the others may differ.
 
         Raises:
             CheckpointingException: the layouts do not fit together, or values that must be equal are not.
@@ -101,7 +101,7 @@ class GlobalPlan:
         return nbytes
 
     def assigned(self) -> list[AssignedParts]:
-        """What each rank is to write, by rank."""
+        """The parts that each rank writes, by rank."""
         local = self.parts.box - self.held.first_box[self.parts.rank]
         bounds = np.searchsorted(self.parts.rank, np.arange(self.held.ranks + 1)).tolist()
         return [

@@ -1,4 +1,4 @@
-"""The sharded tensors of all ranks as columns, as the coordinator checks them and deals them out."""
+"""The sharded tensors of all ranks as columns, which the coordinator checks and assigns to ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from opt_checkpoint.state.sharded import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
-    """What each rank holds of each tensor, in the order of the ranks, and the boxes of it.
+    """The tensors that each rank holds, in the order of the ranks, and their boxes.
 
-    Boxes with `usable` unset are never written. Box numbers count all boxes, so that a rank finds its own by number.
+    Boxes with `usable` unset are never written, but are counted in box indices, so that a rank finds its own by index.
 
     Args:
-        keys: the different keys, in the order in which they first occur.
-        dtype_names: the different dtypes.
-        ranks: how many ranks there are.
-        key: (t,) number of the key.
-        rank: (t,) the rank that holds this.
-        dtype: (t,) number of the dtype.
+        keys: the distinct keys, in the order of their first occurrence.
+        dtype_names: the distinct dtypes.
+        ranks: number of ranks.
+        key: (t,) index of the key.
+        rank: (t,) the rank that holds the tensor.
+        dtype: (t,) index of the dtype.
         ndim: (t,) number of axes.
         shape: (t, axes) global shape; axes that a tensor lacks count 1.
         main: (t,) whether this is a main replica.
         may_repeat: (t,) whether there is a digest of the values.
         plain: (t,) whether this is a plain tensor of the state.
-        owner: (b,) the number in the above of each box.
-        offsets: (b, axes) where it begins; 0 on axes that a tensor lacks.
+        owner: (b,) the index of the tensor of each box.
+        offsets: (b, axes) its offsets; 0 on axes that a tensor lacks.
         sizes: (b, axes) its sizes; 1 on axes that a tensor lacks.
         usable: (b,) whether its holder may write it.
     """
@@ -89,7 +89,7 @@ class HeldTensors:
         )
 
     def with_plain_on_one(self, *, only_first: bool) -> HeldTensors:
-        """The same with one main replica of every plain tensor: on the first rank that holds it.
+        """A copy with one main replica of every plain tensor, on the first rank that holds it.
 
         Args:
             only_first: whether the other ranks' copies may not be written, because they may differ.
@@ -120,13 +120,13 @@ class HeldTensors:
         return Repeats(found[:, 0], found[:, 1])
 
     def with_one_main_each(self, repeats: Repeats, digests: Array) -> HeldTensors:
-        """The same where of blocks with equal values the first is the main replica.
+        """A copy in which only the first of several blocks with equal values is the main replica.
 
-        Blocks with other values stay main replicas, which validation refuses.
+        Blocks with other values stay main replicas, which validation rejects.
 
         Args:
             repeats: from `repeats`.
-            digests: those of the tensors with `may_repeat`, in order.
+            digests: of the tensors with `may_repeat`, in order.
         """
         main = self.main.copy()
         main[repeats.again[repeats.are_equal(self, digests)]] = False
@@ -140,7 +140,7 @@ class HeldTensors:
 
     @property
     def first_box(self) -> Array:
-        """(ranks,) the number of the first box of each rank."""
+        """(ranks,) the index of the first box of each rank."""
         first: Array = np.searchsorted(self.rank[self.owner], np.arange(self.ranks))
         return first
 
@@ -159,13 +159,13 @@ class HeldTensors:
 
 
 class Repeats(NamedTuple):
-    """Held tensors, by number: `again[i]` is the block that `first[i]` is."""
+    """Pairs of held tensors, by index: `again[i]` is the same block as `first[i]`."""
 
     first: Array
     again: Array
 
     def are_equal(self, held: HeldTensors, digests: Array) -> Array:
-        """For each pair whether its values are equal."""
+        """For each pair, whether its values are equal."""
         place = np.cumsum(held.may_repeat) - 1
         equal: Array = digests[place[self.first]] == digests[place[self.again]]
         return equal

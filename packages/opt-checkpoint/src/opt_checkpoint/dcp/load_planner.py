@@ -43,7 +43,7 @@ class DtypeRule(Enum):
         """A rule from its name.
 
         Raises:
-            ValueError: no rule is called that.
+            ValueError: no rule has this name.
         """
         try:
             return cls(value)
@@ -68,11 +68,11 @@ class ShardedLoadPlanner(LoadPlanner):
     """Plans the load of one nested state of sharded types.
 
     Args:
-        state: what is wanted; its sharded tensors are written to, once the plan stands.
+        state: what to load; its sharded tensors are written once the plan is complete.
         index: what is stored.
         common: the stored common state.
         strict: what to do about keys on one side only.
-        dtype: what to do about other dtypes.
+        dtype: what to do if dtypes differ.
         aliases: other prefixes under which a key may be stored.
         safe_globals: classes and functions that stored objects may use.
     """
@@ -125,7 +125,7 @@ class ShardedLoadPlanner(LoadPlanner):
         """All reads of this rank.
 
         Raises:
-            CheckpointKeyError: keys are not stored, and that is not allowed.
+            CheckpointKeyError: keys are not stored, and `strict` does not allow that.
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
         self._find_missing()
@@ -139,15 +139,16 @@ class ShardedLoadPlanner(LoadPlanner):
 
     @property
     def stored_plain(self) -> dict[str, Path]:
-        """The stored plain values: their paths, by the text of these."""
+        """The paths of the stored plain values, by the text of each path."""
         return plain_paths(self._common)
 
     def stored_name(self, key: str) -> str:
-        """The name under which a key is stored here: itself, or the first alias that is."""
+        """The name under which a key is stored: the key itself, or the first alias that is stored."""
         return aliased(key, self._index.tensors, self._aliases)
 
     def _wanted(self) -> dict[Path, ShardedTensor]:
-        """The tensors to read: those of the state, and those that plain templates ask for, which get memory here."""
+        """The tensors to read: those of the state, and those that plain templates request, for which memory is
+        allocated."""
         wanted = {p: t for p, t in self.flat.tensors.items() if p not in self.dropped and p not in self._plain}
         for path, tensors in self._made.items():
             wanted.update({path + inner: tensor for inner, tensor in tensors.items()})
@@ -174,7 +175,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self.missing = [key for path, key in absent if path not in optional]
 
     def _plain_values(self) -> Iterator[tuple[Path, Any]]:
-        """The stored ones: in the common state, as tensors, or, from stock writers, as objects by path."""
+        """The stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
         for path in self.flat.common:
             value = lookup(self._common, path)
             if value is ABSENT and self._is_stock_object(path):
@@ -234,13 +235,13 @@ class ShardedLoadPlanner(LoadPlanner):
         return items
 
     def _dense(self, shard: ShardedTensor, quantized: Tensor) -> ShardedTensor:
-        """The same with dense memory, whose values are quantised once they are complete."""
+        """The tensors with dense memory in place of quantised ones, which are quantised after all values are read."""
         dense = stand_in(quantized)
         self._to_quantize.append((quantized, dense))
         return replace(shard, data=dense)
 
     def _boxes_of(self, key: str, stored: StoredTensor) -> StoredBoxes:
-        """The stored boxes of a tensor, proven disjoint; the proof of coverage counts on that."""
+        """The stored boxes of a tensor. Checks that they are disjoint, on which the check of coverage relies."""
         if key not in self._stored_boxes:
             boxes = [chunk.box for chunk in stored.chunks]
             pair = first_overlap(boxes)
@@ -274,7 +275,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return self._dtype is DtypeRule.CAST or converts_exactly(stored, wanted)
 
     def _check_coverage(self, shard: ShardedTensor, stored: StoredTensor, held: FlatBox, copies: list[Copy]) -> None:
-        """Stored chunks are disjoint, so volumes that add up mean that nothing is left out."""
+        """Raise unless the stored chunks cover the requested box. They are disjoint, so adding up volumes suffices."""
         found = sum(_numel(copy.sizes) for copy in copies)
         if found != held.box.numel and shard.global_shape == stored.shape:
             raise CheckpointMismatchError(
@@ -293,10 +294,10 @@ class ShardedLoadPlanner(LoadPlanner):
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Send every rank the stored keys that no rank asks for.
+        """Send every rank the stored keys that no rank requests.
 
         Raises:
-            CheckpointKeyError: there are some, and that is not allowed.
+            CheckpointKeyError: there are some, and `strict` does not allow that.
         """
         keys = self._stored_keys()
         asked = np.zeros(len(keys), dtype=np.uint8)
@@ -309,7 +310,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Prepare the memory. After this, only reading can fail."""
+        """Allocate the memory. After this, only reading can fail."""
         self.unexpected = central_plan.planner_data
         for shard in self._to_zero:
             if shard.data is not None:
@@ -335,7 +336,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: reads went straight to their memory."""
+        """Do nothing: values were read directly into their memory."""
 
     def assemble(self) -> None:
         """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""

@@ -1,4 +1,4 @@
-"""What a rank holds and could write, as columns of integers and names, which the coordinator receives."""
+"""The tensors and objects that a rank holds, as columns of integers and names, which are sent to the coordinator."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tree import Path, path_text
 
-_SUMMED_BYTES = 1 << 20  # that a sum widens to 64 bits at a time
+_SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1
 MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
 
 
 class HeldShard(NamedTuple):
-    """A sharded tensor of this rank and the boxes that it holds, none empty."""
+    """A sharded tensor of this rank and its non-empty boxes."""
 
     shard: ShardedTensor
     boxes: tuple[FlatBox, ...]
@@ -44,10 +44,10 @@ class LocalTensors(NamedTuple):
         dtypes: of each tensor, a number in `dtype_names`, uint8.
         flags: of each tensor, a sum of `MAIN`, `MAY_REPEAT` and `PLAIN`, uint8.
         ndim: of each tensor, uint8.
-        boxes: how many boxes each tensor has, int32.
-        shapes: the global shapes one after another, int64.
-        offsets: those of all boxes one after another, int64.
-        sizes: as `offsets`.
+        boxes: number of boxes of each tensor, int32.
+        shapes: the global shapes, concatenated, int64.
+        offsets: the offsets of all boxes, concatenated, int64.
+        sizes: the sizes of all boxes, as `offsets`.
     """
 
     keys: list[str]
@@ -82,8 +82,8 @@ class LocalObject(NamedTuple):
     """One sharded object of a rank.
 
     Args:
-        key: the grid of objects.
-        unique_key: this one of them.
+        key: name of the grid of objects.
+        unique_key: name of this object in the grid.
         shape: the grid's shape, in objects.
         main: whether this is its main replica.
     """
@@ -95,7 +95,7 @@ class LocalObject(NamedTuple):
 
 
 class LocalLayout(NamedTuple):
-    """What a rank holds, whatever the values: all that a plan depends on.
+    """What a rank holds, without values. A plan depends only on this.
 
     Args:
         tensors: the sharded tensors.
@@ -109,7 +109,7 @@ class LocalLayout(NamedTuple):
 
     @property
     def fingerprint(self) -> bytes:
-        """SHA-256 of all of it: equal for equal layouts."""
+        """SHA-256 of the layout: equal for equal layouts."""
         columns = [column for column in self.tensors if isinstance(column, np.ndarray)]
         about = (self.tensors.keys, self.tensors.dtype_names, self.objects, list(self.plain.items()))
         lengths = [len(column) for column in columns]
@@ -121,12 +121,12 @@ class LocalLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalContents:
-    """What a rank sends to the coordinator.
+    """The message of a rank to the coordinator.
 
     Args:
-        layout: what it holds; None where the coordinator remembers it.
+        layout: what the rank holds; None if the coordinator has it cached.
         digests: of the values of each tensor with the flag `MAY_REPEAT`, int64.
-        common: fingerprints of plain values and of plain tensors, by path; empty where they are known to be equal.
+        common: fingerprints of plain values and of plain tensors, by path; empty if they are known to be equal.
     """
 
     layout: LocalLayout | None
@@ -210,14 +210,15 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def _digest(shard: ShardedTensor) -> int:
-    """A number equal for equal values; on a device a weighted sum, so that values need not come to the host."""
+    """A number that is equal for equal values. On a device it is a weighted sum, so that values stay there."""
     if shard.data is None:
         return 0
     return fingerprint(shard.data) if shard.data.device.type == "cpu" else weighted_sum(shard.data)
 
 
 def weighted_sum(tensor: Tensor) -> int:
-    """A sum of a tensor's bytes, each multiplied by its place, so that exchanged values change it; one host read."""
+    """A sum of a tensor's bytes, weighted by position so that it detects swapped values. Reads one number on the
+    host."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(bits_of(tensor), _SUMMED_BYTES):
         places = torch.arange(1, part.numel() + 1, device=tensor.device)
@@ -235,7 +236,7 @@ def _check_storable(shard: ShardedTensor) -> None:
 
 
 def fingerprint(value: Any) -> int:
-    """A number equal for equal plain values, to compare ranks by; a tensor counts by dtype, shape and bytes."""
+    """A number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and bytes."""
     sum_so_far = 0
     for part in _parts(value):
         sum_so_far = zlib.crc32(part, sum_so_far)
@@ -257,5 +258,5 @@ def _parts(value: Any) -> Iterable[bytes | memoryview]:
             yield from _parts(inner)
     elif isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype):
         yield f"{type(value).__name__} {value!r}".encode()
-    else:  # its repr may hold an address; the type is all that ranks can compare
+    else:  # its repr may contain an address, so ranks compare only the type
         yield f"object of {type(value).__qualname__}".encode()

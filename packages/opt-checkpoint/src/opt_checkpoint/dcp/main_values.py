@@ -1,4 +1,4 @@
-"""Resuming across precisions: which conversions are exact, or lose nothing because main values are stored."""
+"""Resuming with another precision: conversions that are exact, or lose nothing because main values are stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAINS = "optimizer.state.fp32_param."
 
 
 def is_wider(shard: ShardedTensor, stored: StoredTensor) -> bool:
-    """Whether a floating-point tensor is asked for in more bytes than it is stored in."""
+    """Whether a floating-point tensor is requested in a wider dtype than it is stored in."""
     return shard.dtype.is_floating_point and shard.dtype.itemsize > stored.dtype.itemsize
 
 
@@ -25,7 +25,8 @@ def may_convert(shard: ShardedTensor, stored: StoredTensor) -> bool:
 
 
 def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
-    """The stored name of a key: itself if stored, else with the first prefix of `aliases` replaced that gives one."""
+    """The stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
+    yields."""
     if key in stored:
         return key
     for old, new in aliases.items():

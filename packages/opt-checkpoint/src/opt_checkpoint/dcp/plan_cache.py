@@ -1,10 +1,10 @@
 """Plans cached from one save to the next, and the agreement of all ranks that a plan is still valid.
 
 A plan is a function of what all ranks hold: keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the
-ranks' fingerprints of these. Before a save, every rank sends the fingerprint of what it holds now, and the name of the
-plan that it has cached. All ranks see the same offers, and reuse the plan only if every rank has cached the one that
-this save needs. A restarted rank, another number or order of ranks, or a tensor of another shape makes all ranks make a
-new plan.
+fingerprints of all ranks. Before a save, every rank sends the fingerprint of what it holds now, and the name of its
+cached plan. All ranks receive the same messages, and reuse the plan only if every rank has cached the one that this
+save needs. After a restart of a rank, or if the number or order of ranks or the shape of a tensor changes, all ranks
+make a new plan.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from opt_checkpoint.dcp.global_plan import AssignedParts, GlobalPlan
 
 
 class Offer(NamedTuple):
-    """What a rank sends to all others before a save.
+    """The message of a rank to all others before a save.
 
     Args:
-        layout: fingerprint of what it holds.
+        layout: fingerprint of what the rank holds.
         common: fingerprint of its plain values.
         remembered: name of the plan that it has cached; empty for none.
     """
@@ -31,7 +31,7 @@ class Offer(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What follows from the offers of all ranks; the same on each of them.
+    """The result of comparing the offers of all ranks; the same on each of them.
 
     Args:
         plan: name of the plan that this save needs.
@@ -76,20 +76,20 @@ class CachedPlan(NamedTuple):
 
 
 class PlanCache:
-    """The plan of the last save of a series; make one on each rank, and pass it to each save.
+    """Cache of the last plan in a series of saves. Create one on each rank, and pass it to each save.
 
-    Half a million chunks take seconds to plan. With a cache, later saves send a fingerprint instead of a description of
-    what the ranks hold. `AsyncSaver` and `CheckpointManager` have one of their own.
+    Planning half a million chunks takes seconds. With a cache, later saves send a fingerprint instead of a description
+    of what the ranks hold. `AsyncSaver` and `CheckpointManager` create their own.
     """
 
     def __init__(self) -> None:
         self._plan = CachedPlan()
 
     def plan_of(self, rank: int) -> CachedPlan:
-        """The plan that is cached for a rank; an empty one where there is none.
+        """The plan that is cached for a rank; an empty plan if there is none.
 
-        Two ranks with equal layouts that changed places have the same name for different plans, so the rank matters. A
-        save asks once, at its start: another save may replace the plan at any time.
+        The rank matters: if two ranks with equal layouts swap their numbers, different plans have the same name. A save
+        calls this once, at its start, because another save may replace the plan at any time.
         """
         plan = self._plan
         return plan if plan.rank == rank else CachedPlan()

@@ -45,9 +45,9 @@ class _Read(NamedTuple):
     Args:
         file: the data file.
         start: first byte.
-        nbytes: how many.
-        item: what wants them.
-        chunk: where the values of the chunk begin, if it has several pieces with checksums of their own.
+        nbytes: number of bytes.
+        item: the read item that requests them.
+        chunk: start of the values of the chunk, if the chunk has several pieces with separate checksums.
     """
 
     file: str
@@ -59,7 +59,7 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True)
 class ReadCount:
-    """Bytes read and bytes asked for so far."""
+    """Number of bytes read and requested so far."""
 
     read: int = 0
     wanted: int = 0
@@ -67,13 +67,12 @@ class ReadCount:
 
 
 class CheckpointReader(StorageReader):
-    """Reads a checkpoint of ours, a stock DCP directory or a Megatron-Core directory, by its index.
+    """Reads a checkpoint of opt-checkpoint, a stock DCP directory or a Megatron-Core directory, by its index.
 
     Args:
-        index: from `read_index`.
-        threads: how many reads are under way at once.
-        check: when to compare what is read with its checksums: while reading it, also before any memory is written
-            (which reads it twice), or never. Foreign checkpoints have no checksums that could be trusted.
+        index: from `read_index`. threads: number of concurrent reads. check: when to compare values with their
+        checksums: while reading, also before any memory is written (which reads
+            them twice), or never. Foreign checkpoints have no reliable checksums.
         describe: whether `read_metadata` describes the checkpoint; planners other than ours need that.
     """
 
@@ -93,10 +92,10 @@ class CheckpointReader(StorageReader):
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse another checkpoint: a reader reads the one that its index describes.
+        """Do nothing for the checkpoint that the index describes.
 
         Raises:
-            CheckpointingException: `checkpoint_id` names another path.
+            CheckpointingException: `checkpoint_id` is another path.
         """
         if checkpoint_id is not None and str(checkpoint_id) != str(self.index.path):
             raise CheckpointingException(f"this reader reads {self.index.path}; make another one for {checkpoint_id}")
@@ -107,7 +106,7 @@ class CheckpointReader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The index in DCP's words, for planners other than ours."""
+        """The index as DCP's metadata, for other planners."""
         if not self._describe:
             return Metadata({})
         state: dict[str, Any] = {key: BytesStorageMetadata() for key in self.index.objects}
@@ -117,10 +116,10 @@ class CheckpointReader(StorageReader):
         return Metadata(state, {}, storage_meta=StorageMeta(checkpoint_id=str(self.index.path)))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Nothing to set up: the index came with the constructor."""
+        """Do nothing: the constructor received the index."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is, once the chunks and objects it needs match their checksums, where `check` is "before".
+        """Return the plan unchanged. If `check` is "before", first compare its chunks and objects with their checksums.
 
         Raises:
             CheckpointCorruptError: one does not match, or there are no checksums.
@@ -139,14 +138,14 @@ class CheckpointReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Carry out a plan.
+        """Read everything in a plan.
 
         Raises:
-            CheckpointCorruptError: a file is missing, too short, of another save, or holds something else.
+            CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
             OSError: a file cannot be read.
         """
         with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
@@ -173,7 +172,7 @@ class CheckpointReader(StorageReader):
         return self._chunk(item).place
 
     def _read_of(self, files: DataFiles, item: ReadItem) -> _Read:
-        """The run of bytes that holds what an item wants: from its first value to its last; a small chunk whole."""
+        """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""
         place = self._place(item)
         if item.type is LoadItemType.BYTE_IO:
             return _Read(place.file, place.start, place.nbytes, item)
@@ -197,7 +196,7 @@ class CheckpointReader(StorageReader):
         return self._values[chunk]
 
     def _carry_out(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
-        """Read one run of a file, which several small items may share, and put each item's values where they belong."""
+        """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
         first, last = batch[0], max(batch, key=lambda r: r.start + r.nbytes)
         alone = len(batch) == 1 and first.item.type is LoadItemType.TENSOR and self._is_bare(first.item)
         if alone or first.chunk is not None:
@@ -214,7 +213,7 @@ class CheckpointReader(StorageReader):
         return not chunk.place.archive or self._values[chunk] is not None
 
     def _fill(self, file: DataFile, batch: list[_Read], planner: LoadPlanner) -> None:
-        """Read bare values of one chunk straight to where they belong."""
+        """Read bare values of one chunk directly into their memory."""
         first = batch[0].item
         chunk, dtype = self._chunk(first), self.index.tensors[first.storage_index.fqn].dtype
         values = self._values_of(file, chunk, dtype)
@@ -231,7 +230,7 @@ class CheckpointReader(StorageReader):
             self._commit(read.item, target, planner)
 
     def _take(self, raw: memoryview, item: ReadItem, planner: LoadPlanner) -> None:
-        """Put bytes in memory already where they belong."""
+        """Copy values from bytes that are already in memory."""
         place = self._place(item)
         if self._check != "never" and place.crc is not None and len(raw) == place.nbytes and crc32(raw) != place.crc:
             raise CheckpointCorruptError(
@@ -269,7 +268,7 @@ def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor
 
 
 def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
-    """Small reads that lie near each other, together; those of one large chunk, together; every other one alone."""
+    """Group reads: small reads that are close together, and reads of one large chunk. All others are separate."""
     batch: list[_Read] = []
     end = 0
     for read in reads:

@@ -247,7 +247,7 @@ class ShardedSavePlanner(SavePlanner):
         return view_of(shard, held, part)
 
     def part_of(self, number: int) -> Box:
-        """The box of its tensor that a planned part is, by its number among those of this rank."""
+        """The box of a planned part in its tensor, by the index of the part on this rank."""
         box, offsets, sizes = self._parts[number]
         axes = len(self._boxes[box].held.box.sizes)
         return Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
@@ -259,16 +259,16 @@ class ShardedSavePlanner(SavePlanner):
 
 
 def _bare_archive(value: Any) -> io.BytesIO:
-    """A value as `torch.distributed.checkpoint` stores it; the common state proves that it loads."""
+    """A value as `torch.distributed.checkpoint` stores it. Encoding the common state has checked that it loads."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
 
 
 def stock_values(flat: FlatState) -> dict[str, Any]:
-    """The plain values that `torch.distributed.checkpoint.load` looks for, by its keys: paths that enter lists.
+    """The plain values that `torch.distributed.checkpoint.load` looks for, by its keys: paths that continue into lists.
 
-    Those in scoped parts are left out: they describe optimizers in our own form.
+    Values in scoped parts are left out: they describe optimizers in the form of this package.
     """
     parts = tuple(path for path, _ in scopes(flat.state) if path)
     values: dict[str, Any] = {}
@@ -287,7 +287,7 @@ def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor_item(key: str, number: int) -> WriteItem:
-    """A part of a tensor, by its number among those of this rank."""
+    """The write item of a part of a tensor, by the index of the part on this rank."""
     return WriteItem(index=MetadataIndex(key, index=number), type=WriteItemType.SHARD)
 
 

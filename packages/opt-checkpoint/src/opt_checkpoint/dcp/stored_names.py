@@ -1,4 +1,4 @@
-"""Under which stored name each value of a state is found, and the plain values that a checkpoint holds."""
+"""Finds the stored name of each value of a state, and the plain values of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NESTED_KEYS = "nested_keys"  # in the manifest's details: keys begin with the pa
 
 
 def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, str]) -> dict[Path, str]:
-    """The name of every tensor and object of a state in a checkpoint; its own key where it is not stored.
+    """The stored name of every tensor and object of a state; its own key if it is not stored.
 
-    A tensor whose key is not stored is looked for under its path in the state. Where its values are stored in another
-    precision, more exact ones may be found under another name: see `_main_values`.
-    A value in a scoped part is stored under its path, or, in checkpoints that were not written with such keys, under
-    its relative key: if nothing is stored under the path of the part, and no other part has the same relative key.
+    A tensor whose key is not stored is searched under its path in the state. If its values are stored in another
+    precision, more exact ones may exist under another name, see `_main_values`.
+    A value in a scoped part is stored under its path. In checkpoints without such keys it is stored under its relative
+    key; that is used if nothing is stored under the path of the part, and no other part has the same relative key.
     """
     relative = _relative_names(flat, index)
     names = {}
@@ -39,9 +39,9 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
 def _main_values(
     flat: FlatState, index: CheckpointIndex, names: Mapping[Path, str], aliases: Mapping[str, str]
 ) -> dict[Path, str]:
-    """The tensors that are read from another one of more exact values.
+    """The tensors that are read from another stored tensor with more exact values.
 
-    A parameter asked for in a wider dtype than it is stored in is read from its main values; main values that are not
+    A parameter requested in a wider dtype than it is stored in is read from its main values. Main values that are not
     stored are read from the parameter.
     """
     stored = index.tensors
@@ -51,7 +51,7 @@ def _main_values(
         asked[key].add(names[path])
 
     def name_of(key: str) -> str | None:
-        """Where a key is stored: under itself, or where the only value of this state with that key is."""
+        """The stored name of a key: the key itself, or that of the only value of this state with the key."""
         found = {name for name in {aliased(key, stored, aliases), *asked.get(key, ())} if name in stored}
         found = found or {name for name in stored if name.endswith(f".{key}") and ".state." not in f".{name}"}
         return found.pop() if len(found) == 1 else None
@@ -83,12 +83,12 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
 
 
 def plain_paths(common: Any) -> dict[str, Path]:
-    """The paths of the stored plain values, by their texts."""
+    """The paths of the stored plain values, by the text of each path."""
     return {path_text(path): path for path, value in leaves(common) if path and not isinstance(value, dict)}
 
 
 def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
-    """The plain tensors that are stored at a path and below it, by the rest of their paths."""
+    """The plain tensors that are stored at or below a path, by the rest of their paths."""
     if path_text(path) in index.tensors:
         return {(): path_text(path)}
     recorded: Mapping[str, list[Any]] = index.details.get("paths") or {}
@@ -97,7 +97,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
 
 
 def merged(value: Any, tensors: Mapping[Path, Any]) -> Any:
-    """A plain value with tensors put at paths within it."""
+    """A plain value with tensors inserted at paths within it."""
     if () in tensors:
         return tensors[()]
     root: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
@@ -110,7 +110,7 @@ def merged(value: Any, tensors: Mapping[Path, Any]) -> Any:
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:
-    """The texts of the stored plain values that templates at these paths take: those there and below."""
+    """The texts of the stored plain values at or below these paths of templates."""
     for path in asked:
         value = lookup(common, path)
         if value is not ABSENT:

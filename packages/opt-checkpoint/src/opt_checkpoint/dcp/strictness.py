@@ -13,16 +13,16 @@ from opt_checkpoint.state.state_spec import LAYOUT_MARK, SPLIT_MARK
 logger = logging.getLogger(__name__)
 _SHOWN = 12
 _SPLIT = re.compile(rf"{SPLIT_MARK}([\w-]+)")
-_MAIN_NAMES = frozenset({"fp32_param", "param"})  # of main weights: ours, and Megatron-Core's other one
+_MAIN_NAMES = frozenset({"fp32_param", "param"})  # names of main weights: ours, and Megatron-Core's other one
 _MAIN = tuple(f"optimizer.state.{name}." for name in _MAIN_NAMES)
 
 
 class StrictHandling(Enum):
-    """What to do about keys on one side only, under Megatron-Core's names.
+    """What to do about keys on one side only, with Megatron-Core's names.
 
-    Its *unexpected* key is asked for and not stored, which torch's `load_state_dict` and `LoadReport` call missing; its
-    *missing* key is stored and asked for by no rank. `parse` also takes the names in torch's words: `raise_missing`,
-    `log_missing`, `return_missing`.
+    For Megatron-Core, an *unexpected* key is requested but not stored, and a *missing* key is stored but requested by
+    no rank. torch's `load_state_dict` and `LoadReport` call the first one missing. `parse` also accepts names in
+    torch's sense: `raise_missing`, `log_missing`, `return_missing`.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"  # keys that are not stored raise
@@ -114,7 +114,7 @@ def _some(keys: Sequence[str]) -> str:
 
 
 def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
-    """Hint at the cause, such as state that the parameter has under other names."""
+    """A hint at the cause, for example that the state is stored under other names."""
     if any(".bucket_idx_" in key for key in stored):
         return (
             " (it holds buckets as they lay in memory, Megatron-Core's dp_reshardable, where parameters have no names; "
@@ -146,7 +146,7 @@ def _hint(missing: Sequence[str], stored: Sequence[str]) -> str:
 
 
 def _unsplit(key: str) -> str:
-    """The key without how rows are split."""
+    """The key without the part that describes how rows are split."""
     return _SPLIT.sub("", key)
 
 
@@ -156,7 +156,7 @@ def _split_of(key: str) -> str:
 
 
 def _path_hint(key: str, stored: Sequence[str]) -> str:
-    """A key that is stored under another path: which alias finds it."""
+    """A hint for a key that is stored under another path: the alias to pass."""
     names = set(stored)
     cuts = [position + 1 for position, letter in enumerate(key) if letter == "."]
     aliases = [(key[:cut], "") for cut in cuts if key[cut:] in names]

@@ -1,4 +1,4 @@
-"""Whether all ranks together hold every element exactly once: checked before anything is written."""
+"""Checks before a save that all ranks together hold every element exactly once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _EXACT = 1 << 62  # above, products of sizes are computed by Python
 
 
 class _Problem(NamedTuple):
-    """What is wrong with a tensor, and the number of its key."""
+    """A problem of a tensor, and the index of its key."""
 
     key: int
     text: str
 
 
 def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[LocalObject]]) -> None:
-    """Check that the main replicas of all ranks tile every tensor, and that every object is there once.
+    """Check that the main replicas of all ranks tile every tensor, and that every object exists once.
 
     Args:
         held: the tensors that the ranks could write.
@@ -57,7 +57,7 @@ def _first_of_key(held: HeldTensors) -> Array:
 
 
 def _description_problems(held: HeldTensors) -> Iterator[_Problem]:
-    """All ranks must mean the same tensor."""
+    """Problems of tensors whose dtype or shape differs between ranks."""
     first = _first_of_key(held)[held.key]
     same = (held.dtype == held.dtype[first]) & (held.ndim == held.ndim[first])
     same &= (held.shape == held.shape[first]).all(axis=1)
@@ -90,7 +90,7 @@ def _overlap_problem(held: HeldTensors, first: int, second: int) -> _Problem:
 
 
 def _hole_problems(held: HeldTensors) -> Iterator[_Problem]:
-    """Disjoint boxes whose volumes add up to the tensor's cover it."""
+    """Problems of tensors that boxes do not cover. Disjoint boxes cover a tensor if their volumes add up to its own."""
     mains = np.flatnonzero(held.main[held.owner] & held.usable)
     shape = held.shape[_first_of_key(held)]
     covered = np.zeros(len(held.keys), np.int64)
@@ -119,7 +119,7 @@ def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
     for rank, own in enumerate(per_rank):
         for item in own:
             shapes[item.key] = item.shape
-            mains = found[item.key]  # a key that only replicas hold stays empty, and is missed below
+            mains = found[item.key]  # a key that only replicas hold stays empty, which is reported below
             if item.main:
                 ranks[item.unique_key].append(rank)
                 mains.add(item.unique_key)
@@ -131,10 +131,10 @@ def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
 
 
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
-    """Values that some rank holds otherwise than the first: `path (ranks ...)`.
+    """Values that differ between ranks, as `path (ranks ...)` with the ranks that differ from the first.
 
-    A rank need not have every value; what it has must be equal. Plain values must be on rank 0, which writes them;
-    plain tensors are written by the ranks that have them.
+    A rank need not have every value, but those that it has must be equal. Plain values must be on rank 0, which writes
+    them; plain tensors are written by the ranks that have them.
 
     Args:
         per_rank: fingerprints of plain values and plain tensors by path, for each rank.

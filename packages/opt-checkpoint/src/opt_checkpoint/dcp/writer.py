@@ -43,14 +43,14 @@ ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 
 
 class WriteTo(NamedTuple):
-    """What a rank writes: sent to it by the coordinator."""
+    """The parts that a rank writes, sent to it by the coordinator."""
 
     file: str
     save_id: str
 
 
 class _Placed(NamedTuple):
-    """One item in the file; `values_start` is -1 for an object. Sums of a large tensor may still be computed."""
+    """One item in the file; `values_start` is -1 for an object. Checksums of a large tensor may not be ready yet."""
 
     key: str
     archive_start: int
@@ -65,7 +65,7 @@ class _Placed(NamedTuple):
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one checkpoint of ours; each save needs a new one.
+    """Writes one checkpoint. Each save needs a new writer.
 
     Args:
         path: the target, which must not exist.
@@ -95,10 +95,10 @@ class CheckpointWriter(StorageWriter):
         return self._target.temporary
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse another target: a writer serves one save.
+        """Do nothing for the target of this writer.
 
         Raises:
-            CheckpointingException: `checkpoint_id` names another path.
+            CheckpointingException: `checkpoint_id` is another path.
         """
         if checkpoint_id is not None and str(checkpoint_id) != str(self.path):
             raise CheckpointingException(f"this writer writes {self.path}; make another one for {checkpoint_id}")
@@ -113,7 +113,7 @@ class CheckpointWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Nothing to set up before the plan is known."""
+        """Do nothing: the plan must be known first."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -195,7 +195,7 @@ def _put_item(output: DataFileWriter, key: str, data: Tensor | io.BytesIO) -> _P
 
 
 def _put_tensor(output: DataFileWriter, key: str, data: Tensor) -> _Placed:
-    """Write a tensor's archive, after enough zeros that its values are aligned."""
+    """Write the archive of a tensor, preceded by zeros that align its values."""
     nbytes = data.numel() * data.element_size()
     framing = frame_tensor(data.dtype, tuple(data.shape))
     gap = -(output.position + len(framing.header)) % ALIGNMENT
@@ -235,13 +235,13 @@ def _object_place(file: str, placed: _Placed) -> ByteRange:
 
 
 def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
-    """Write values in row-major order: directly from memory that is in this order, else through bounded copies."""
+    """Write values in row-major order: directly if they are stored in this order, else through bounded copies."""
     sums = PieceSums()
     if is_plain_memory(data):
         item = ItemSums(sums, output.put_large(bytes_view(data), sums))
     else:
         for part in _bounded_parts(data):
-            # Waiting for the sum here frees each copy before the next is made.
+            # Waiting for the checksum here frees each copy before the next is made.
             done = output.put_large(bytes_view(contiguous(part)), sums)
             done.result()
         item = ItemSums(sums, done)
@@ -250,7 +250,7 @@ def _put_values(output: DataFileWriter, data: Tensor, nbytes: int) -> ItemSums:
 
 
 def _bounded_parts(data: Tensor) -> list[Tensor]:
-    """A tensor as runs of rows of at most a few hash pieces each, so that a copy of one needs little memory."""
+    """Runs of rows of a tensor, each of a few hash pieces at most, so that a copy of one needs little memory."""
     axis = next((d for d, n in enumerate(data.shape) if n > 1), 0)
     rows = data.shape[axis]
     row_bytes = data.numel() // rows * data.element_size()

@@ -1,4 +1,4 @@
-"""What the ranks have written, as columns, and the index of the checkpoint that it makes up."""
+"""The files that ranks have written, as columns, and the checkpoint index made from them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from opt_checkpoint.errors import CheckpointingException
 
 
 class WrittenFile(NamedTuple):
-    """The data file of a rank; columns are in the order of the parts that it was assigned.
+    """The data file of a rank. Columns have the order of the parts assigned to the rank.
 
     Args:
-        name: within the checkpoint's directory.
+        name: file name within the checkpoint's directory.
         whole: its size and checksum.
-        parts_crc: names the parts that the rank was assigned.
-        start: (p,) where the values of each part begin.
-        archive_start: (p,) where the archive around them begins.
-        archive_nbytes: (p,) how long that is.
+        parts_crc: checksum of the parts assigned to the rank, which identifies them.
+        start: (p,) start of the values of each part.
+        archive_start: (p,) start of the archive around them.
+        archive_nbytes: (p,) size of that archive.
         sums: the CRC-32 of every piece of each part, uint32.
         objects: the places of the objects, by unique key.
     """
@@ -40,12 +40,12 @@ class WrittenFile(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """All that was written.
+    """Everything that was written.
 
     Args:
         tensors: the tensors by key.
         objects: the objects by unique key.
-        archives: where the archive of each chunk begins and how long it is, in the order of `tensors`' columns.
+        archives: start and size of the archive of each chunk, in the order of `tensors`' columns.
     """
 
     tensors: StoredTensors
@@ -54,14 +54,14 @@ class Stored(NamedTuple):
 
 
 def stored_by(planned: Planned, written: Sequence[WrittenFile]) -> Stored:
-    """What is stored, once every rank has written its file.
+    """The stored tensors and objects, once every rank has written its file.
 
     Args:
-        planned: what they were to write.
+        planned: the plan of the save.
         written: the files, by rank.
 
     Raises:
-        CheckpointingException: a rank has not written just what it was assigned.
+        CheckpointingException: a rank has not written exactly its assigned parts.
     """
     _check_complete(planned, written)
     plan = planned.plan
@@ -120,7 +120,7 @@ def _joined(written: Sequence[WrittenFile], name: str, dtype: str) -> Array:
 
 
 def _sums(sums: Array, nbytes: Array, order: Array) -> Array:
-    """The checksums of all chunks, in another order of the chunks."""
+    """The checksums of all chunks, with the chunks reordered."""
     count = np.maximum(1, -(-nbytes // PIECE_BYTES))
     first = np.cumsum(count) - count
     count, first = count[order], first[order]
