@@ -1,6 +1,7 @@
 """A state dict that does not fit is refused whole, before anything has changed."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ def edited(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 
 BROKEN = {
     "a scaler without its counts": (lambda d: d.update(grad_scaler={"scale": 2.0}), "grad_scaler="),
+    "a loss scale that is not a number": (lambda d: d["grad_scaler"].update(scale=math.nan), "scale=nan: a loss scale"),
+    "a loss scale of zero": (lambda d: d["grad_scaler"].update(scale=0.0), "scale=0.0: a loss scale"),
     "a learning rate that is a word": (lambda d: d["param_groups"][0].update(lr="abc"), "lr='abc'"),
     "a version to come": (lambda d: d.update(version=99), "version 99"),
     "a parameter without state": (lambda d: d["state"].pop(0), "no state of"),

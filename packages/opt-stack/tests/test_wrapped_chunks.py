@@ -357,3 +357,59 @@ def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_pee
     assert (fine, afterwards) == ("", "")
     assert peer.startswith("UnusableGradientError: 1 other rank(s) refused their gradients")
     assert "on this rank" in spoilt or "main_grad of first.weight was replaced" in spoilt
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bool) -> None:
+    """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0."""
+    of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+
+    def rank_main(comm: ThreadComm) -> None:
+        net = DistributedDataParallel(of_wrapper, Net(), groups=over(comm))
+        optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(loss_of(net, inputs(step)))
+            optimizer.step()
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer.zero_grad()
+        if comm.rank == 0:
+            params = list(net.parameters())
+            for param, grad in zip(params, torch.autograd.grad(loss_of(net, inputs(2)), params), strict=True):
+                param.grad = grad
+        else:
+            backward(loss_of(net, inputs(2)))
+        message = r"grad of \w+.\w+ was assigned" if comm.rank == 0 else "1 other rank"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert all(map(torch.equal, before, net.parameters()))
+        optimizer.zero_grad()
+        backward(loss_of(net, inputs(2)))
+        assert optimizer.step().success
+
+    run_threads(2, rank_main)
+
+
+def test_a_gradient_may_be_shown_as_grad_before_the_reduction() -> None:
+    net = DistributedDataParallel(DistributedDataParallelConfig(), Net(), groups=over(Alone()))
+    optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+    backward(net.module.first.weight.sum())
+    for param in net.parameters():
+        param.grad = param.main_grad
+    assert optimizer.step().grad_norm == WIDTH
+
+
+def test_a_wrapped_parameter_that_is_frozen_later_is_refused() -> None:
+    """Its gradient was zero, so momentum and weight decay still changed it."""
+    net = DistributedDataParallel(DistributedDataParallelConfig(), Net(), groups=over(Alone()))
+    optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+    backward(loss_of(net, inputs(0)))
+    optimizer.step()
+    optimizer.zero_grad()
+    before = net.module.first.weight.requires_grad_(False).clone()
+    backward(loss_of(net, inputs(1)))
+    with pytest.raises(ValueError, match=r"'first.weight' \(and 0 more\) was frozen after the model was wrapped"):
+        optimizer.step()
+    assert torch.equal(before, net.module.first.weight)
+    net.module.first.weight.requires_grad_(True)
+    assert optimizer.step().success

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from opt_stack.state.offload import StateOffload
 from opt_stack.state.sharded_state import Held
 from opt_stack.state.state_dicts import StateDicts
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
@@ -163,6 +164,13 @@ class Optimizer(GradientStatistics, StateDicts):
                 "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
                 "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
                 "get_optimizer"
+            )
+        if self.wrapped and not all(map(_REQUIRES_GRAD, self._params)):
+            frozen = [str(id) for id, param in zip(self._ids, self._params, strict=True) if not param.requires_grad]
+            raise ValueError(
+                f"{frozen[0]!r} (and {len(frozen) - 1} more) was frozen after the model was wrapped, where a parameter "
+                "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
+                "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
             )
 
     def _check_scaled(self) -> None:

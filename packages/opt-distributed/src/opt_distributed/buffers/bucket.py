@@ -136,6 +136,8 @@ class GradBucket:
             CollectiveError: it could not be started.
         """
         self._adopt_or_note()
+        if self._missing:
+            self.problem = self.problem or self._find_assigned()
         self._round_sums_()
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
@@ -262,6 +264,17 @@ class GradBucket:
         for id, total in self.sums.items():
             self.views[id].copy_(total)
             bind_main_grad(self.memory.params[id], self.views[id])
+
+    def _find_assigned(self) -> UnusableGradientError | None:
+        """A gradient that the caller assigned to ``param.grad``, which no backward pass adds to the buffer."""
+        for id in self.ids:
+            grad = self.memory.params[id].grad
+            if grad is not None and grad.data_ptr() != self.accumulators[id].data_ptr():
+                return UnusableGradientError(
+                    f"grad of {id} was assigned, but gradients of a wrapped model accumulate in main_grad; write "
+                    "param.main_grad.add_(grad) instead, or call zero_grad() to drop it"
+                )
+        return None
 
     def _find_rebound(self) -> UnusableGradientError | None:
         rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]

@@ -1,5 +1,6 @@
 """Loss scaling: none, constant, or dynamic with hysteresis. The state is on the device of the step."""
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -156,8 +157,15 @@ class DynamicScaler:
         return {"scale": scale, "growth_tracker": clean, "hysteresis_tracker": forgiven}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set scale and both counts. Accepts tensors of one element: Megatron-Core saves its scale as one."""
-        self._known = _State(float(state["scale"]), int(state["growth_tracker"]), int(state["hysteresis_tracker"]))
+        """Set scale and both counts. Accepts tensors of one element: Megatron-Core saves its scale as one.
+
+        Raises:
+            ValueError: the scale is not a finite number above 0; with it, every later step would be skipped.
+        """
+        scale = float(state["scale"])
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale}: a loss scale must be a finite number above 0")
+        self._known = _State(scale, int(state["growth_tracker"]), int(state["hysteresis_tracker"]))
 
 
 class _State(NamedTuple):

@@ -26,7 +26,7 @@ from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
 from opt_stack.planning.hooks import HOOKS, warn_of_other_hooks
 from opt_stack.rules.entries import check_loaded_numbers
-from opt_stack.state.local_state import RULE
+from opt_stack.state.local_state import RULE, saved_scaler
 
 logger = logging.getLogger(__name__)
 VERSION = 1
@@ -107,20 +107,22 @@ def load_sharded_(
 
     Raises:
         ValueError: on every rank, if parameters of one group were saved with different hyper-parameters, a
-            hyper-parameter is not valid, or a part of a parameter's state was not loaded. Nothing has changed, except
-            tensors that the load itself wrote.
+            hyper-parameter or the loss scale is not valid, or a part of a parameter's state was not loaded. Nothing has
+            changed, except tensors that the load itself wrote.
     """
     names = [[own.name for own in of_group] for of_group in described]
     saved = _of_same_rule(loaded["groups"], groups, names)
     pieces = [(held[own.id], loaded["state"].get(at, {})) for own, at in _held_entries(described, held)]
     pieces += [(held[own.id], {}) for own in _flat(described) if own.id in held and _is_empty(own)]
     error: ValueError | None = None
+    scale: dict[str, Any] = {}
     try:
         for (unit, piece), values in pieces:
             check_loaded(unit, piece, values)
         untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
         apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
         check_loaded_numbers(zip(groups, untouched, strict=True), rules)
+        scale = saved_scaler(loaded, scaler)
     except ValueError as refusal:
         error = refusal
     agree(everyone, error)
@@ -129,8 +131,8 @@ def load_sharded_(
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
     for (unit, piece), values in pieces:
         read_piece(unit, piece).take_(values)
-    if loaded["grad_scaler"]:
-        scaler.load_state_dict(loaded["grad_scaler"])
+    if scale:
+        scaler.load_state_dict(scale)
 
 
 def _warn_of_another_rule(
