@@ -1,1 +1,1 @@
-"""Bytes on disk and what describes them; no collectives."""
+"""Files of checkpoints and their descriptions, without communication."""

@@ -1,4 +1,4 @@
-"""Values read from disk and compared with their checksums on the way, in one pass."""
+"""Reads values and compares them with their checksums in one pass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from opt_checkpoint.errors import CheckpointCorruptError
 
 
 class CheckedValues:
-    """The bytes of one stored chunk, readable at any position; what is read is compared with its checksums.
+    """The bytes of one stored chunk, readable at any position and compared with their checksums.
 
-    The checksums cover pieces of `PIECE_BYTES`. Where a read begins or ends inside a piece, all of the piece is read;
-    the last such piece is kept, so reads in order read every byte once. A chunk of format 1 has one checksum for all of
-    it, and is compared with it when it is read as a whole.
+    Each checksum covers a piece of `PIECE_BYTES`. If a read begins or ends inside a piece, the whole piece is read. The
+    last such piece is kept, so sequential reads read every byte once. A chunk of format 1 has a single checksum, which
+    is compared if the chunk is read as a whole.
 
     Args:
         file: the data file.
@@ -32,7 +32,7 @@ class CheckedValues:
 
     @property
     def read_sizes(self) -> ReadSizes:
-        """What reads of the file cost."""
+        """Read sizes that are efficient for the file."""
         return self._file.read_sizes
 
     def read_into(self, start: int, view: memoryview) -> None:
@@ -62,7 +62,7 @@ class CheckedValues:
             offset, view = offset + count, view[count:]
 
     def _read_aligned(self, number: int, view: memoryview) -> int:
-        """Read whole pieces straight to where they belong; how many bytes."""
+        """Read whole pieces directly into `view`. Returns the number of bytes."""
         offset = number * PIECE_BYTES
         count = min(len(view), self._file.read_sizes.at_once_bytes)
         if offset + count != self._place.nbytes:
@@ -74,7 +74,7 @@ class CheckedValues:
         return count
 
     def _piece(self, number: int) -> memoryview:
-        """A piece that is wanted in part."""
+        """A piece of which a part is requested."""
         if self._kept is None or self._kept[0] != number:
             start = number * PIECE_BYTES
             piece = memoryview(bytearray(min(PIECE_BYTES, self._place.nbytes - start)))
@@ -102,7 +102,7 @@ class CheckedValues:
 
 
 def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:
-    """Read all of a chunk or object, some megabytes at a time, and compare it with its checksums.
+    """Read a whole chunk or object, a few megabytes at a time, and compare it with its checksums.
 
     Raises:
         CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.

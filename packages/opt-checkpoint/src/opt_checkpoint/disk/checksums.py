@@ -1,7 +1,7 @@
-"""CRC-32 of items and of files in one pass: pieces are hashed apart and their sums combined.
+"""CRC-32 of items and of files in one pass: pieces are hashed separately and their checksums combined.
 
-zlib and `isal` (optional, several times as fast) release the interpreter lock, so a second thread hashes while the
-first writes. The sum of a file is put together from the sums of its parts without reading it again.
+zlib and `isal` (optional, several times as fast) release the GIL, so a second thread hashes while the first writes. The
+checksum of a file is combined from those of its parts without reading it again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _x_to_power_of_two(k: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift_by_bytes(length: int) -> int:
-    """x^(8 * length) modulo the polynomial: what `length` more bytes do to a sum."""
+    """x^(8 * length) modulo the polynomial: the factor by which `length` more bytes change a checksum."""
     factor, k = _ONE, 3
     while length:
         if length & 1:
@@ -52,11 +52,11 @@ def _shift_by_bytes(length: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes, from the sum of each.
+    """The CRC-32 of two concatenated runs of bytes, from the checksum of each.
 
     Args:
-        first: sum of the first run.
-        second: sum of the second run.
+        first: checksum of the first run.
+        second: checksum of the second run.
         second_bytes: length of the second run.
 
     Source: zlib's `crc32_combine`, the algebra of appending zeros to a polynomial remainder.
@@ -65,7 +65,7 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
 
 
 def bytes_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, shared, writable."""
+    """A writable view of the memory of a contiguous CPU tensor as bytes."""
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).cast("B")
@@ -77,7 +77,7 @@ def pieces(view: memoryview, size: int = HASH_PIECE_BYTES) -> Iterator[memoryvie
 
 
 class PieceSums:
-    """The CRC-32 of every `PIECE_BYTES` of a run of bytes, given in any parts, in order."""
+    """The CRC-32 of every `PIECE_BYTES` of a run of bytes, which is added in order, in parts of any size."""
 
     __slots__ = ("nbytes", "pieces")
 
@@ -86,7 +86,7 @@ class PieceSums:
         self.nbytes = 0
 
     def add(self, view: memoryview) -> None:
-        """Continue with more bytes."""
+        """Add more bytes."""
         while len(view):
             filled = self.nbytes % PIECE_BYTES
             part, view = view[: PIECE_BYTES - filled], view[PIECE_BYTES - filled :]
@@ -98,7 +98,7 @@ class PieceSums:
 
     @property
     def whole(self) -> int:
-        """The CRC-32 of all of it."""
+        """The CRC-32 of the whole run."""
         if len(self.pieces) <= 1:
             return self.pieces[0] if self.pieces else 0
         crc, left = 0, self.nbytes

@@ -1,9 +1,9 @@
-"""A file of named arrays: a header as JSON, the arrays as they are in memory, and a checksum over all of it.
+"""A file of named arrays: a JSON header, the raw arrays, and a checksum of both.
 
-Half a million chunks take 25 MB this way and a few milliseconds to read, where JSON takes 50 MB and many seconds.
+Half a million chunks take 25 MB in this format and a few milliseconds to read. JSON would take 50 MB and many seconds.
 
 Layout: a first line that names the format, the length of the header in 8 bytes, the header, the arrays in the header's
-order, each at a multiple of 8, and the CRC-32 of all that in 4 bytes. All numbers are little-endian.
+order, each at a multiple of 8, and the CRC-32 of all preceding bytes in 4 bytes. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DTYPES = {name: np.dtype(name) for name in ("|u1", "<u4", "<i8")}
 
 
 def encode_columns(first_line: bytes, header: Mapping[str, Any], columns: Mapping[str, Array]) -> bytes:
-    """Header and arrays as the bytes of a file.
+    """Encode header and arrays as the bytes of a file.
 
     Args:
         first_line: names the format; ends in a line feed.
-        header: anything JSON can hold; the key `columns` is taken.
+        header: any JSON object; the key `columns` is reserved.
         columns: arrays of one or two axes, of uint8, uint32 or int64.
     """
     listed = [[name, array.dtype.str, list(array.shape)] for name, array in columns.items()]
@@ -44,7 +44,7 @@ def encode_columns(first_line: bytes, header: Mapping[str, Any], columns: Mappin
 
 
 def decode_columns(first_line: bytes, raw: bytes, what: str) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Header and arrays; the arrays are read-only views of `raw`.
+    """Decode header and arrays. The arrays are read-only views of `raw`.
 
     Raises:
         CheckpointCorruptError: the first line or the checksum is wrong, or the header does not describe the arrays.

@@ -1,4 +1,4 @@
-"""Data files for positional reads, each checked to belong to the save that the manifest describes."""
+"""Positional reads of data files, which are checked to belong to the save that the manifest describes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FILE_MARK = b"opt-checkpoint data 1 "
 
 
 def file_header(save_id: str) -> bytes:
-    """The first 64 bytes of every data file: what it is, and which save it belongs to."""
+    """The first 64 bytes of every data file: the file type, and the save it belongs to."""
     return (FILE_MARK + save_id.encode()).ljust(63) + b"\n"
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
-    """A descriptor of a regular file, for reading.
+    """Open a regular file for reading; returns a descriptor.
 
     A checkpoint may be untrusted: a symbolic link would lead out of its directory, and opening a FIFO would block.
 
@@ -37,7 +37,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
     Raises:
         CheckpointCorruptError: something other than a regular file is there.
-        OSError: it cannot be opened; FileNotFoundError where nothing is there.
+        OSError: it cannot be opened; FileNotFoundError if it does not exist.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -70,7 +70,7 @@ class DataFile(Protocol):
 
     @property
     def read_sizes(self) -> ReadSizes:
-        """What reads cost."""
+        """Efficient sizes of reads."""
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `start` on.
@@ -84,7 +84,7 @@ class DataFile(Protocol):
         """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
 
     def check_header(self) -> None:
-        """Raise as `read_into` where the file is missing or belongs to another save."""
+        """Raise as `read_into` if the file is missing or belongs to another save."""
 
 
 class LocalDataFile:
@@ -97,7 +97,7 @@ class LocalDataFile:
     """
 
     __slots__ = ("_files", "_header", "bytes_read", "fd", "path", "readers")
-    read_sizes = ReadSizes(near_bytes=16 << 10, at_once_bytes=4 << 20)  # little enough for the processor's cache
+    read_sizes = ReadSizes(near_bytes=16 << 10, at_once_bytes=4 << 20)  # fits the processor's cache
 
     def __init__(self, path: Path, header: bytes | None, files: DataFiles) -> None:
         self.path, self._header, self._files = path, header, files
@@ -149,11 +149,11 @@ class LocalDataFile:
 
 
 class DataFiles:
-    """The data files of a checkpoint, each opened when first read; at most about `limit` are open at a time.
+    """The data files of a checkpoint. Each is opened on its first read; at most about `limit` are open at a time.
 
     Args:
         index: the checkpoint.
-        limit: how many files stay open; a checkpoint of a thousand ranks has a thousand.
+        limit: number of files to keep open; a checkpoint of a thousand ranks has a thousand files.
     """
 
     def __init__(self, index: CheckpointIndex, limit: int = 64) -> None:
@@ -161,7 +161,7 @@ class DataFiles:
         self.follow = index.kind is Kind.SAFETENSORS
         self._header = None if index.save_id is None else file_header(index.save_id)
         self._files: dict[str, DataFile] = {}
-        self._open: OrderedDict[str, LocalDataFile] = OrderedDict()  # the one read longest ago first
+        self._open: OrderedDict[str, LocalDataFile] = OrderedDict()  # least recently read first
         self._lock = Lock()
 
     def __enter__(self) -> DataFiles:
@@ -193,7 +193,7 @@ class DataFiles:
 
     @contextmanager
     def reading(self, file: LocalDataFile) -> Iterator[int]:
-        """The descriptor of a file, which stays open for the time of the block."""
+        """The descriptor of a file, which stays open during the block."""
         with self._lock:
             if file.fd is None:
                 self._make_room()

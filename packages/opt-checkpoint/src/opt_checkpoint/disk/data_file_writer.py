@@ -1,4 +1,4 @@
-"""Writing one data file: in order, with checksums computed by a second thread and filled in later.
+"""Writes one data file in order, with checksums that a second thread computes and that are filled in later.
 
 The checksum of a large item follows its values. The writer does not wait for it: it leaves room, and fills in the
 checksum while the next items are written. With a spare core, hashing therefore costs no time. Writeback to the disk
@@ -30,24 +30,24 @@ class ItemSums(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether they are complete."""
+        """Whether all checksums are complete."""
         return self.last is None or self.last.done()
 
     def settled(self) -> PieceSums:
-        """The checksums, after waiting for them."""
+        """Wait for the checksums and return them."""
         if self.last is not None:
             self.last.result()
         return self.sums
 
 
 class _Trailer(NamedTuple):
-    """What follows a large item, once its sum is known.
+    """The bytes after a large item, which include its checksum.
 
     Args:
-        framing: of the item.
-        item: its sums.
-        position: where the trailer begins in the file.
-        part: the number of the part that it is.
+        framing: the framing of the item.
+        item: the checksums of the item.
+        position: start of the trailer in the file.
+        part: index of the trailer among the parts of the file.
     """
 
     framing: Framing
@@ -57,7 +57,7 @@ class _Trailer(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A run of the file and its sum."""
+    """A run of the file and its checksum."""
 
     crc: int | ItemSums
     nbytes: int
@@ -105,13 +105,13 @@ class DataFileWriter:
         return done
 
     def end_large(self, item: ItemSums, nbytes: int) -> None:
-        """Count what `put_large` has written since the last flush as one part, whose sums are `item`."""
+        """Record the bytes that `put_large` has written since the last flush as one part with the checksums `item`."""
         self._parts.append(_Part(item, nbytes))
 
     def put_trailer(self, framing: Framing, item: ItemSums) -> None:
         """Append the trailer of an item; if its checksum is not known yet, leave room for it.
 
-        An output that cannot be rewritten waits for the sum.
+        If the output cannot be rewritten, wait for the checksum.
         """
         if item.last is None or not self.output.can_rewrite:
             self.put(framing.trailer(item.settled().whole))
@@ -153,7 +153,7 @@ class DataFileWriter:
         return StoredFile(size=self.position, crc=total)
 
     def _fill(self, trailer: _Trailer) -> None:
-        """Write a trailer into the room that was left for it, after waiting for the checksum."""
+        """Wait for the checksum of a trailer, and write the trailer to the space reserved for it."""
         content = trailer.framing.trailer(trailer.item.settled().whole)
         self.output.rewrite(content, trailer.position)
         self._parts[trailer.part] = _Part(crc32(content), len(content))

@@ -38,8 +38,8 @@ MEGATRON_COMMON = "common.pt"
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
-# What `.metadata` files name besides the classes of DCP and Megatron-Core and dtypes; of these, only `Size` and layouts
-# are looked at.
+# Names in `.metadata` files other than dtypes and the classes of DCP and Megatron-Core. Of these, only `Size` and
+# layouts are read.
 _NAMES = frozenset(
     {
         ("torch", "Size"),
@@ -68,7 +68,7 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
         path: the checkpoint's directory; it holds `.metadata`.
 
     Raises:
-        CheckpointCorruptError: `.metadata` names classes it should not, or contradicts itself or the files.
+        CheckpointCorruptError: `.metadata` names unexpected classes, or contradicts itself or the files.
         OSError: it cannot be read.
     """
     metadata = read_pickle(read_small_file(path / METADATA), METADATA, _known)
@@ -102,7 +102,7 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
 
 
 def _megatron_metadata(metadata: Made) -> list[Name]:
-    """The class of Megatron-Core's metadata, which has moved between modules, if that is what it is."""
+    """Megatron-Core's metadata class, which has moved between modules; empty for any other class."""
     of = metadata.of
     if type(of) is Name and of.name == "MCoreMetadata" and of.module.startswith("megatron.core."):
         return [of]
@@ -148,9 +148,9 @@ def _integers(value: Any, what: str) -> Shape:
 
 
 def _attributes(value: Any, name: str) -> Mapping[str, Any]:
-    """The attributes of an object of the class `name`; its module may have moved."""
+    """The attributes of an object of the class `name`, in any module."""
     if type(value) is not Made or type(value.of) is not Name or value.of.name != name:
-        raise _damaged(f"something stands where a {name} should")
+        raise _damaged(f"another object is in place of a {name}")
     return value.attributes
 
 

@@ -1,10 +1,10 @@
-"""The `.metadata` pickle by which stock readers find everything in a checkpoint of ours, written from columns.
+"""Writes the `.metadata` pickle with which stock readers read a checkpoint of opt-checkpoint, from columns.
 
-Making half a million objects of torch.distributed.checkpoint and pickling them takes half a minute. So the pickle is
-written by hand: what repeats is put into the memo first. After that the records of all chunks with the same number of
-axes are equally long, so that numpy fills in their integers at once.
+Creating half a million objects of torch.distributed.checkpoint and pickling them takes half a minute. The opcodes are
+therefore written directly. Repeated values are put into the memo first. The records of all chunks with the same number
+of axes then have the same length, so numpy fills in their integers all at once.
 
-The one private name of torch here, `_StorageInfo`, is pickled inside every `.metadata` and so cannot change.
+The only private name of torch used here, `_StorageInfo`, is in every `.metadata` file and therefore cannot change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TEXTS = (
 
 
 class _Memo:
-    """Values that are written once and then referred to by number."""
+    """Values that are written once and then referenced by number."""
 
     def __init__(self) -> None:
         self.written = io.BytesIO()
@@ -61,13 +61,13 @@ class _Memo:
         return self._numbers[value]
 
     def keep(self, name: Any, value: Any) -> None:
-        """Write a value that does not hash, under a name that does."""
+        """Write a value that is not hashable, under a hashable name."""
         self._numbers[name] = self._count
         self._count += 1
         self.written.write(_bare_pickle(value) + _MEMOIZED)
 
     def texts(self, values: Sequence[bytes]) -> Array:
-        """Numbers of many different texts in UTF-8."""
+        """The numbers of many distinct strings, encoded as UTF-8."""
         lengths = np.fromiter(map(len, values), "<u4", len(values)).tobytes()
         self.written.write(
             b"".join(
@@ -97,7 +97,7 @@ def _bare_pickle(value: Any) -> bytes:
 
 
 def _records(rows: int, template: Sequence[bytes | Array]) -> Array:
-    """`rows` equally long records, a row of bytes each: constant bytes, and integers of 4 or 8 bytes from columns."""
+    """`rows` records of equal length, as rows of bytes: constant bytes, and integers of 4 or 8 bytes from columns."""
     parts = [part if isinstance(part, bytes) else bytes(part.itemsize) for part in template]
     joined = b"".join(parts)
     whole = np.empty((rows, len(joined)), np.uint8)
@@ -135,8 +135,8 @@ def encode_dcp_metadata(
         tensors: the stored tensors.
         objects: the archive of every object and plain value, by its key.
         files: names of the data files, in the order of `tensors`' numbers.
-        archives: where the archive of every chunk begins, and how long it is, in the order of `tensors`' columns.
-        paths: where values are in the nested state, by key; others are at their key.
+        archives: start and size of the archive of every chunk, in the order of `tensors`' columns.
+        paths: paths of values in the nested state, by key; a value without an entry is at its key.
     """
     memo = _Memo()
     for text in (*_CLASSES, *_TEXTS):
@@ -162,7 +162,7 @@ def encode_dcp_metadata(
 
 
 class _Numbers(NamedTuple):
-    """Numbers in the memo: of the keys, in the tensors' order, of the files, and of the properties of each dtype."""
+    """Memo numbers of the keys (in the order of tensors), of the files, and of the properties of each dtype."""
 
     keys: Array
     files: Array
@@ -193,7 +193,7 @@ def _tensors(
 
 
 def _interleaved(heads: Array, chunks: Array, bounds: Sequence[int]) -> Iterator[Buffer]:
-    """Each head, its chunks, and what closes both."""
+    """Each head, followed by its chunks and the closing opcodes."""
     head, chunk = heads.shape[1], chunks.shape[1]
     all_heads, all_chunks = (memoryview(array.reshape(-1).data) for array in (heads, chunks))
     for number, (first, last) in enumerate(pairwise(bounds)):
@@ -246,7 +246,7 @@ def _storage_records(memo: _Memo, offsets: Array, keys: Array, files: Array, pla
 
 
 def _paths(memo: _Memo, tensors: StoredTensors, numbers: _Numbers, paths: Mapping[str, Sequence[str | int]]) -> bytes:
-    """Key and path of every tensor; the path of most is the key alone."""
+    """Key and path of every tensor. The path of most tensors is just the key."""
     is_own = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
     plain = numbers.keys[is_own]
     records = _records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()

@@ -1,4 +1,4 @@
-"""Detecting what is at a path: a checkpoint of ours, a stock or Megatron-Core directory, or nothing."""
+"""Detects what is at a path: a checkpoint of opt-checkpoint, a stock or Megatron-Core directory, or nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Opened:
 def read_index(path: AnyPath) -> CheckpointIndex:
     """The index of the checkpoint at a path.
 
-    A manifest decides; only where there is none, `.metadata` is read, as that of a stock or Megatron-Core directory.
+    If there is no manifest, `.metadata` is read as that of a stock or Megatron-Core directory.
 
     Args:
         path: the checkpoint's directory, or its place in an object store, where only our own checkpoints are read.
@@ -60,10 +60,10 @@ def read_index(path: AnyPath) -> CheckpointIndex:
 
 
 def has_commit(path: Location) -> bool:
-    """Whether a checkpoint of ours was committed at a path; a damaged one counts too.
+    """Whether a checkpoint of opt-checkpoint was committed at a path; a damaged one counts too.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the path cannot be read.
     """
     if not isinstance(path, ObjectPath):
         return has_manifest(path)
@@ -71,7 +71,7 @@ def has_commit(path: Location) -> bool:
 
 
 def read_committed(path: Location) -> CheckpointIndex:
-    """The index of a checkpoint of ours.
+    """The index of a checkpoint of opt-checkpoint.
 
     Raises:
         CheckpointCorruptError: it is damaged.
@@ -95,7 +95,7 @@ def _is_our_data(path: Path) -> bool:
 
 
 def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
-    """The common state: the plain values of the saved state, nested as they were; empty where none was stored.
+    """The common state: the plain values of the saved state, nested as before; empty if none were stored.
 
     Args:
         index: the checkpoint.
@@ -130,7 +130,7 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
 
 
 def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
-    """Many stored objects by key, of which many are equal, as the fields of parameter groups; see `read_object`.
+    """Read many stored objects by key, many of them equal, such as fields of parameter groups. See `read_object`.
 
     Raises:
         CheckpointCorruptError: one is damaged, or would need code to be run.

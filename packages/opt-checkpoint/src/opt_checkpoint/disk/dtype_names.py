@@ -1,4 +1,4 @@
-"""Dtypes by name: the names that files use, and the storage classes that torch's own format calls them by."""
+"""Names of dtypes: those used in files, and the storage classes used in torch's own format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNTYPED = (
     torch.uint32,
     torch.uint64,
     torch.complex32,
-    # What newer versions of torch have; two values of float4_e2m1fn_x2 share a byte and count as one element.
+    # Dtypes of newer versions of torch. Two values of float4_e2m1fn_x2 share a byte and count as one element.
     *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
 )
 _BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
@@ -53,7 +53,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     """The dtype of a name found in a file.
 
     Raises:
-        CheckpointCorruptError: nothing is called that.
+        CheckpointCorruptError: no dtype has this name.
     """
     if name not in _BY_NAME:
         raise CheckpointCorruptError(f"dtype {name!r} is not known; known are {', '.join(sorted(_BY_NAME))}")
@@ -66,7 +66,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def storage_class(dtype: torch.dtype) -> str | None:
-    """Name of torch's typed storage class, or None for dtypes that are younger than those."""
+    """Name of torch's typed storage class; None for newer dtypes, which have none."""
     return _STORAGE_CLASSES.get(dtype)
 
 
@@ -76,7 +76,7 @@ def dtype_of_storage_class(name: str) -> torch.dtype | None:
 
 
 def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether every value of one dtype has an equal value in the other: the same, or a wider one of its kind."""
+    """Whether every value of one dtype has an equal value in the other: the same dtype, or a wider one of its kind."""
     if stored == wanted:
         return True
     if stored.is_floating_point and wanted.is_floating_point:

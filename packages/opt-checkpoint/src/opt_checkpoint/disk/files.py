@@ -1,4 +1,4 @@
-"""The file system as one small protocol, so that tests can make any call fail.
+"""The file system behind a small protocol, so that tests can make any call fail.
 
 Nothing else in the package writes to, renames in, or deletes from a checkpoint directory.
 """
@@ -19,37 +19,37 @@ _RETRIES = 3
 
 
 class Files(Protocol):
-    """What a save does to a file system, one method per system call that can fail."""
+    """The file system operations of a save, one method per system call that can fail."""
 
     def make_dir(self, path: Path) -> None:
         """Create a directory in an existing parent. Raise FileExistsError if it exists."""
 
     def create(self, path: Path) -> int:
-        """Create a new file for writing; a file descriptor."""
+        """Create a new file for writing; returns a file descriptor."""
 
     def reopen(self, path: Path) -> int:
-        """Open a file that is there for writing; a file descriptor."""
+        """Open an existing file for writing; returns a file descriptor."""
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
-        """Write some of `data`; the number of bytes written."""
+        """Write some of `data`; returns the number of bytes written."""
 
     def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
-        """Write some of `data` over what is at `position`; the number of bytes written."""
+        """Overwrite bytes at `position` with some of `data`; returns the number of bytes written."""
 
     def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
         """Start writeback of bytes that were written, without waiting; only a hint."""
 
     def fsync(self, fd: int) -> None:
-        """Make what was written survive a loss of power."""
+        """Make the written bytes survive a power loss."""
 
     def close(self, fd: int) -> None:
         """Close the descriptor."""
 
     def sync_dir(self, path: Path) -> None:
-        """Make the names in a directory survive a loss of power."""
+        """Make the names in a directory survive a power loss."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Move a directory; fails where `target` is there and not empty."""
+        """Move a directory. Fails if `target` exists and is not empty."""
 
     def remove(self, path: Path) -> None:
         """Delete a file."""
@@ -113,7 +113,7 @@ class LocalFiles:
 
 
 def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, going on after short writes.
+    """Write all of `data`, continuing after short writes.
 
     Raises:
         OSError: raised by the file system; EIO if it accepts no more bytes without an error.
@@ -122,7 +122,7 @@ def write_all(files: Files, fd: int, data: bytes | memoryview) -> None:
 
 
 def write_all_at(files: Files, fd: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` over what is at `position`; as `write_all`."""
+    """Overwrite bytes at `position` with all of `data`, as `write_all`."""
     end = position + len(data)
     _write_through(memoryview(data), lambda rest: files.write_at(fd, rest, end - len(rest)))
 
@@ -149,7 +149,7 @@ def new_file(files: Files, path: Path) -> Iterator[int]:
 
 @contextmanager
 def shared_file(files: Files, path: Path) -> Iterator[int]:
-    """A file that several ranks write; what this rank wrote is synced when the block ends without an error."""
+    """A file that several ranks write. The bytes of this rank are synced when the block ends without an error."""
     with _synced(files, files.reopen(path)) as fd:
         yield fd
 
@@ -170,7 +170,7 @@ def write_file(files: Files, path: Path, content: bytes) -> None:
 
 
 def write_files(files: Files, directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Write new files, and sync them. All are written before the first sync, which often syncs all of them."""
+    """Write and sync new files. All are written before the first sync, which often syncs all of them."""
     with ExitStack() as synced:
         for name, content in contents.items():
             write_all(files, synced.enter_context(new_file(files, directory / name)), content)
@@ -192,7 +192,7 @@ def make_parents(files: Files, path: Path) -> None:
 
 
 def discard(files: Files, path: Path, token: str) -> None:
-    """Delete a directory so that no reader ever sees half of it under its own name: rename it first."""
+    """Rename a directory, then delete it, so that no reader sees a part of it under its own name."""
     renamed = path.with_name(f"{DELETING}{token}")
     files.rename(path, renamed)
     files.remove_tree(renamed)

@@ -1,7 +1,7 @@
-"""A thread that computes CRC-32 sums in order.
+"""A thread that computes CRC-32 checksums in order.
 
-Not a `ThreadPoolExecutor`: that takes no more work once the interpreter has begun to shut down, and a save in the
-background must still finish then.
+It is not a `ThreadPoolExecutor`, which accepts no work once the interpreter shuts down; a background save must still
+finish then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Job(NamedTuple):
 
 
 class Hasher:
-    """Hashes pieces of memory one after another, for the time of a `with` block."""
+    """Hashes pieces of memory one after another, during a `with` block."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()

@@ -1,4 +1,5 @@
-"""What a checkpoint holds and where: one description of our own, stock and Megatron-Core directories."""
+"""The index of a checkpoint: its contents and their positions, in one form for our own, stock and Megatron-Core
+ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from opt_checkpoint.state.sharded import Shape
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
 COMMON_KEY = "common_state/shard_0_1"
-COPIES = "copies"  # in the details: tensors that need not be asked for, because others are stored as the same bytes
+COPIES = "copies"  # in the details: tensors that need not be requested, because others are stored in the same bytes
 MAX_DIMS = 64  # as in torch
 
 
@@ -33,7 +34,8 @@ class Kind(Enum):
     SAFETENSORS = "safetensors"  # files of Hugging Face, read under other names
 
     def unwrapped(self, loaded: Any) -> Any:
-        """Return an object as it was given: Megatron-Core and we store it in a list of one, stock writers do not."""
+        """Return an object as it was passed to `save`: Megatron-Core and we store it in a list of one, stock writers do
+        not."""
         if self is not Kind.DCP and isinstance(loaded, list) and len(loaded) == 1:
             return loaded[0]
         return loaded
@@ -46,10 +48,10 @@ class ByteRange:
     Args:
         file: name within the checkpoint's directory.
         start: first byte.
-        nbytes: how many.
-        crc: their CRC-32; None where the writer recorded none, or `pieces` instead.
-        pieces: the CRC-32 of every `PIECE_BYTES` of them, where there is more than one piece.
-        archive: whether they are a whole `torch.save` archive (stock chunks) and not bare values or a bare object.
+        nbytes: number of bytes.
+        crc: their CRC-32; None if the writer recorded none, or recorded `pieces` instead.
+        pieces: the CRC-32 of every `PIECE_BYTES` of them, if there is more than one piece.
+        archive: whether they are a whole `torch.save` archive (stock chunks), not bare values or a bare object.
     """
 
     file: str
@@ -60,18 +62,18 @@ class ByteRange:
     pieces: tuple[int, ...] = ()
 
     def part(self, offset: int, nbytes: int) -> ByteRange:
-        """A run of bytes within this one, without a checksum of its own."""
+        """A run of bytes within this one, without a checksum."""
         return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
 
 
 class Within(NamedTuple):
-    """The place of a chunk in a larger array, whose axes may be in another order.
+    """The position of a chunk in a larger array, whose axes may be in another order.
 
     Args:
         shape: shape of the array.
-        offsets: where the chunk begins in it.
-        axes: for every axis of the array, which axis of the chunk it is; None where the chunk has no such axis. The
-            size of the chunk along the axes that are not named is 1.
+        offsets: offsets of the chunk in it.
+        axes: for every axis of the array, the corresponding axis of the chunk; None if the chunk has no such axis. The
+            chunk has size 1 along axes that are not listed.
     """
 
     shape: Shape
@@ -79,7 +81,7 @@ class Within(NamedTuple):
     axes: tuple[int | None, ...]
 
     def region(self, offsets: Shape, sizes: Shape) -> Region:
-        """The box of the array that holds a box of the chunk."""
+        """The box of the array that contains a box of the chunk."""
         inner = [0 if axis is None else offsets[axis] for axis in self.axes]
         shape = tuple(1 if axis is None else sizes[axis] for axis in self.axes)
         return Region(self.shape, tuple(o + i for o, i in zip(self.offsets, inner)), shape)
@@ -94,7 +96,7 @@ class Within(NamedTuple):
         return view
 
     def of_array(self, array: Tensor, sizes: Shape) -> Tensor:
-        """A chunk of `sizes` as a view of the array."""
+        """A chunk with these `sizes` as a view of the array."""
         region = self.region((0,) * len(sizes), sizes)
         view = region.of_tensor(array)
         kept = [position for position, axis in enumerate(self.axes) if axis is not None]
@@ -107,14 +109,14 @@ class Within(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, and where its values are.
+    """A box of a tensor, and the position of its values.
 
     Args:
         box: the part of the tensor.
-        place: the bytes that hold it, or all of the array that it is within.
-        archived: shape of the tensor in the archive at `place`; None where it is the box's.
-        first: how many of its elements, in row-major order, come before the box.
-        within: the place of the box in the array at `place`; None if the array is the box alone.
+        place: the bytes that hold the box, or the whole array that contains it.
+        archived: shape of the tensor in the archive at `place`; None if it is the shape of the box.
+        first: number of elements of that tensor, in row-major order, before the box.
+        within: the position of the box in the array at `place`; None if the array is the box.
     """
 
     box: Box
@@ -124,7 +126,7 @@ class StoredChunk:
     within: Within | None = None
 
     def region(self, offsets: Shape, sizes: Shape) -> Region:
-        """The part of the stored array that holds a box of the chunk."""
+        """The part of the stored array that contains a box of the chunk."""
         if self.within is not None:
             return self.within.region(offsets, sizes)
         return Region(self.box.sizes, offsets, sizes)
@@ -136,7 +138,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A global tensor as stored: its chunks are disjoint and cover it."""
+    """A stored global tensor. Its chunks are disjoint and cover it."""
 
     shape: Shape
     dtype: torch.dtype
@@ -161,10 +163,10 @@ class CheckpointIndex:
     """Everything about a checkpoint except its values.
 
     Args:
-        path: its directory, or the place of its files in an object store.
+        path: its directory, or the prefix of its files in an object store.
         kind: who wrote it.
         tensors: stored tensors by key.
-        objects: stored objects by unique key, the common state among them.
+        objects: stored objects by unique key, including the common state.
         files: the data files.
         save_id: names the save that wrote it; every data file begins with it. None for foreign checkpoints.
         details: what else the writer recorded (versions, world sizes); for people.
@@ -186,7 +188,7 @@ class CheckpointIndex:
 
 
 def check_index(index: CheckpointIndex) -> None:
-    """Refuse an index with impossible values, before anything is opened or allocated from it.
+    """Reject an index with impossible values, before files are opened or memory is allocated according to it.
 
     Raises:
         CheckpointCorruptError: a file name that leaves the directory, a place outside its file, a chunk outside its
@@ -204,7 +206,7 @@ def check_index(index: CheckpointIndex) -> None:
 
 
 def check_file_name(name: str) -> None:
-    """Raise `CheckpointCorruptError` unless `name` is a plain file name: no folders, no way up."""
+    """Raise `CheckpointCorruptError` unless `name` is a plain file name without folders or `..`."""
     if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
         raise CheckpointCorruptError(
             f"file name {name!r} in the checkpoint's index is not a plain name; nothing is opened"
@@ -240,6 +242,6 @@ def _check_tensor(index: CheckpointIndex, key: str, tensor: StoredTensor) -> Non
 
 
 def _fits(chunk: StoredChunk, dtype: torch.dtype) -> bool:
-    """Bare values have exactly their size; an archive has at least it."""
+    """Whether the size is right: bare values have exactly the size of their elements, an archive at least that."""
     expected = chunk.box.numel * dtype.itemsize
     return chunk.place.nbytes >= expected if chunk.place.archive else chunk.place.nbytes == expected

@@ -1,12 +1,13 @@
-"""A pickle read as a description: nothing is imported, called or changed.
+"""Reads a pickle as a description: nothing is imported, called or changed.
 
-`pickle.Unpickler` executes what a file says, and a list of allowed names does not make that safe: an allowed class can
-still be called with any arguments and have its attributes set. This reader builds plain values only. A class or
-function that the pickle names becomes a `Name`, and an object becomes a `Made`, which records how the pickle would have
-made it. The caller looks into these and takes what it needs.
+`pickle.Unpickler` executes the instructions of a file, and a list of allowed names does not make that safe: an allowed
+class can still be called with any arguments and have its attributes set. This reader builds only plain values. A class
+or function that the pickle names becomes a `Name`, and an object becomes a `Made`, which records how the pickle would
+have created it. The caller extracts what it needs from these.
 
 Memory and time are proportional to the length of the pickle. Values may be shared, so a small pickle can describe a
-nested value that is exponentially large when printed or walked: callers check types and lengths, and never print one.
+nested value that is exponentially large when printed or traversed. Callers check types and lengths, and never print a
+value.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Name(NamedTuple):
 
 
 class Made:
-    """An object as a pickle describes it.
+    """An object as described by a pickle.
 
     Args:
-        of: what it is made by, usually a `Name`.
-        args: what that would be called with.
+        of: the callable that would create it, usually a `Name`.
+        args: the arguments of that call.
     """
 
     __slots__ = ("args", "entries", "items", "of", "state")
@@ -43,29 +44,29 @@ class Made:
         self.entries: dict[Any, Any] = {}
 
     def is_a(self, module: str, name: str) -> bool:
-        """Whether it is made by the class or function of this name."""
+        """Whether the class or function of this name would create it."""
         return bool(self.of == (module, name))
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """The attributes that its state sets; empty where the state has another form."""
+        """The attributes that its state sets; empty if the state has another form."""
         return self.state if type(self.state) is dict else {}
 
 
-PERSISTENT = Name("", "persistent id")  # what a persistent id is made by; its one argument is the id
+PERSISTENT = Name("", "persistent id")  # creates a persistent id, which is its one argument
 _ATOMS = frozenset({str, int, bool, float, bytes, type(None), Name, Made})
 
 
 def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
-    """The value that a pickle describes, out of plain values, `Name` and `Made`.
+    """The value that a pickle describes, built from plain values, `Name` and `Made`.
 
     Args:
         raw: the pickle, of protocol 2 or higher.
-        what: named in errors, as `.metadata`.
-        known: whether the pickle may name this; another name is an error.
+        what: name of the file for error messages, such as `.metadata`.
+        known: returns whether the pickle may use a name; other names are an error.
 
     Raises:
-        CheckpointCorruptError: it is damaged, names something unknown, or uses an opcode that no checkpoint needs.
+        CheckpointCorruptError: it is damaged, uses an unknown name, or an opcode that no checkpoint needs.
     """
     try:
         return _Reader(raw, what, known).read()
@@ -76,7 +77,7 @@ def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
 
 
 class _Mark:
-    """Where a run of items begins on the stack."""
+    """Marks the start of a run of items on the stack."""
 
 
 _MARK = _Mark()
@@ -205,7 +206,7 @@ class _Reader:
 
 
 def _opcodes() -> dict[int, Callable[[_Reader], object]]:
-    """What each opcode does; sets are read as lists, whose items need not be hashed."""
+    """The action of each opcode. Sets are read as lists, because their items may not be hashable."""
     return {
         0x80: lambda r: r.take(1),  # PROTO
         0x95: lambda r: r.take(8),  # FRAME

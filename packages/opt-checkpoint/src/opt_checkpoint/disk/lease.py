@@ -37,7 +37,7 @@ _FILES = re.compile(
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a directory name is one that saves or deletions of this package use for a while."""
+    """Whether a directory has the name of a temporary directory of a save or deletion."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -46,7 +46,7 @@ class Process(NamedTuple):
 
     Args:
         host: the machine's name, for people.
-        boot: names the machine and its last start.
+        boot: identifies the machine and its last boot.
         namespace: the namespace in which `pid` counts.
         pid: the process.
         started: when it started, in the kernel's ticks; another process may get its number later.
@@ -85,7 +85,7 @@ class LeaseFile(Protocol):
     """The file or object of a lease."""
 
     def create(self, content: bytes) -> None:
-        """Write it."""
+        """Create it."""
 
     def renew(self) -> None:
         """Set its modification time to now."""
@@ -95,7 +95,7 @@ class LeaseFile(Protocol):
 
 
 class _DirectoryLease(NamedTuple):
-    """The lease on a temporary directory, which exists."""
+    """The lease on an existing temporary directory."""
 
     files: Files
     path: Path
@@ -132,7 +132,7 @@ class Lease:
 
     @classmethod
     def in_directory(cls, files: Files, directory: Path, target: str) -> Lease:
-        """A lease on a temporary directory, which exists."""
+        """A lease on an existing temporary directory."""
         return cls(_DirectoryLease(files, directory / LEASE), directory.name, target)
 
     @property
@@ -144,7 +144,7 @@ class Lease:
         while not self._released.wait(RENEW_S):
             try:
                 self._file.renew()
-            except OSError:  # the save itself will meet the same error
+            except OSError:  # the save itself will raise the same error
                 continue
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ def writer_of(directory: Path, now: float) -> str | None:
         now: the time, by the clock of the file system.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the directory cannot be read.
     """
     if _DELETING.fullmatch(directory.name):
         return None
@@ -176,8 +176,8 @@ def holder_of(held: Process | None, place: str, age: float) -> str | None:
     """Who may still write to a temporary place; None if certainly no process does.
 
     Args:
-        held: the process in its lease, if it has one.
-        place: its name.
+        held: the process named in the lease, if there is one.
+        place: name of the temporary place.
         age: seconds since the last change in it.
     """
     if held is not None and held.boot and (held.boot, held.namespace) == _machine():
@@ -189,7 +189,7 @@ def holder_of(held: Process | None, place: str, age: float) -> str | None:
 
 
 def _running(process: Process, place: str) -> str | None:
-    """A process of this machine, where it is still the same one."""
+    """A description of a process of this machine if it is still running, else None."""
     if process.pid == os.getpid():
         names = {thread.name for thread in threading.enumerate()}
         return "this process" if _thread_name(place) in names else None
@@ -205,7 +205,7 @@ def _read_lease(directory: Path) -> Process | None:
 
 
 def process_in(raw: bytes) -> Process | None:
-    """The process that the content of a lease names; None where it is damaged."""
+    """The process named in the content of a lease; None if it is damaged."""
     try:
         content = json.loads(raw)
         host, boot, namespace, pid, started = (content[name] for name in Process._fields)
@@ -225,12 +225,12 @@ def _last_change(directory: Path) -> float:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """All temporary directories in a directory, whatever process made them."""
+    """All temporary directories in a directory, of any process."""
     return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and _is_of_ours(entry))
 
 
 def _is_of_ours(directory: Path) -> bool:
-    """Whether a directory holds nothing but files that a save makes; other programs may use names like ours."""
+    """Whether a directory has only files that a save creates, because other programs may use similar names."""
     try:
         return directory.is_dir() and all(_FILES.fullmatch(entry.name) for entry in directory.iterdir())
     except FileNotFoundError:  # removed in the meantime
@@ -238,7 +238,7 @@ def _is_of_ours(directory: Path) -> bool:
 
 
 def remove_leftovers(files: Files, directory: Path, now: float) -> None:
-    """Delete the temporary directories that have no writer any more; those that cannot be deleted stay."""
+    """Delete the temporary directories that no longer have a writer. Those that cannot be deleted remain."""
     for path in leftovers(directory):
         try:
             if writer_of(path, now) is None:

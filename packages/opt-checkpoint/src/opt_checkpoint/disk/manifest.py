@@ -1,8 +1,8 @@
-"""The manifest: what makes a directory a checkpoint, with its own checksum.
+"""The manifest: the file with its own checksum that makes a directory a checkpoint.
 
-A checkpoint is committed exactly when its manifest is there and the manifest's checksum is right. Our reader needs
-nothing else to find the values: stored objects aside, which are archives of `torch.save`, no pickle is read. Fields it
-does not know are ignored; a newer format is refused. Format 1 was JSON (`manifest_json`) and is still read.
+A checkpoint is committed if and only if its manifest exists and has the right checksum. Our reader needs nothing else
+to locate values, and reads no pickle except in stored objects, which are archives of `torch.save`. Unknown fields are
+ignored; a newer format is an error. Format 1 was JSON (`manifest_json`) and is still read.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.objects.path import Location
 
 MANIFEST = "manifest.bin"
-PATHS = "paths"  # in an index's details: the paths of plain tensors by key; older manifests have them in the header
+PATHS = "paths"  # in the details: the paths of plain tensors by key; older manifests have them in the header
 FORMAT = 2
 _FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
 
 
 def has_manifest(path: Location) -> bool:
-    """Whether a directory has a manifest of any format; that of a damaged checkpoint counts too."""
+    """Whether a directory has a manifest of any format, damaged or not."""
     return any((path / name).exists() for name in (MANIFEST, OLD_MANIFEST))
 
 
 def encode_manifest(index: CheckpointIndex) -> bytes:
-    """A manifest as the bytes of its file."""
+    """Encode a manifest as the bytes of its file."""
     tensors = StoredTensors.of(index.tensors, index.files)
     paths = index.details.get(PATHS) or {}
     unusual = {key: path for key, path in paths.items() if not is_usual(path)}
@@ -48,7 +48,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
 
 
 def read_manifest(path: Location) -> CheckpointIndex:
-    """The index of a checkpoint of ours, of format 1 or 2.
+    """Read the index of a checkpoint of format 1 or 2.
 
     Args:
         path: the checkpoint's directory.
@@ -66,7 +66,7 @@ def read_manifest(path: Location) -> CheckpointIndex:
 
 
 def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
-    """The index in the bytes of a manifest; raises as `read_manifest`."""
+    """Decode the index in the bytes of a manifest. Raises as `read_manifest`."""
     what = str(path / MANIFEST)
     first = _ANY_FIRST_LINE.match(raw)
     if first is not None and int(first[1]) != FORMAT:

@@ -1,4 +1,4 @@
-"""The manifest of format 1, which is only read now: JSON with its own checksum on the last line."""
+"""Reads manifests of format 1, which is no longer written: JSON with a checksum on the last line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAST_LINE = re.compile(rb"\n#crc32=([0-9a-f]{8})\n\Z")
 
 
 def decode_old_manifest(path: Location, raw: bytes) -> CheckpointIndex:
-    """The index in the bytes of a manifest of format 1.
+    """Decode the index in the bytes of a manifest of format 1.
 
     Raises:
         CheckpointCorruptError: the manifest is damaged, contradicts itself, or has another format.

@@ -1,8 +1,8 @@
 """Tensors that Megatron-Core 0.13 and earlier stored as flattened blocks (`fully_sharded_model_space`).
 
-Such a tensor is stored in another shape: one axis per axis of the parameter, counted in blocks, and a last axis of the
-elements of a flattened block. A chunk is a run of elements of one block, which is cut into boxes of the parameter here,
-so that it loads on any layout. The parameter's shape is in the `mcore_data` of `.metadata`.
+Such a tensor is stored with another shape: one axis per axis of the parameter, counted in blocks, and a last axis for
+the elements of a flattened block. A chunk is a run of elements of one block. It is cut here into boxes of the
+parameter, so that any layout can load it. The parameter's shape is in the `mcore_data` of `.metadata`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from opt_checkpoint.state.sharded import Shape
 
 
 def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
-    """The tensor in the parameter's own shape, its chunks cut into boxes.
+    """The tensor in the parameter's shape, with its chunks cut into boxes.
 
     Args:
-        key: named in errors.
-        stored: as `.metadata` lists it: shape `(blocks per axis..., elements of a block)`.
+        key: for error messages.
+        stored: as listed in `.metadata`, with the shape `(blocks per axis..., elements of a block)`.
         shape: the parameter's.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A directory that is filled under a temporary name, and appears whole by one rename or not at all."""
+"""A directory that is written under a temporary name and gets its final name by one rename."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NewDirectory:
         return self.path.with_name(f".opt-checkpoint-tmp-{self._save_id}")
 
     def make(self) -> None:
-        """Make the temporary directory, and remove those of dead saves.
+        """Create the temporary directory, and remove those of dead saves.
 
         Raises:
-            CheckpointExistsError: something is at the target already.
+            CheckpointExistsError: the target already exists.
             OSError: the directory cannot be made.
         """
         if os.path.lexists(self.path):
@@ -45,12 +45,12 @@ class NewDirectory:
         remove_leftovers(self._files, self.path.parent, self._lease.renewed)
 
     def commit(self) -> None:
-        """Names first, then the rename, then the rename's own name.
+        """Sync the directory, rename it, and sync its parent.
 
-        When only the last step fails, the directory stays: it is whole, and a reader may have opened it.
+        If only the last step fails, the directory stays: it is complete, and a reader may have opened it.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: raised by the file system.
         """
         self.release()
         self._files.remove(self.temporary / LEASE)
@@ -66,13 +66,13 @@ class NewDirectory:
             ) from error
 
     def release(self) -> None:
-        """Give up the lease on the temporary directory; called by `commit` and `abandon`."""
+        """Release the lease on the temporary directory. Called by `commit` and `abandon`."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
 
     def abandon(self) -> None:
-        """Remove the temporary directory of a failed save, when all ranks are done."""
+        """Remove the temporary directory of a failed save, after all ranks have finished."""
         self.release()
         if self.temporary.is_dir():
             discard(self._files, self.temporary, self._save_id)

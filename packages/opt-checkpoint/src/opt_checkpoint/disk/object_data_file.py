@@ -14,11 +14,11 @@ _AT_ONCE_BYTES = 8 * _REQUEST_BYTES
 
 
 class ReadSizes(NamedTuple):
-    """What reads cost of a kind of file.
+    """Efficient sizes of reads for a kind of file.
 
     Args:
-        near_bytes: reading so many bytes for nothing costs less than another read.
-        at_once_bytes: of a large read, so many bytes are best read by one call.
+        near_bytes: reading up to this many unneeded bytes costs less than another read.
+        at_once_bytes: number of bytes per call for large reads.
     """
 
     near_bytes: int
@@ -61,7 +61,7 @@ class ObjectDataFile:
             found = self._spans([ByteSpan(0, len(self._header))])[0]
             if bytes(found) != self._header:
                 raise CheckpointCorruptError(f"data file {self.path} belongs to another save than the manifest")
-            self._header = None  # it was compared
+            self._header = None  # the header was compared
 
     def _fetch(self, start: int, view: memoryview) -> None:
         """One read of up to `_AT_ONCE_BYTES`, as requests of `_REQUEST_BYTES`."""

@@ -1,9 +1,8 @@
-"""A save to an object store: all files first, under a name of their own, and one small object as the commit.
+"""A save to an object store: writes all files under a unique prefix, and then one small object as the commit.
 
-A save of `step-000000100` puts its files below `step-000000100/<save id>/`; they are what a directory of a mounted file
-system would hold. Then it creates `step-000000100/commit.json`, which names the save id. Before that
-the checkpoint does not exist; after it, the checkpoint is complete. Two saves to the same place never share a name, and
-only one of them can create the commit.
+A save of `step-000000100` writes the same files as to a directory, below `step-000000100/<save id>/`. Then it creates
+`step-000000100/commit.json`, which names the save id. Before that the checkpoint does not exist; after it, the
+checkpoint is complete. Two saves to the same place never share a name, and only one of them can create the commit.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class ObjectTarget:
 
     @property
     def temporary(self) -> ObjectPath:
-        """Where the files are, before the commit and after it."""
+        """Prefix of the files, both before and after the commit."""
         return self.path / self._save_id
 
     def begin(self) -> None:
@@ -119,7 +118,7 @@ class ObjectTarget:
             ) from error
 
     def _check_stored(self, index: CheckpointIndex) -> None:
-        """Every file is there, of its size: a save that lost its lease may have been taken for a dead one."""
+        """Raise unless every file exists and has its size: another save may have removed files if the lease expired."""
         sizes = stored_sizes(self.temporary, [*index.files, MANIFEST])
         wrong = [name for name, file in index.files.items() if sizes.get(name) != file.size]
         if wrong or MANIFEST not in sizes:
@@ -149,13 +148,13 @@ def encode_commit(save_id: str) -> bytes:
 
 
 def committed_place(path: ObjectPath) -> ObjectPath | None:
-    """Where the files of the checkpoint at a path are; None where none was committed.
+    """The place of the files of the checkpoint at a path; None if none was committed.
 
-    A whole directory that was uploaded as it is counts too: it has its manifest right at the path.
+    A complete directory that was uploaded unchanged counts too: its manifest is directly at the path.
 
     Raises:
         CheckpointCorruptError: the commit object is damaged.
-        OSError: the store did not answer.
+        OSError: the store did not respond.
     """
     save_id = _committed_id(path)
     if save_id is not None:
@@ -178,7 +177,7 @@ def _committed_id(path: ObjectPath) -> str | None:
 
 
 def stored_sizes(place: ObjectPath, names: list[str]) -> Mapping[str, int]:
-    """Sizes of the objects right below a place, by name; what a listing lacks is asked for by its name."""
+    """Sizes of the objects directly below a place, by name. Objects missing in a listing are requested by name."""
     sizes = {name: found.size for name, found in place.listing().items()}
     for name in names:
         if name not in sizes:
@@ -193,8 +192,8 @@ class Leftover(NamedTuple):
     """Files of a save that was not committed.
 
     Args:
-        place: where they are.
-        names: of its objects.
+        place: their common prefix.
+        names: names of the objects.
         writer: who may still write there; None if certainly no process does.
     """
 
@@ -215,8 +214,8 @@ def leftovers_of(path: ObjectPath, now: float) -> list[Leftover]:
         now: the time, by the clock of the store.
 
     Raises:
-        CheckpointCorruptError: the commit object is damaged, so that it is not known which save was committed.
-        OSError: the store did not answer.
+        CheckpointCorruptError: the commit object is damaged, so it is unknown which save was committed.
+        OSError: the store did not respond.
     """
     by_save: dict[str, dict[str, Listed]] = {}
     for name, found in path.listing().items():
@@ -243,18 +242,18 @@ def _writer_of(place: ObjectPath, files: Mapping[str, Listed], now: float) -> st
 
 
 def remove_leftovers_of(path: ObjectPath, now: float) -> None:
-    """Delete the files of saves to a path that were not committed and have no writer any more."""
+    """Delete the files of saves to a path that were not committed and no longer have a writer."""
     for leftover in leftovers_of(path, now):
         if leftover.writer is None:
             leftover.remove()
 
 
 def remove_leftovers_below(directory: ObjectPath, checkpoint: ObjectPath) -> None:
-    """Delete the files of dead saves to any place right below a directory.
+    """Delete the files of dead saves to any place directly below a directory.
 
     Args:
-        directory: where checkpoints are.
-        checkpoint: the one committed last, by which the store's clock is read.
+        directory: the directory of the checkpoints.
+        checkpoint: the last committed one, from which the store's clock is read.
     """
     now = checkpoint.client.head((checkpoint / COMMIT).key).modified.timestamp()
     for path in directory.folders():
@@ -262,7 +261,7 @@ def remove_leftovers_below(directory: ObjectPath, checkpoint: ObjectPath) -> Non
 
 
 def discard_checkpoint(files: Files, path: Location) -> None:
-    """Delete a checkpoint so that no reader ever finds half of one: in an object store, the commit first."""
+    """Delete a checkpoint so that no reader finds a part of one; in an object store, the commit is deleted first."""
     if not isinstance(path, ObjectPath):
         discard(files, path, uuid.uuid4().hex)
         return
@@ -274,11 +273,11 @@ def discard_checkpoint(files: Files, path: Location) -> None:
 
 
 class _Aborted(Exception):
-    """Ends an upload of which nothing shall remain."""
+    """Ends an upload without creating an object."""
 
 
 class _Upload:
-    """`Output` to an object, sent in parts by a thread while the rest is being made."""
+    """`Output` to an object. A thread sends finished parts while the others are computed."""
 
     can_rewrite = False
 
@@ -296,7 +295,7 @@ class _Upload:
             self._queue.put(data)
 
     def start_writeback(self, start: int, nbytes: int) -> None:
-        """Nothing to do: parts are sent as they come."""
+        """Do nothing: parts are sent as soon as they are complete."""
 
     def rewrite(self, data: bytes, position: int) -> None:
         raise RuntimeError("an object cannot be written over in part")
@@ -305,7 +304,7 @@ class _Upload:
         """Wait until the object is stored.
 
         Raises:
-            OSError: the store refused or did not answer.
+            OSError: the store refused the request or did not respond.
         """
         self._queue.put(None)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The paths of plain tensors in the saved state as columns: a key is the text of its path, so lengths are enough."""
+"""The paths of plain tensors in the saved state as columns. A key is the text of its path, so lengths suffice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COUNTS, LENGTHS = "path_parts", "path_lengths"
 
 
 def is_usual(path: Sequence[object]) -> bool:
-    """Whether a path can be a column: of texts and integers, not of their subclasses, as booleans."""
+    """Whether a path can be encoded: its parts must be strings and integers, not subclasses such as booleans."""
     return all(type(part) in (str, int) for part in path)
 
 
 def encode_paths(keys: Sequence[str], paths: Mapping[str, Path]) -> dict[str, Array]:
-    """The columns `path_parts`, how many parts the path of each key has, and `path_lengths`.
+    """The columns `path_parts`, the number of parts in the path of each key, and `path_lengths`.
 
-    A length is that of a part in characters, times two, plus one for an integer. A key without a path has no parts.
+    A length is twice the number of characters of a part, plus one for an integer. A key without a path has no parts.
 
     Args:
         keys: all keys, in order.
@@ -33,7 +33,7 @@ def encode_paths(keys: Sequence[str], paths: Mapping[str, Path]) -> dict[str, Ar
 
 
 def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str, Path]:
-    """The paths by key; empty where the columns are not there, as in older manifests.
+    """The paths by key; empty without these columns, as in older manifests.
 
     Raises:
         CheckpointCorruptError: the columns do not fit the keys.

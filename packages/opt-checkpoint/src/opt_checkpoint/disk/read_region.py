@@ -1,4 +1,4 @@
-"""Bringing a box of a stored chunk into a tensor: directly where both are one run, in bounded pieces where not."""
+"""Reads a box of a stored chunk into a tensor: directly if both are one run of bytes, else in bounded pieces."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Region(NamedTuple):
 
     Args:
         chunk: shape of the chunk.
-        offsets: where the box begins in it.
-        sizes: its shape.
+        offsets: offsets of the box in it.
+        sizes: shape of the box.
     """
 
     chunk: Shape
@@ -38,18 +38,18 @@ class Region(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """From the first value of the box to its last."""
+        """The elements from the first value of the box to its last."""
         strides = row_major_strides(self.chunk)
         start = sum(o * s for o, s in zip(self.offsets, strides))
         return Span(start, start + sum((n - 1) * s for n, s in zip(self.sizes, strides)) + 1)
 
     @property
     def is_run(self) -> bool:
-        """Whether the span holds nothing but the box."""
+        """Whether the span contains only the box."""
         return self.span.stop - self.span.start == math.prod(self.sizes)
 
     def of_bytes(self, raw: memoryview, dtype: torch.dtype) -> Tensor:
-        """The box as a tensor on bytes that begin with its span; shares them."""
+        """The box as a view of bytes that begin with its span."""
         flat = torch.frombuffer(raw, dtype=dtype)
         return flat.as_strided(self.sizes, row_major_strides(self.chunk))
 
@@ -66,25 +66,25 @@ class Region(NamedTuple):
 
 
 class Readable(Protocol):
-    """Something bytes can be read from at a position."""
+    """A source of bytes that can be read at any position."""
 
     @property
     def read_sizes(self) -> ReadSizes:
-        """What reads cost."""
+        """Efficient sizes of reads."""
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `start` on."""
 
 
 class FilePosition(NamedTuple):
-    """Where the span of a region begins in a file."""
+    """The position in a file where the span of a region begins."""
 
     file: Readable
     start: int
 
     @property
     def near_bytes(self) -> int:
-        """Rows nearer than this are read together with what is between them."""
+        """Rows with smaller gaps than this are read together with the bytes between them."""
         return self.file.read_sizes.near_bytes
 
 
@@ -97,7 +97,7 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: File
         target: of the region's shape.
         region: the box of the stored chunk.
         dtype: the stored dtype.
-        source: where the region's first value is.
+        source: position of the region's first value.
     """
     nbytes = (region.span.stop - region.span.start) * dtype.itemsize
     if region.is_run and target.dtype == dtype and is_plain_memory(target):
@@ -123,7 +123,7 @@ def _largest_gap(region: Region) -> int:
 
 
 def _read_rows(target: Tensor, region: Region, dtype: torch.dtype, source: FilePosition) -> None:
-    """Cut the outermost axis in two or more, and fill each part."""
+    """Divide the outermost axis into two or more parts, and fill each part."""
     axis = next(d for d, n in enumerate(region.sizes) if n > 1)  # one value alone is a run, and small
     stride = row_major_strides(region.chunk)[axis] * dtype.itemsize
     near = region.is_run or _largest_gap(region) * dtype.itemsize <= source.near_bytes

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: encoded, and read from untrusted files with every value checked.
+"""Encodes the header of a safetensors file, and reads it from untrusted files with every value checked.
 
 Format: 8 bytes little-endian length of the header; a JSON header `{name: {dtype, shape, data_offsets}}` of at most
 100 MB, padded with spaces to a multiple of 8; the values, without gaps.
@@ -73,7 +73,7 @@ class Header(NamedTuple):
 
     Args:
         raw: its bytes, whose length is a multiple of 8.
-        arrays: where the values of every array are; they lie in this order, without gaps.
+        arrays: position of every array; they are stored in this order, without gaps.
     """
 
     raw: bytes
@@ -81,13 +81,13 @@ class Header(NamedTuple):
 
 
 def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
-    """The header of a file that holds tensors in the order given.
+    """Encode the header of a file with tensors in the given order.
 
     Args:
         tensors: dtype and shape by name; large elements first, so that all values are aligned.
 
     Raises:
-        CheckpointingException: a dtype or a name has no place in the format, or there are too many tensors.
+        CheckpointingException: the format does not support a dtype or a name, or there are too many tensors.
     """
     entries: dict[str, object] = {_METADATA: {"format": "pt"}}
     position = 0
@@ -111,10 +111,10 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
 
 
 def read_header(path: Path) -> dict[str, Array]:
-    """The arrays of a safetensors file; it may be a symbolic link, as in Hugging Face's cache.
+    """Read the header of a safetensors file, which may be a symbolic link, as in Hugging Face's cache.
 
     Raises:
-        CheckpointCorruptError: it is not a safetensors file, or its header makes a claim that cannot be true.
+        CheckpointCorruptError: it is not a safetensors file, or its header has impossible values.
         OSError: it cannot be read.
     """
     with open(open_regular(path, follow=True), "rb") as file:
@@ -174,7 +174,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_gaps(arrays: Mapping[str, Array], first: int, size: int) -> None:
-    """Refuse arrays that overlap, leave bytes between them, or do not end where the file does."""
+    """Raise if arrays overlap, have gaps between them, or do not end at the end of the file."""
     end = first
     for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if array.start != end:

@@ -1,4 +1,4 @@
-"""Where one save puts its files, and how it commits them: one protocol, and the mounted file system's form of it."""
+"""Where a save writes its files, and how it commits them: the protocol, and its version for mounted file systems."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from opt_checkpoint.objects.path import Location
 
 
 class Output(Protocol):
-    """A new file, written from its beginning to its end."""
+    """A new file that is written sequentially."""
 
     @property
     def can_rewrite(self) -> bool:
-        """Whether `rewrite` works. Where it does not, bytes are only appended."""
+        """Whether `rewrite` is supported. If not, bytes can only be appended."""
 
     def append(self, data: bytes | memoryview) -> None:
         """Write bytes at the end. Their memory may not change until the file is complete."""
@@ -27,7 +27,7 @@ class Output(Protocol):
         """Start writeback of bytes that were appended, without waiting; only a hint."""
 
     def rewrite(self, data: bytes, position: int) -> None:
-        """Write over bytes that were appended."""
+        """Overwrite bytes that were appended."""
 
 
 class SaveTarget(Protocol):
@@ -38,17 +38,17 @@ class SaveTarget(Protocol):
 
     @property
     def path(self) -> Location:
-        """Where the checkpoint will be."""
+        """Path of the checkpoint after the commit."""
 
     @property
     def temporary(self) -> Location:
-        """Where the files are until the commit."""
+        """Path of the files until the commit."""
 
     def begin(self) -> None:
-        """Create the temporary place, take a lease on it, and remove what dead saves left.
+        """Create the temporary place, take a lease on it, and remove leftovers of dead saves.
 
         Raises:
-            CheckpointExistsError: something is at the target already.
+            CheckpointExistsError: the target already exists.
             OSError: the temporary place cannot be created.
         """
 
@@ -56,19 +56,19 @@ class SaveTarget(Protocol):
         """A new file of the checkpoint, safely stored when the block ends without an error."""
 
     def write_files(self, contents: Mapping[str, bytes]) -> None:
-        """Whole new small files of the checkpoint by name, safely stored."""
+        """Write and durably store new small files of the checkpoint, by name."""
 
     def commit(self, index: CheckpointIndex) -> None:
-        """Make the checkpoint appear, in one step, once all its files are there.
+        """Commit the checkpoint atomically, after all its files are written.
 
         Raises:
-            CheckpointExistsError: another save made one appear in the meantime.
+            CheckpointExistsError: another save has committed in the meantime.
             CheckpointCorruptError: files are missing.
-            OSError: the file system or store refuses.
+            OSError: raised by the file system or store.
         """
 
     def release(self) -> None:
-        """Give up the lease; called by `commit` and `abandon`, and may be called again."""
+        """Release the lease. Called by `commit` and `abandon`; may be called again."""
 
     def abandon(self) -> None:
         """Remove the files of a failed save, unless it may have been committed."""

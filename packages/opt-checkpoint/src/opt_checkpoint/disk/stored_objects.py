@@ -1,8 +1,9 @@
-"""Stored objects: plain values out of `torch.save` archives, with placeholders where a class is not loaded.
+"""Stored objects: plain values from `torch.save` archives, with placeholders for objects of classes that are not
+loaded.
 
-Checkpoints of other programs hold objects of their own classes next to plain values: Megatron-Core stores its command
-line (an `argparse.Namespace` with enums) next to the step, and numpy arrays in its RNG state. Reading the step must not
-need these classes, so an object of an unknown class becomes a `NotLoaded`, and only asking for it is an error.
+Checkpoints of other programs contain objects of their own classes next to plain values: Megatron-Core stores its
+command line (an `argparse.Namespace` with enums) next to the step, and numpy arrays in its RNG state. Reading the step
+must not need these classes, so an object of an unknown class becomes a `NotLoaded`. Only requesting it is an error.
 """
 
 from __future__ import annotations
@@ -48,19 +49,20 @@ class NotLoaded:
 
 
 class _Unknown:
-    """What `torch.load` makes in place of an unknown class; it takes any arguments and any state, and keeps none."""
+    """Placeholder class that `torch.load` uses for unknown classes. Accepts any arguments and state, and discards
+    them."""
 
     global_name = ""
 
     def __init__(self, *args: object) -> None:
-        """Accept what the pickle gives."""
+        """Accept any arguments."""
 
     def __new__(cls, *args: object) -> _Unknown:
-        """Accept what the pickle gives."""
+        """Accept any arguments."""
         return super().__new__(cls)
 
     def __setstate__(self, state: object) -> None:
-        """Forget it."""
+        """Discard the state."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -70,7 +72,7 @@ class _Unknown:
 
 
 def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
-    """A stored object, by `torch.load(weights_only=True)`; objects of unknown classes are `NotLoaded`.
+    """Load a stored object by `torch.load(weights_only=True)`. Objects of unknown classes become `NotLoaded`.
 
     Args:
         raw: an archive of `torch.save`.
@@ -86,13 +88,13 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
             stubs = [(type("Unknown", (_Unknown,), {"global_name": name}), name) for name in names]
             with safe_globals(list(stubs)):
                 loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds here; all mean that the bytes cannot be trusted
+    except Exception as error:  # torch raises many exception types here; all mean that the bytes cannot be trusted
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
     return _with_placeholders(loaded) if names else loaded
 
 
 def _with_placeholders(value: Any) -> Any:
-    """The value with a `NotLoaded` for every object that was made in place of an unknown class."""
+    """The value with a `NotLoaded` in place of every object of an unknown class."""
     if isinstance(value, _Unknown):
         return NotLoaded(value.global_name)
     if isinstance(value, dict):

@@ -1,7 +1,8 @@
-"""The stored tensors of a checkpoint as columns, made into objects on access.
+"""The stored tensors of a checkpoint as columns, from which objects are created on access.
 
-A rank of a large run needs a few hundred of half a million chunks. Objects for all of them would take minutes and
-gigabytes on every rank; the columns take milliseconds, are checked as a whole, and are sent to other ranks as they are.
+A rank of a large run needs a few hundred of half a million chunks. Creating objects for all of them would take minutes
+and gigabytes on every rank. The columns take milliseconds, are checked as a whole, and are sent to other ranks
+unchanged.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         _require(int(self._first_sum[-1]) == len(c["sums"]), "its checksums do not add up")
 
     def _check_boxes(self) -> None:
-        """Every chunk lies in its tensor, and the chunks of a tensor have as many elements as it."""
+        """Raise unless every chunk is inside its tensor, and the chunks of a tensor have as many elements as the
+        tensor."""
         c = self.columns
         owner = self._owner
         unused = np.arange(c["shape"].shape[1]) >= c["ndim"][:, None]
@@ -134,7 +136,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     @cached_property
     def _owner(self) -> Array:
-        """The number of the tensor of each chunk."""
+        """The index of the tensor of each chunk."""
         return np.repeat(np.arange(len(self.columns["chunks"])), self.columns["chunks"])
 
     @cached_property
@@ -146,7 +148,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     @cached_property
     def _first_sum(self) -> Array:
-        """The number of the first checksum of each chunk, and the number of all."""
+        """The index of the first checksum of each chunk, and the total number of checksums."""
         pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))
         return np.concatenate([np.zeros(1, "<i8"), np.cumsum(pieces, dtype="<i8")])
 

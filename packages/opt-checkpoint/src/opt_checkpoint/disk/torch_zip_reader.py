@@ -1,8 +1,8 @@
-"""Finding the values inside a foreign `torch.save` archive without running its pickle.
+"""Locates the values inside a foreign `torch.save` archive without running its pickle.
 
-A stock chunk is a zip whose `data.pkl` says which storage the tensor views and how. Where that is a contiguous tensor
-from the storage's first element, its values are one run of bytes of the file and can be read in part; where it is
-not, the archive is loaded whole.
+A stock chunk is a zip file whose `data.pkl` describes how the tensor views a storage. If the tensor is contiguous and
+begins at the storage's first element, its values are one run of bytes and can be read in part. Otherwise the whole
+archive is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReadAt(Protocol):
 
 
 class _View(NamedTuple):
-    """A tensor as its pickle describes it: part of the storage of this name."""
+    """A tensor as described by its pickle: a part of the storage of this name."""
 
     storage: str
     offset: int
@@ -76,7 +76,7 @@ def _integers(value: Any) -> Shape:
 
 
 class _Slice(io.RawIOBase):
-    """A run of a file as a file of its own."""
+    """A run of a file as a separate file object."""
 
     def __init__(self, read: ReadAt, place: ByteRange) -> None:
         self._read, self._place, self._position = read, place, 0
@@ -104,7 +104,7 @@ class _Slice(io.RawIOBase):
 
 
 def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape) -> ByteRange | None:
-    """Where the bare values of an archived tensor are, or None when they are not one run in row-major order.
+    """The position of the bare values of an archived tensor; None unless they are one run in row-major order.
 
     Args:
         read: reads the file that holds the archive.
@@ -149,7 +149,7 @@ def _values_place(archive: zipfile.ZipFile, root: str, view: _View, place: ByteR
 
 
 def _local_header_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
-    """Length of an entry's own header, whose extra field may differ from the directory's (torch pads there)."""
+    """Length of an entry's local header, whose extra field may differ from that in the directory (torch pads it)."""
     stream: Any = archive.fp
     stream.seek(entry.header_offset + 26)
     lengths = stream.read(4)
@@ -157,7 +157,7 @@ def _local_header_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int
 
 
 def load_archive(raw: bytes) -> Any:
-    """An archived tensor or object; only what `torch.load(weights_only=True)` accepts.
+    """Load an archived tensor or object that `torch.load(weights_only=True)` accepts.
 
     Raises:
         CheckpointCorruptError: it is damaged, or it contains something that `weights_only` refuses.
@@ -165,12 +165,12 @@ def load_archive(raw: bytes) -> Any:
     check_archive_size(raw)
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds here; all mean that the bytes cannot be trusted
+    except Exception as error:  # torch raises many exception types here; all mean that the bytes cannot be trusted
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
 
 
 def check_archive_size(raw: bytes) -> None:
-    """Refuse an archive that is larger in memory than as a file: `torch.save` compresses nothing.
+    """Reject an archive that is larger in memory than as a file: `torch.save` never compresses.
 
     Raises:
         CheckpointCorruptError: it is not a zip archive, or its entries are compressed or overlap.
@@ -203,5 +203,6 @@ def dump_object(value: object, name: str) -> bytes:
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor detached, contiguous and on the CPU, with the values it shows; itself where it is so already."""
+    """The tensor detached, contiguous, on the CPU and with negative bits resolved; the same tensor if it is already
+    so."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()

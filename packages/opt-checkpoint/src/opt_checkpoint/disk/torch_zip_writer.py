@@ -1,8 +1,8 @@
-"""One stored tensor as the bytes around its values: a `torch.save` archive, written by hand.
+"""Writes a tensor as a `torch.save` archive: the bytes before and after its values.
 
-Every chunk on disk is a file that `torch.load` reads, so any tool of torch's reads our checkpoints. Writing the
-archive ourselves costs a few microseconds instead of torch's two hundred, lets the values be streamed straight from
-their memory, and says where they begin, so that a part of a chunk can be read without the rest.
+`torch.load` can read every stored chunk, so any torch tool reads our checkpoints. Writing the archive here takes a few
+microseconds instead of torch's two hundred, streams values directly from their memory, and records where they begin, so
+that a part of a chunk can be read.
 
 Layout: `data.pkl`, `byteorder`, `version`, then the values as `data/0`, then the zip directory. The values' checksum
 is known only after they are written, so it is in the descriptor and the directory after them, as the zip format
@@ -27,7 +27,7 @@ _LIMIT_32 = 0xFFFFFFFF
 _WITH_DESCRIPTOR = 0x0008
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
 _ROOT = b"archive/"
-_SUM_IN_DESCRIPTOR, _SUM_IN_DIRECTORY = 4, 16  # where the checksum of a file stands in them
+_SUM_IN_DESCRIPTOR, _SUM_IN_DIRECTORY = 4, 16  # position of the checksum in them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Entry:
     position: int
 
     def local_header(self, *, descriptor: bool) -> bytes:
-        """What stands before the file's bytes."""
+        """The header before the bytes of the file."""
         wide = self.size >= _LIMIT_32
         size = _LIMIT_32 if wide else self.size
         extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if wide else b""
@@ -86,10 +86,10 @@ class Framing:
     """The bytes around one tensor's values.
 
     Args:
-        header: what stands before them.
-        before_sum: what follows them, up to their checksum in the descriptor.
-        between_sums: from there to their checksum in the directory.
-        after_sum: the rest.
+        header: the bytes before them.
+        before_sum: the bytes after them, up to their checksum in the descriptor.
+        between_sums: the bytes from there to their checksum in the directory.
+        after_sum: the remaining bytes.
     """
 
     header: bytes
@@ -98,7 +98,7 @@ class Framing:
     after_sum: bytes
 
     def trailer(self, crc: int) -> bytes:
-        """What follows the values, once their CRC-32 is known."""
+        """The bytes after the values, which include their CRC-32."""
         raw = crc.to_bytes(4, "little")
         return b"".join((self.before_sum, raw, self.between_sums, raw, self.after_sum))
 
@@ -114,7 +114,7 @@ def _end_of_directory(count: int, size: int, start: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
-    """The archive of one contiguous tensor, without its values, which are in little-endian order.
+    """The bytes around the values of one contiguous tensor, which are little-endian.
 
     Args:
         dtype: its dtype.

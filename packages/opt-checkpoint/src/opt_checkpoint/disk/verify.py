@@ -1,4 +1,4 @@
-"""Verification: whether the bytes on disk are the bytes that were saved."""
+"""Verifies that the bytes on disk are the bytes that were saved."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _damaged_name(path: Location) -> str:
 
 
 def check_sizes(index: CheckpointIndex) -> None:
-    """Raise `CheckpointCorruptError` where a file is missing, has another size, or belongs to another save."""
+    """Raise `CheckpointCorruptError` if a file is missing, has another size, or belongs to another save."""
     findings = list(_check_sizes(index))
     if findings:
         raise CheckpointCorruptError(f"{index.path} is damaged: {findings[0]}")
@@ -96,10 +96,10 @@ def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
 
 
 def size_problems(index: CheckpointIndex) -> dict[str, str]:
-    """Return what is wrong with the files, by name, without opening them.
+    """Return the problems of files, by name, without opening the files.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the sizes cannot be read.
     """
     path, sizes = index.path, {name: file.size for name, file in index.files.items()}
     if isinstance(path, ObjectPath):
@@ -121,7 +121,7 @@ def _size_problem(path: Path, size: int) -> str | None:
 
 
 def _difference(found: int | None, size: int) -> str | None:
-    """What is wrong with the size of a file; `found` is None where it is missing."""
+    """The problem with the size of a file; `found` is None if the file is missing."""
     if found is None:
         return "is missing"
     return None if found == size else f"has {found} bytes, {size} were saved"
@@ -146,7 +146,7 @@ def _object_crc(path: ObjectPath, size: int) -> int:
 
 
 def _file_crc(path: Path) -> int:
-    """The sum of a file: one thread reads into a ring of buffers while another hashes what was read before."""
+    """The checksum of a file. One thread reads into a ring of buffers while another hashes the previous ones."""
     buffers, hashed, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[None]](), PieceSums()
     with Hasher() as hasher, open(open_regular(path), "rb", buffering=0) as stream:
         for number in count():
@@ -174,7 +174,7 @@ def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
 
 
 def _check_unlisted(index: CheckpointIndex) -> Iterator[Finding]:
-    """Data files that the manifest does not list were not written by this save."""
+    """Report data files that are not in the manifest, which another save must have written."""
     path = index.path
     names = path.listing() if isinstance(path, ObjectPath) else [entry.name for entry in path.iterdir()]
     for name in sorted(names):
@@ -199,6 +199,6 @@ def _archive_problem(raw: bytes) -> str | None:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             bad = archive.testzip()
         load_object(raw)
-    except Exception as error:  # zipfile raises many kinds on damaged archives
+    except Exception as error:  # zipfile raises many exception types on damaged archives
         return f"holds a damaged archive: {error}"
     return None if bad is None else f"holds a damaged archive: {bad} has changed"

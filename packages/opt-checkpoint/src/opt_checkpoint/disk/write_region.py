@@ -1,4 +1,4 @@
-"""Writing a box of an array to its place in a file that other ranks write too."""
+"""Writes a box of an array to its position in a file that other ranks also write."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from opt_checkpoint.disk.torch_zip_reader import contiguous
 
 
 def write_region(files: Files, fd: int, values: Tensor, region: Region, start: int) -> int:
-    """Write a box of an array, one call for each of its runs of bytes.
+    """Write a box of an array, with one call for each contiguous run of bytes.
 
     Args:
         files: the file system.
         fd: the file.
         values: of the region's shape.
         region: the box.
-        start: where the array's first value is in the file.
+        start: position of the array's first value in the file.
 
     Returns:
         Bytes written.
@@ -34,7 +34,7 @@ def write_region(files: Files, fd: int, values: Tensor, region: Region, start: i
     raw, itemsize = bytes_view(contiguous(values)), values.element_size()
     strides = row_major_strides(region.chunk)
     axes = range(len(region.sizes))
-    # Everything inside `axis` is whole, so the box's part of one index outside it is one run.
+    # The box is complete along all axes after `axis`, so its part at one index of the axes before is one run.
     axis = next((d for d in reversed(axes) if region.sizes[d] != region.chunk[d]), 0)
     run_bytes = len(raw)
     for n in region.sizes[:axis]:
