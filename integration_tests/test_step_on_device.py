@@ -31,7 +31,7 @@ from torch import nn
 from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import DeferredComm, DeferredRank, HostReadError, run_deferred
-from opt_distributed.comm.deferred.memory import at_once
+from opt_distributed.comm.deferred.memory import AtOnce
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
@@ -278,7 +278,7 @@ def test_the_host_code_of_triton_kernels_reads_nothing(numbers: Numbers, monkeyp
     launch = interpreter.GridExecutor.__call__
 
     def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        with at_once():  # it copies tensors to NumPy arrays and back, which a GPU does not
+        with AtOnce():  # it copies tensors to NumPy arrays and back, which a GPU does not
             launch(kernel, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)

@@ -4,12 +4,11 @@ Until an operation has run, its results hold NaN (integers: `GARBAGE`). If a ten
 queued, its memory is overwritten in the order of the stream that it was allocated on, as the next owner would do.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from opt_distributed.comm.deferred.queues import Queue, Task
 
@@ -100,27 +99,38 @@ class Memory:
         self._released.add(_key(tensor))
 
     def overwrite_dropped(self) -> None:
-        """Free memory that only queued tasks still refer to."""
+        """Free memory that only queued tasks still refer to. Called for each task, so without `_num_references`."""
+        count, dropped, on_host = torch._C._storage_Use_Count, self._dropped, self._on_host
         for key, held in self._used.items():
-            if key not in self._dropped and _num_references(key) - (key in self._on_host) == len(held):
-                self._dropped.add(key)
+            if key not in dropped and count(key) - 1 - (key in on_host) == len(held):
+                dropped.add(key)
                 self._overwrite(held[0])
 
     def _overwrite(self, tensor: Tensor) -> None:
         """Queue the overwriting. Its task holds no counted alias; earlier tasks of the queue may."""
         if tensor.is_meta:
             return  # it has no values
-        with at_once():
+        with AtOnce():
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         queue = self._allocated_on.get(_key(tensor), self._compute)
         queue.push(Task("the next owner of released memory", lambda: poison_(whole)))
 
 
-@contextmanager
-def at_once() -> Iterator[None]:
-    """Run the operations inside at once instead of queueing them."""
-    with _disable_current_modes(), torch.no_grad():
-        yield
+class AtOnce:
+    """Run the operations inside at once, without gradients, instead of queueing them.
+
+    Used around each task, so without torch's `_disable_current_modes`, which takes longer than most tasks do.
+    """
+
+    def __enter__(self) -> None:
+        self._modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._grad_enabled)
+        for mode in reversed(self._modes):
+            _push_mode(mode)
 
 
 def poison_(tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
 """A dispatch mode that queues the operations of torch: they return at once and run later."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -62,7 +62,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # the subclass runs its own operations on what it holds, which come here one by one
         kind = _kind(func)
@@ -115,7 +115,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let each replay of the graph that is being captured make `call(given)`."""
         assert self.recording is not None
         held = _mapped(lambda tensor: tensor.data, given)  # metadata stays as it is now
-        self.recording.add(name, lambda: call(held), list(_tensors(held)))
+        self.recording.add(name, lambda: call(held), _tensors(held))
 
     def task(self, name: str, run: Callable[..., object], given: Any) -> Task:
         """The task that `queue` queues."""
@@ -162,13 +162,22 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts. torch's pytree takes as long as everything else here together."""
+    found: list[Tensor] = []
+    _add_tensors(tree, found)
+    return found
+
+
+def _add_tensors(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple | dict):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(one)
+        found.append(tree)
+    elif isinstance(tree, list | tuple):
+        for one in tree:
+            _add_tensors(one, found)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            _add_tensors(one, found)
 
 
 def _mapped(of: Callable[[Tensor], Tensor], tree: Any) -> Any:

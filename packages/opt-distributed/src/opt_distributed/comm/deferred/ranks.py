@@ -13,7 +13,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import Op, Pending, Sizes
 from opt_distributed.comm.deferred.graphs import CaptureError, DeferredGraph
-from opt_distributed.comm.deferred.memory import Memory, at_once, poison_
+from opt_distributed.comm.deferred.memory import AtOnce, Memory, poison_
 from opt_distributed.comm.deferred.operations import Deferring
 from opt_distributed.comm.deferred.queues import Event, Meeting, Queue, Stopped, World
 from opt_distributed.comm.graph import Graph
@@ -56,7 +56,7 @@ class DeferredDevice:
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         self._check_not_capturing("a copy to the host")
-        with at_once():
+        with AtOnce():
             pinned = torch.empty_like(tensor)
             poison_(pinned)
         self.memory.allocated(pinned, self._compute, on_host=True)
@@ -66,14 +66,14 @@ class DeferredDevice:
         self._check_not_capturing("a copy from the host")
         if not self.memory.is_on_host(tensor):
             return tensor
-        with at_once():
+        with AtOnce():
             source = tensor.clone()  # torch's pinned-memory allocator keeps it until the copy has run
         uploaded = torch.empty_like(source)
         self.mode.queue("upload", lambda target: target.copy_(source), (uploaded,))
         return uploaded
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        with at_once():
+        with AtOnce():
             empty = torch.empty(numel, dtype=dtype)
         return self.pinned_like(empty)
 
@@ -249,7 +249,7 @@ def run_deferred(
         The first rank's error.
         DeadlockError: all ranks wait, for collectives that another rank never calls or in another order.
     """
-    world = World(size, seed=seed, eagerness=eagerness, at_once=at_once)
+    world = World(size, seed=seed, eagerness=eagerness, at_once=AtOnce)
     groups: dict[tuple[int, ...], _Group] = {}
     ranks = [DeferredRank(world, rank, groups) for rank in range(size)]
     results: list[Any] = [None] * size
