@@ -114,6 +114,8 @@ class GradientRelease:
                 f"a second gradient of {str(piece.id)!r} arrived before optimizer.step(), but gradients released in "
                 "backward cannot accumulate; call step() after every backward pass, or do not release gradients"
             )
+        if not self._updated:
+            self.optimizer.stepper.check_groups(self.optimizer.param_groups)
         grad = piece.read_grad()
         assert grad is not None
         self._updated.add(piece.param)

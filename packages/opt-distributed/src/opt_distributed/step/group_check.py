@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.step.group_entries import FIXED
 from opt_distributed.step.hyper import FIELDS
 
 _BITS = 20  # the sum of squares stays exact in float64 on up to 8,192 ranks
@@ -39,7 +40,7 @@ class GroupCheck:
             own: further entries that rules read, which are not fields of `Hyper`.
             everyone: all ranks of the step.
         """
-        self._entries = (*FIELDS, *sorted(set(own)))
+        self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
         self._alone = everyone.size == 1
         applied_here = {(i, str(groups[i].get("name", ""))): self._checksum(groups[i]) for i in sorted(applied)}
         per_rank: list[dict[tuple[int, str], int]] = [] if self._alone else everyone.gather_objects(applied_here)

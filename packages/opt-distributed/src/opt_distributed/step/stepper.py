@@ -23,6 +23,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
 from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.group_entries import GroupEntries
 from opt_distributed.step.hyper import check_rate
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.quantized import quantized_sources
@@ -82,6 +83,7 @@ class Stepper:
         self._verdict: Verdict | None = None  # of the last step
         self._is_unread = False  # whether errors of it have not been raised yet
         self._group_check: GroupCheck | None = None
+        self._entries: GroupEntries | None = None  # of the groups that `compare_groups` was given
         self._graphed: GraphedStep | None = None
         if graphs:
             self._graphed = GraphedStep(
@@ -89,13 +91,20 @@ class Stepper:
             )
 
     def compare_groups(self, groups: Groups) -> None:
-        """Let every step compare the numbers of `groups` between ranks. Collective: all ranks call it."""
+        """Let every step compare the numbers of `groups` between ranks, and their other entries with the present ones.
+        Collective: all ranks call it."""
+        self._entries = GroupEntries(groups)
         self._group_check = GroupCheck(
             groups,
             applied=self._applied,
             own={name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())},
             everyone=self.everyone,
         )
+
+    def accept_flags(self, groups: Groups) -> None:
+        """Accept flags of torch's optimizers that a load has checked and written to `groups`."""
+        if self._entries is not None:
+            self._entries.accept_flags(groups)
 
     def step(self, groups: Groups) -> StepResult:
         """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.
@@ -125,6 +134,7 @@ class Stepper:
         Raises:
             RuntimeError: `prepare_grads` was not called before, or returned True.
             CollectiveError: a peer was lost while parameters were gathered; names the step and the collective.
+            ValueError: those of `check_groups`.
         """
         if self._ready is None or self._ready.verdict.findings.overflow:
             raise RuntimeError(
@@ -216,7 +226,7 @@ class Stepper:
                     "parameters every time; freeze those that are not used, or turn graphs off"
                 )
             objections = Objections(refused, moved_parameter(self.families), check, groups)
-            self._check_rates(groups)
+            self.check_groups(groups)
             with self.spans("optimizer-inner-step"):
                 decided = graphed.step(ready, groups, self._known_numbers(objections), limits, check)
             terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
@@ -285,7 +295,7 @@ class Stepper:
 
     @torch.no_grad()
     def _update(self, ready: _Prepared, groups: Groups) -> None:
-        self._check_rates(groups)
+        self.check_groups(groups)
         skip = ready.verdict.skip
         with self.spans("optimizer-clip-main-grad"):
             scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
@@ -298,8 +308,15 @@ class Stepper:
                     unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
                 self._publish(unit)
 
-    def _check_rates(self, groups: Groups) -> None:
-        """Raise before the first update rather than between the updates of two units."""
+    def check_groups(self, groups: Groups) -> None:
+        """Raise before the first update rather than between the updates of two units.
+
+        Raises:
+            ValueError: a group has no learning rate yet.
+            GroupError: an entry of a group was changed in a way that no step supports.
+        """
+        if self._entries is not None:
+            self._entries.check(groups)
         for index in self._applied:
             check_rate(groups[index])
 

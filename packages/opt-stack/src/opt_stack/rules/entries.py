@@ -80,6 +80,7 @@ def check_loaded_numbers(
         rule = rules.get(group["optimizer"])
         if rule is not None:
             check_numbers({**{key: saved[key] for key in saved if key in group}, "name": group["name"]}, rule)
+            _check_flags(group["name"], saved, rule)
         declares = rule.formula.number_names if isinstance(rule, ElementwiseRule) else ()
         for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
             values = saved.get(key)
@@ -87,6 +88,18 @@ def check_loaded_numbers(
                 if value is not None and not _is_possible(key, float(value), is_declared=key in declares):
                     allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
                     raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
+
+
+def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ConfigError if torch's optimizer took other steps than `rule` does."""
+    chosen = dict(rule.formula.constants) if isinstance(rule, ElementwiseRule) else {}
+    for flag in ("amsgrad", "maximize", "nesterov"):
+        own = bool(chosen.get(flag, getattr(rule, flag, False)))
+        if flag in saved and bool(saved[flag]) != own:
+            raise ConfigError(
+                f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
+                "it with the saved option, or set it in the state dict to go on without it"
+            )
 
 
 def _is_possible(key: str, value: float, *, is_declared: bool) -> bool:

@@ -184,6 +184,7 @@ class StateDicts(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, loaded.groups, strict=True):
             warn_of_other_hooks(group["name"], group, saved)
             set_group_(group, saved)
+        self.stepper.accept_flags(self.param_groups)
         if loaded.scaler:
             self.stepper.scaler.load_state_dict(loaded.scaler)
 

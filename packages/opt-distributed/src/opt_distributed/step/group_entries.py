@@ -1,0 +1,85 @@
+"""Check that parameter groups still have the entries that the optimizer was built with.
+
+Numbers are read in every step. Everything else was read when the optimizer was built, such as the rule of a group, so
+a change of it would have no effect.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from opt_distributed.step.hyper import FIELDS
+
+FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
+"""Entries that decide how parameters are laid out, clipped and updated."""
+_SCHEDULED = ("lr", "weight_decay")
+_FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
+
+
+class GroupError(ValueError):
+    """An entry of a parameter group was changed in a way that no step supports."""
+
+
+class GroupEntries:
+    """The entries of the groups as they were built, and as the last step saw them."""
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
+        # Schedulers write the others in every step; `lr` and `weight_decay` may be any number.
+        self._watched = [[name for name in built if name not in _SCHEDULED] for built in self._built]
+        self._seen: list[tuple[Any, ...]] = [() for _ in groups]
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise GroupError for an entry that was removed, for a fixed one that was changed or added, and for betas or
+        other numbers of another form. Unchanged groups cost one pass in C each."""
+        for index, group in enumerate(groups):
+            seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
+            if len(seen) != len(present) or not all(map(is_, seen, present)):
+                built = self._built[index]
+                for problem in _problems(built, group):
+                    raise GroupError(f"group {built.get('name', index)!r}: {problem}")
+                self._seen[index] = present
+
+    def accept_flags(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Keep torch's flags that a load wrote to the groups, which the load has checked."""
+        for built, group in zip(self._built, groups, strict=True):
+            built.update({name: group[name] for name in _FLAGS if name in group})
+
+
+def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    for name in built:
+        if name not in group:
+            yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
+    for name in FIXED:
+        if group.get(name) != built.get(name):
+            yield (
+                f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which has "
+                "no effect; build another optimizer, with config_overrides, and load this one's state_dict"
+            )
+    for name in FIELDS:
+        if name in group and name not in built:
+            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {_numbers(built)}"
+        if name in group and name in built and not _has_form_of(group[name], built[name]):
+            yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
+    for name in _FLAGS:
+        if name in group and group[name] is not built.get(name, False):
+            yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
+
+
+def _numbers(built: Mapping[str, Any]) -> str:
+    return ", ".join(name for name in FIELDS if name in built)
+
+
+def _has_form_of(value: Any, built: Any) -> bool:
+    """Whether both are single numbers, or rows of as many. A learning rate may be None until a scheduler sets it."""
+    if isinstance(built, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(built) and all(map(_is_number, value))
+    return value is None or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
