@@ -340,15 +340,16 @@ def jax(session: nox.Session) -> None:
 
 @nox.session(python="3.11", default=False)
 def megatron(session: nox.Session) -> None:
-    """Writes real directories with Megatron-Core in each of its formats, on gloo ranks, and reads them."""
+    """Megatron-Core on gloo ranks: reads directories in each of its formats, and trains in its own wrapper."""
     install_torch(session, "==2.13.0")
-    install_packages(session, "opt-checkpoint")
+    install_packages(session, *PACKAGES)
     session.install("--no-deps", "megatron-core==0.16.1")
-    session.install("numpy>=2", "packaging", "psutil")
+    session.install("numpy>=2", "packaging", "psutil", "setuptools")
     old = Path(session.create_tmp()) / "megatron-0.12"  # the last versions that write `fully_sharded_model_space`
     session.install("--no-deps", "--target", str(old), "megatron-core==0.12.3")
     env = {"OPT_MEGATRON_OLD": str(old)}
-    session.run("pytest", "packages/opt-checkpoint/tests_megatron", *session.posargs, env=env)
+    tests = ["packages/opt-checkpoint/tests_megatron", "integration_tests/trainers/test_megatron_bridge.py"]
+    session.run("pytest", *tests, *session.posargs, env=env)
 
 
 @nox.session(default=False)

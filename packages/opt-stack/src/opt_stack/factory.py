@@ -28,6 +28,7 @@ from opt_paramgroups import (
 )
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
+from opt_stack.chunks.megatron_ddp import reduced_by_megatron
 from opt_stack.chunks.torch_ddp import averaged_by_torch
 from opt_stack.chunks.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
 from opt_stack.chunks.wrapper_fields import check_patterns
@@ -241,6 +242,7 @@ def _build(
         metas=metas,
         group_of=group_index(groups),
         device=_device(chunks, roles.everyone),
+        reduced=reduced_by_megatron(chunks, params),
         averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
     )
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
@@ -337,7 +339,8 @@ def _device(chunks: Sequence[nn.Module], everyone: Comm) -> torch.device:
 
     Raises ConfigError, on every rank, if ranks hold their models on different kinds of device.
     """
-    tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    # Megatron-Core's wrapper has a list in place of the method `buffers`.
+    tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
     device = next((tensor.device for tensor in tensors), None)
     per_rank: list[str | None] = everyone.gather_objects(None if device is None else device.type)
     kinds = [kind for kind in dict.fromkeys(per_rank) if kind is not None]

@@ -19,6 +19,7 @@ from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.main_grads import ReducedMainGrads
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
@@ -49,6 +50,7 @@ class Model:
     group_of: Mapping[ParamId, int]
     device: torch.device
     averaged: frozenset[ParamId] = frozenset()  # parameters whose gradients torch's DistributedDataParallel averages
+    reduced: frozenset[ParamId] = frozenset()  # parameters whose main_grad Megatron-Core's wrapper reduces
 
 
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
@@ -127,6 +129,8 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     dtype = plan.config.precision.grads if is_bf16 else torch.float32
     if buffer.spread is Spread.LAID_OUT:
         return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
+    if params.keys() <= model.reduced:
+        return ReducedMainGrads(params)
     if axes.num_replicas == 1:
         return OwnGrads(params, num_replicas=replicas)
     sharded = buffer.spread is not Spread.REPLICATED

@@ -18,6 +18,7 @@ from opt_distributed.step.coded_main import FP16
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
+from opt_stack.chunks.megatron_ddp import check_megatron_wrapper, is_megatron_wrapper
 from opt_stack.chunks.wrapper_fields import check_against
 from opt_stack.planning.plan import BufferPlan, Spread
 
@@ -52,7 +53,10 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         )
     for index, chunk in enumerate(chunks):
         if not isinstance(chunk, DistributedDataParallel):
-            _check_plain(index, chunk)
+            if is_megatron_wrapper(chunk):
+                check_megatron_wrapper(config, chunks, index)
+            else:
+                _check_plain(index, chunk)
             if config.reuse_grad_buf_for_mxfp8_param_ag:
                 raise ConfigError(
                     f"reuse_grad_buf_for_mxfp8_param_ag=True, but model chunk {index} is a plain "

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from opt_checkpoint import (
     KEEP_VARS_HINT,
@@ -32,6 +33,16 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
+
+
+_MEGATRON_HINT = (
+    " The model's sharded state holds tensors of Megatron-Core; describe it with opt_stack.megatron.ShardedTensor and "
+    "save it with opt_checkpoint.save. In Megatron-Bridge, set checkpoint.ckpt_format='torch'"
+)
+
+
+def _is_megatrons(value: object) -> bool:
+    return type(value).__module__.startswith("megatron.core.")
 
 
 class Held(NamedTuple):
@@ -62,7 +73,8 @@ def describe_params(
     found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
     missing = [index for index in range(len(params)) if index not in found]
     if missing:
-        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{KEEP_VARS_HINT}")
+        hint = _MEGATRON_HINT if any(map(_is_megatrons, tree_leaves(model_sharded_state_dict))) else KEEP_VARS_HINT
+        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{hint}")
     for sharded in found.values():
         sharded.has_mains = True
     found = {i: s.declared() if isinstance(s, ShardedTensorFactory) else s for i, s in found.items()}
