@@ -1,17 +1,17 @@
-"""Every error this package raises on purpose; all of them are ValueErrors."""
+"""The error classes of this package. All are ValueErrors."""
 
 from __future__ import annotations
 
 
 class CheckpointingException(ValueError):
-    """A checkpoint or a sharded description is wrong; the message names what, and what to do.
+    """A checkpoint or a sharded description is wrong. The message says what is wrong, and what to do.
 
     The name is Megatron-Core's (`megatron.core.dist_checkpointing.core.CheckpointingException`).
     """
 
 
 class CheckpointCorruptError(CheckpointingException):
-    """Bytes on disk are not the bytes that were saved; the message names the file and, where known, the tensor."""
+    """Bytes on disk differ from those saved. The message names the file and, if known, the tensor."""
 
 
 class CheckpointKeyError(CheckpointingException):
@@ -19,7 +19,7 @@ class CheckpointKeyError(CheckpointingException):
 
 
 class CheckpointMismatchError(CheckpointingException):
-    """A stored tensor and the tensor asked for differ in shape, dtype, coverage or layout."""
+    """A stored tensor and the requested tensor differ in shape, dtype, coverage or layout."""
 
 
 class CheckpointExistsError(CheckpointingException):
@@ -31,12 +31,12 @@ class CheckpointNotFoundError(CheckpointingException):
 
 
 class CheckpointFailedError(CheckpointingException):
-    """A save or load failed on some rank; raised with one text on every rank.
+    """A save or load failed on some rank. Every rank raises it with the same message.
 
     Args:
         message: what failed, rank by rank.
-        causes: what stands for the exception of each failed rank, by its rank in the process group: an `OSError` with
-            its `errno`, or an exception whose text names the class. The tracebacks are notes of this error.
+        causes: a copy of the exception of each failed rank, by its rank in the process group: an `OSError` with its
+            `errno`, or an exception whose text names the class. The tracebacks are notes of this error.
     """
 
     def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:

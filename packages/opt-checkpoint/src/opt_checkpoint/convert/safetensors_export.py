@@ -67,7 +67,7 @@ def save_safetensors(
         CheckpointMismatchError: shapes do not fit a rule, or a tied tensor has other values than its partner.
         CheckpointingException: the state holds more than tensors, or shards with holes or overlaps; or ranks were given
             different arguments.
-        CheckpointFailedError: a rank failed otherwise.
+        CheckpointFailedError: a rank failed for another reason.
     """
     ranks, given, what = ranks_of(process_group), Path(str(folder)).absolute(), f"exporting to {folder}"
     same_everywhere(ranks, what, folder=given, names=fingerprint(names), dtype=dtype, shard_bytes=shard_bytes)

@@ -1,1 +1,1 @@
-"""Object stores: one protocol, its client by obstore, and paths in it."""
+"""Object stores: the client protocol, its implementation with obstore, and paths in stores."""

@@ -1,7 +1,8 @@
-"""The few requests made of an object store, as one protocol, so that tests can make any of them fail.
+"""The requests to an object store as a protocol, so that tests can make any of them fail.
 
-Errors are `OSError`s: `FileNotFoundError` where an object is known to be absent, `FileExistsError` where `create` found
-one, `PermissionError`, `TimeoutError`, and `OSError` with `EIO` for everything else. An error is never an absence.
+Errors are `OSError`s: `FileNotFoundError` if an object is known to be absent, `FileExistsError` if `create` found one,
+`PermissionError`, `TimeoutError`, and `OSError` with `EIO` for everything else. Other errors never mean that an object
+is absent.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ class ObjectClient(Protocol):
     """Requests to one bucket or container. Keys are separated by slashes and begin without one."""
 
     def put(self, key: str, content: bytes) -> None:
-        """Write a small object, in place of what is there."""
+        """Write a small object, replacing an existing one."""
 
     def create(self, key: str, content: bytes) -> None:
-        """Write a small object. FileExistsError where there is one, also where an earlier attempt of this call wrote
+        """Write a small object. Raises FileExistsError if it exists, even if an earlier attempt of this call wrote
         it."""
 
     def upload(self, key: str, parts: Iterable[bytes | memoryview]) -> None:
-        """Write an object in parts, as they come; it appears only when all are there. The iterator's errors are raised,
-        and then nothing appears."""
+        """Write an object in parts, as the iterator yields them. The object appears only after all parts; if the
+        iterator raises, so does this, and no object appears."""
 
     def get(self, key: str) -> bytes:
-        """All of a small object."""
+        """Read a whole small object."""
 
     def get_spans(self, key: str, spans: Sequence[ByteSpan]) -> list[memoryview]:
-        """Several runs of bytes of an object, requested at the same time. A run that reaches beyond the object's end
-        comes back shorter, or is an OSError."""
+        """Read several runs of bytes of an object concurrently. A run that reaches beyond the end of the object is
+        truncated, or raises OSError."""
 
     def head(self, key: str) -> Listed:
         """Size and time of an object."""
@@ -60,7 +61,7 @@ class ObjectClient(Protocol):
         """All objects whose keys begin with `prefix` and a slash; all objects for an empty one."""
 
     def folders(self, prefix: str) -> list[str]:
-        """The distinct next parts of such keys that have further parts."""
+        """The distinct next parts of keys below `prefix` that have further parts, like subdirectories."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; those that are absent do not matter."""
+        """Delete objects. Missing ones are ignored."""

@@ -1,4 +1,4 @@
-"""`ObjectClient` by obstore: S3, Google Cloud Storage, Azure, directories and memory."""
+"""`ObjectClient` with obstore: S3, Google Cloud Storage, Azure, directories and memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ else:
 
 _PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
 _PARTS_AT_ONCE = 8
-_COALESCED_BYTES = 1 << 20  # bytes between two runs that are fetched rather than asked for apart
+_COALESCED_BYTES = 1 << 20  # gap in bytes up to which two runs are fetched by one request
 
 
 class ObstoreClient:
-    """Requests by obstore, which retries each one by its own `retry_config`.
+    """Makes requests with obstore, which retries each one according to its `retry_config`.
 
     Args:
         store: an obstore store.
@@ -81,7 +81,7 @@ class ObstoreClient:
         return [folder.rstrip("/").rpartition("/")[2] for folder in found]
 
     def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:  # one request each: S3-compatible stores differ in bulk deletes, and in what is absent
+        for key in keys:  # one request each: stores differ in bulk deletes, and in their response for absent objects
             try:
                 with _as_os_errors(key):
                     obstore.delete(self._store, key)
@@ -100,7 +100,7 @@ def _as_os_errors(key: str) -> Iterator[None]:
         yield
     except exceptions.AlreadyExistsError as error:
         raise FileExistsError(errno.EEXIST, "the object exists", key) from error
-    except exceptions.PreconditionError as error:  # stores answer so to a `create` of what is there
+    except exceptions.PreconditionError as error:  # some stores respond so to a `create` of an existing object
         raise FileExistsError(errno.EEXIST, "the object exists", key) from error
     except exceptions.NotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
@@ -122,12 +122,12 @@ def _require_obstore() -> None:
 
 
 class Opened(NamedTuple):
-    """A store, and a place in it.
+    """A store, and a position in it.
 
     Args:
         client: makes requests to the store.
         root: URL of the key "".
-        key: the place.
+        key: key of the position.
     """
 
     client: ObstoreClient
@@ -136,11 +136,11 @@ class Opened(NamedTuple):
 
 
 def open_url(url: str, options: dict[str, Any]) -> Opened:
-    """The store and the place that a URL names.
+    """Open the store that a URL names.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://`, `az://`, ...; `file:///directory`; `memory://name/prefix`, a store of this
-            process that every use of the name shares.
+        url: `s3://bucket/prefix`, `gs://`, `az://`, ...; `file:///directory`; `memory://name/prefix`, a store in this
+            process, shared by all URLs with this name.
         options: passed to `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
 
     Raises:
@@ -172,5 +172,5 @@ def _own_store(url: SplitResult) -> Any:
 
 @cache
 def _memory_store(name: str) -> Any:
-    """What stands for a bucket in this process."""
+    """The in-memory store of this name."""
     return MemoryStore()

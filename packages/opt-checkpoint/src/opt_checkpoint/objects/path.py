@@ -1,4 +1,4 @@
-"""Places in object stores, used like `pathlib.Path` where both may stand."""
+"""Paths in object stores, which can be used in place of `pathlib.Path`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLATTENED_URL = re.compile(rf"(?:{'|'.join(_SCHEMES)}):/[^/]")
 
 
 class _NoClient:
-    """What a path has in place of a client after it was sent to another process."""
+    """Replaces the client of a path that was sent to another process."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("this ObjectPath came from another process; use `bound` before it is read")
@@ -28,15 +28,15 @@ class _NoClient:
 
 @dataclass(frozen=True, slots=True)
 class ObjectPath:
-    """An object, or the common beginning of the keys of several, in an object store.
+    """An object, or a common prefix of several objects, in an object store.
 
-    It may be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling drops
+    It can be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling drops
     the client and its credentials.
 
     Args:
         client: makes the requests.
         root: URL of the key "", for messages and comparisons.
-        key: the place within the store, without a slash at either end.
+        key: the key within the store, without a slash at either end.
     """
 
     client: ObjectClient
@@ -45,13 +45,13 @@ class ObjectPath:
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectPath:
-        """The place that a URL names.
+        """The path that a URL names.
 
         Args:
             url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://...`, `file:///directory`, `memory://name/prefix`.
             options: passed to `obstore.store.from_url`: `region=`, `endpoint=`, `access_key_id=`, ...,
-                `credential_provider=`, `client_options=`, `retry_config=`. What is not given is taken from the
-                environment, as obstore does.
+                `credential_provider=`, `client_options=`, `retry_config=`. obstore takes missing options from the
+                environment.
 
         Raises:
             CheckpointingException: obstore is not installed, or does not accept the URL or the options.
@@ -80,7 +80,7 @@ class ObjectPath:
         return _unbound, (self.root, self.key)
 
     def bound(self, other: ObjectPath) -> ObjectPath:
-        """Another place of the same store, with the client of this one."""
+        """Another path in the same store, with the client of this one."""
         if other.root != self.root:
             raise RuntimeError(f"{other} is not in the store of {self}")
         return ObjectPath(self.client, self.root, other.key)
@@ -91,16 +91,16 @@ class ObjectPath:
         return str(self).rpartition("/")[2]
 
     def read_bytes(self) -> bytes:
-        """All of a small object.
+        """Read a whole small object.
 
         Raises:
-            FileNotFoundError: there is none.
-            OSError: the store did not answer.
+            FileNotFoundError: it does not exist.
+            OSError: the store did not respond.
         """
         return self.client.get(self.key)
 
     def exists(self) -> bool:
-        """Whether there is an object; raises OSError where the store does not answer."""
+        """Whether the object exists. Raises OSError if the store does not respond."""
         try:
             self.client.head(self.key)
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class ObjectPath:
         self.client.delete([(self / name).key for name in names])
 
     def absolute(self) -> Self:
-        """Itself."""
+        """Return this path."""
         return self
 
 
@@ -137,7 +137,7 @@ def location_of(path: AnyPath) -> Location:
     """A path as an absolute `Path`, or for a URL as an `ObjectPath` with the options of the environment.
 
     Raises:
-        CheckpointingException: a URL cannot be opened, or was made a `pathlib.Path`.
+        CheckpointingException: a URL cannot be opened, or was passed as a `pathlib.Path`.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -154,7 +154,7 @@ def local_path(path: AnyPath, what: str) -> Path:
 
     Args:
         path: a path.
-        what: what it is the path of, for the message.
+        what: what the path is for, used in the message.
 
     Raises:
         CheckpointingException: it is the URL of an object store.
@@ -169,7 +169,7 @@ def subdirectories(directory: Location) -> Sequence[Location]:
     """List the subdirectories of a directory, sorted; empty if the directory does not exist.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the directory cannot be read.
     """
     if isinstance(directory, ObjectPath):
         return directory.folders()

@@ -1,4 +1,4 @@
-"""Requests that failed, made again: an `ObjectClient` around another one."""
+"""An `ObjectClient` that retries failed requests of another one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from opt_checkpoint.objects.client import ByteSpan, Listed, ObjectClient
 T = TypeVar("T")
 _ATTEMPTS = 3
 _FIRST_WAIT_S = 0.5
-# Answers, not failures.
+# Valid responses, not failures.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError)
 
 
 class RetryingClient:
-    """Makes every request up to three times; uploads once, because their parts are consumed.
+    """Tries every request up to three times; uploads only once, because their parts are consumed.
 
-    obstore retries single HTTP requests. This also repeats those that obstore must not repeat, such as a `create`
-    without an answer: `FileExistsError` may then mean that the first attempt wrote the object.
+    obstore retries single HTTP requests. This also repeats requests that obstore must not repeat, such as a `create`
+    without a response. `FileExistsError` may then mean that the first attempt wrote the object.
 
     Args:
         client: makes the requests.

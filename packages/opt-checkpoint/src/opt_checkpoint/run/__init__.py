@@ -1,1 +1,1 @@
-"""What users call: save, load, background saves, a series of checkpoints, torch optimizers."""
+"""The functions that users call: save, load, background saves, a series of checkpoints, torch optimizers."""

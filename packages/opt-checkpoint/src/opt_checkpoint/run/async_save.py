@@ -1,4 +1,4 @@
-"""Saving in the background: a snapshot now, files later; failures are raised by the next call, on every rank."""
+"""Saves in the background: takes a snapshot, and writes files later. The next call raises failures, on every rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SaveHandle:
     """A running save.
 
     Args:
-        path: where the checkpoint will be.
-        blocked_s: seconds that the snapshot took, in which training could not continue.
+        path: path of the checkpoint.
+        blocked_s: seconds for which the snapshot blocked training.
     """
 
     def __init__(self, path: Location, blocked_s: float) -> None:
@@ -40,7 +40,7 @@ class SaveHandle:
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Location:
-        """Wait until the checkpoint is committed; its path.
+        """Wait until the checkpoint is committed, and return its path.
 
         Raises:
             CheckpointingException: the save failed; the same on every rank.
@@ -132,7 +132,7 @@ class AsyncSaver:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks, with a process group of their own for work in the background."""
+        """The ranks, with a separate process group for work in the background."""
         return self._ranks
 
     def start(self, state: ShardedStateDict, target: Location, write: Callable[[ShardedStateDict], None]) -> SaveHandle:
@@ -207,7 +207,7 @@ class AsyncSaver:
 
 
 def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alone: bool) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, so that messages of the background thread do not mix with those of training."""
+    """A gloo group of the same ranks, so that messages of the background thread are separate from those of training."""
     if alone:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
@@ -237,8 +237,8 @@ def async_save(
         state: as for `save`.
         path: as for `save`.
         saver: keeps group and memory from one save to the next, and raises the failure of the previous save. Without
-            one, each call makes its own, and only the handle reports a failure.
-        process_group: the ranks that save, where there is no `saver`.
+            one, each call creates a new one, and only the handle reports a failure.
+        process_group: the ranks that save, if `saver` is None.
         common: as for `save`.
         details: as for `save`.
 

@@ -12,7 +12,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what this object holds."""
+        """Release the resources of this object."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""What a snapshot needs of a GPU: its streams and pinned memory of the host.
+"""The interface of a GPU that snapshots use: streams, and pinned host memory.
 
-`opt_distributed.comm.device.Device` is such a device too, so that its double, which runs work later, can test staging.
+`opt_distributed.comm.device.Device` also implements it, so its test double, which delays work, can test staging.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ class StagingDevice(Protocol):
     """A device whose operations may return before they have run."""
 
     def current_stream(self) -> Any:
-        """The stream to which operations are queued now; has `record_event`."""
+        """The stream on which operations are currently queued; has `record_event`."""
 
     def side_stream(self) -> Any:
         """One stream for copies to the host; has `wait_event` and `record_event`."""
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """A block whose operations are queued to a stream."""
+        """A context in which operations are queued on a stream."""
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised memory of the host that copies without blocking may write; shape and dtype of `tensor`."""
+        """Uninitialised host memory for non-blocking copies, with the shape and dtype of `tensor`."""
 
 
 class CudaDevice:
     """A CUDA device.
 
     Args:
-        device: which.
+        device: the CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,5 +55,5 @@ class CudaDevice:
 
 @cache
 def device_of(device: torch.device) -> StagingDevice | None:
-    """The streams of a CUDA device; None for a device whose copies to the host are done when they return."""
+    """The streams of a CUDA device; None for a device with synchronous copies to the host."""
     return CudaDevice(device) if device.type == "cuda" else None

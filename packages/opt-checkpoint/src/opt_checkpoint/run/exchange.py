@@ -1,4 +1,4 @@
-"""Directories of files sent from rank to rank over a process group."""
+"""Sends directories of files from rank to rank over a process group."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _listing(directory: Path) -> list[_Listed]:
 
 
 def _run(ranks: Ranks, outgoing: Sequence[_Outgoing], incoming: Sequence[_Incoming]) -> None:
-    """In every round the next chunk of every parcel."""
+    """Transfer the next chunk of every parcel in each round."""
     while busy := [end for end in (*outgoing, *incoming) if end.left]:
         waiting = []
         for end in busy:

@@ -1,4 +1,4 @@
-"""Errors sent to other ranks: as text, because an exception may not pickle, or not unpickle there."""
+"""Sends errors to other ranks as text, because an exception may not pickle here, or not unpickle there."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Failure(NamedTuple):
 
     @property
     def kind(self) -> type[CheckpointingException] | None:
-        """The class of this package that it has, if any."""
+        """The class of the exception if it is one of this package, else None."""
         return next((kind for kind in _own_errors(CheckpointingException) if kind.__name__ == self.type_name), None)
 
     def as_exception(self) -> BaseException:
-        """An exception that stands for it on another rank."""
+        """A copy of the exception for other ranks."""
         if self.errno is not None:
             return OSError(self.errno, self.text)
         return FailureOnRank(self)
@@ -64,7 +64,7 @@ def _text_of(error: BaseException) -> str:
 
 
 class FailureOnRank(Exception):
-    """Stands for an exception of another rank; always pickles."""
+    """A copy of an exception of another rank, which can always be pickled."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -75,7 +75,7 @@ class FailureOnRank(Exception):
 
 
 def as_ours(what: str, failures: Mapping[int, Failure]) -> CheckpointingException:
-    """One error for the failures of several ranks, of their type where they share one of ours.
+    """One error for the failures of several ranks; of their type if all have the same type of this package.
 
     The tracebacks of the ranks are notes of the error, which Python prints below its message.
     """
@@ -94,10 +94,10 @@ def as_ours(what: str, failures: Mapping[int, Failure]) -> CheckpointingExceptio
 
 
 class Crossing:
-    """A planner or a storage whose exceptions can be sent to other ranks by torch.distributed.checkpoint.
+    """Wraps a planner or storage so that torch.distributed.checkpoint can send its exceptions to other ranks.
 
     Args:
-        target: the planner or storage; every call and attribute is passed on to it.
+        target: the planner or storage, to which all calls and attributes are forwarded.
     """
 
     def __init__(self, target: object) -> None:
@@ -120,5 +120,5 @@ class Crossing:
 
 
 def crossing(target: T) -> T:
-    """`Crossing(target)`, typed as what it stands for."""
+    """`Crossing(target)`, typed as `target`."""
     return cast(T, Crossing(target))

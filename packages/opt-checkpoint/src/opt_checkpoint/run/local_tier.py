@@ -1,4 +1,4 @@
-"""The local tier: each rank's part of a step on its own node, and a copy on another one."""
+"""The local tier: each rank's part of a step, stored on its own node and copied to another node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PART = re.compile(r"rank-\d{5,}")
 
 
 class UnsyncedFiles(LocalFiles):
-    """`Files` that never syncs: the local tier must survive processes, not a power loss of the node.
+    """`Files` that never syncs: the local tier must survive the loss of processes, not a power loss of the node.
 
     Files that are incomplete after a power loss fail their checksums, and the copy on another node is used.
     """
@@ -45,8 +45,8 @@ class UnsyncedFiles(LocalFiles):
 class LocalTier:
     """The parts of a run that are on this rank's node.
 
-    `directory/run/step-000000100/rank-00003` is rank 3's part of step 100: written there by rank 3, sent there by it
-    because another rank on this node keeps its copy, or fetched from a copy when it resumed.
+    `directory/run/step-000000100/rank-00003` is rank 3's part of step 100. Rank 3 wrote it there, or sent it to a rank
+    of this node that keeps its copy, or fetched it from a copy when it resumed.
 
     Args:
         directory: on this node: a tmpfs or a local disk. Ranks of a node may share it.
@@ -64,17 +64,17 @@ class LocalTier:
         self._files: Files = files or UnsyncedFiles()
 
     def place(self, step: int, rank: int) -> Path:
-        """Where a rank's part of a step is on this node."""
+        """Path of a rank's part of a step on this node."""
         return self.path / step_name(step) / f"rank-{rank:05d}"
 
     def write(self, ranks: Ranks, state: ShardedStateDict, step: int, save: str) -> None:
         """Write this rank's part and send its copy, then remove older steps; all ranks call this together.
 
         Args:
-            ranks: with a process group of their own where this runs in the background.
+            ranks: all ranks, with a separate process group if this runs in the background.
             state: what to save.
-            step: its step. Later local steps are removed: the run went back to before them.
-            save: names this save; the same on all ranks.
+            step: number of the step. Later local steps are removed, because the run has gone back to an earlier step.
+            save: identifies this save; the same on all ranks.
 
         Raises:
             CheckpointingException: a rank failed; the previous step still exists.
@@ -104,7 +104,7 @@ class LocalTier:
             self._remove(self.place(step, owner))
 
     def _remove_interrupted(self) -> None:
-        """Remove what is left of steps whose removal was interrupted; a tmpfs may have no room for it."""
+        """Remove the remains of steps whose removal was interrupted, because a tmpfs has limited space."""
         for path in self.path.glob(f"{DELETING}*"):
             try:
                 self._files.remove_tree(path)
@@ -153,7 +153,7 @@ class LocalTier:
         is used.
 
         Args:
-            ranks: all of them come to the same verdict.
+            ranks: all ranks.
             not_before: steps below this are ignored.
 
         Raises:

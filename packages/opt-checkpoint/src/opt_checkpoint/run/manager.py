@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def committed_steps(directory: AnyPath) -> list[int]:
-    """The steps whose checkpoint is committed and whole by its manifest and file sizes, in order.
+    """The steps whose checkpoint is committed and complete, by its manifest and file sizes, in order.
 
     A damaged checkpoint is skipped with a warning in the log.
 
@@ -46,7 +46,7 @@ def committed_steps(directory: AnyPath) -> list[int]:
 
 
 def latest_step(directory: AnyPath) -> int | None:
-    """The newest such step; None if no checkpoint was ever committed. Older ones are not read.
+    """The newest committed and complete step; None if no checkpoint was ever committed. Older ones are not read.
 
     Raises:
         CheckpointCorruptError: there are checkpoints, but all are damaged.
@@ -67,7 +67,7 @@ def latest_step(directory: AnyPath) -> int | None:
 
 
 def named_steps(directory: Location) -> list[tuple[int, Location]]:
-    """Step and path of every directory that is named like a step, whatever it holds, in order."""
+    """Step and path of every directory that is named like a step, complete or not, in order."""
     found: list[tuple[int, Location]] = []
     for entry in subdirectories(directory):
         match = _STEP.fullmatch(entry.name)
@@ -88,7 +88,7 @@ def _is_whole(path: Location) -> bool:
 
 
 class CheckpointManager(Closing):
-    """Saves steps, keeps the newest few, and loads the newest whole one.
+    """Saves steps, keeps the newest few, and loads the newest complete one.
 
     All ranks construct it and call its methods together. Only rank 0 lists the directory, so that a rank with a stale
     view of a network file system gets the same answer. Only `save` changes the directory: a manager that is opened to
@@ -98,8 +98,8 @@ class CheckpointManager(Closing):
     remove them, or save to another directory.
 
     Args:
-        directory: where the steps are; made when needed. A directory, or a place in an object store: its URL, or an
-            `ObjectPath` for one with options.
+        directory: parent of the steps, created when needed. A directory, the URL of a place in an object store, or an
+            `ObjectPath` for a store with options.
         keep: how many of the newest checkpoints to keep, at least 1.
         keep_every: steps that are multiples of this are never removed; None for none.
         in_background: whether `save` returns after the snapshot.
@@ -140,19 +140,19 @@ class CheckpointManager(Closing):
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
 
-        Once the checkpoint is committed, rank 0 removes the older ones that are not to be kept, in the background where
-        the save is. What cannot be removed is named in the log and tried again after the next save.
+        Once the checkpoint is committed, rank 0 removes older ones that need not be kept, in the background if the save
+        is. Checkpoints that cannot be removed are logged and tried again after the next save.
 
         Args:
-            step: number of the step, not negative; each is saved once.
+            step: number of the step, not negative; each step is saved once.
             state: as for `opt_checkpoint.save`.
             common: as for `opt_checkpoint.save`.
 
         Returns:
-            Where the checkpoint is or will be.
+            The path of the checkpoint.
 
         Raises:
-            CheckpointExistsError: this step is there already.
+            CheckpointExistsError: this step already exists.
             CheckpointingException: this save, or the one before, failed.
         """
         if step < 0:
@@ -197,7 +197,7 @@ class CheckpointManager(Closing):
                 self._saver.close()
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is committed and whole, as rank 0 sees it; None where there never was one.
+        """The newest step whose checkpoint is committed and complete, as seen by rank 0; None if there never was one.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
@@ -206,15 +206,15 @@ class CheckpointManager(Closing):
         return agreed(self._ranks, lambda: latest_step(self.directory), f"listing {self.directory}")
 
     def steps(self) -> list[int]:
-        """All such steps, in order."""
+        """All steps with committed and complete checkpoints, in order."""
         return agreed(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
-        """Load a step, the newest whole one by default.
+        """Load a step, by default the newest complete one.
 
         Args:
             state: as for `opt_checkpoint.load`.
-            step: which; None for the newest.
+            step: number of the step; None for the newest.
             options: as for `opt_checkpoint.load`.
 
         Raises:
@@ -226,12 +226,12 @@ class CheckpointManager(Closing):
     def load_optimizer(
         self, model: nn.Module, optimizer: Optimizer, *, step: int | None = None, **options: Any
     ) -> OptimizerLoadReport:
-        """Load an optimizer from a step, the newest whole one by default.
+        """Load an optimizer from a step, by default the newest complete one.
 
         Args:
             model: as for `opt_checkpoint.load_optimizer`.
             optimizer: as for `opt_checkpoint.load_optimizer`.
-            step: which; None for the newest.
+            step: number of the step; None for the newest.
             options: as for `opt_checkpoint.load_optimizer`.
 
         Raises:
@@ -249,7 +249,7 @@ class CheckpointManager(Closing):
     def _retire(self, saved: int) -> None:
         """Delete all but the newest `keep` complete checkpoints; damaged ones stay for inspection.
 
-        In an object store this also removes what dead saves of other steps left. On disks every save does that.
+        In an object store this also removes leftovers of dead saves of other steps. On disks every save does that.
 
         Args:
             saved: the step just saved, which stays; a run that went back also has newer steps.

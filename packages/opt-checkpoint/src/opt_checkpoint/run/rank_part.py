@@ -1,8 +1,8 @@
-"""What one rank holds of a state, as a checkpoint of its own: saved without communication.
+"""Saves the part of a state that one rank holds as a separate checkpoint, without communication.
 
 Every box that the rank holds is stored, replicas too, so that the same rank of the same layout finds all it needs. The
-files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details say which box
-of which global tensor each stored tensor is.
+files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details record the
+global tensor and box of each stored tensor.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # next to t
 
 
 class PartName(NamedTuple):
-    """Whose part of which save it is.
+    """Identifies a part: its run, step, save and rank.
 
     Args:
         run: the run.
         step: the step.
-        save: names this save of the step; the same on all ranks.
-        rank: the rank whose part it is.
-        world: how many ranks saved.
+        save: identifies this save of the step; the same on all ranks.
+        rank: the rank that saved the part.
+        world: number of ranks that saved.
     """
 
     run: str
@@ -59,11 +59,11 @@ class PartName(NamedTuple):
 
 
 def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files) -> None:
-    """Save what this rank holds of a state.
+    """Save the part of a state that this rank holds.
 
     Raises:
         CheckpointingException: the state cannot be stored.
-        OSError: the file system refuses.
+        OSError: raised by the file system.
     """
     flat = flatten_state(state)
     boxes, described = _boxes(flat)
@@ -86,7 +86,7 @@ def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files)
 
 
 def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
-    """A stored tensor for every box, and a description of where each belongs."""
+    """A stored tensor for every box, and a description of its position in the global tensor."""
     boxes: dict[str, ShardedTensor] = {}
     offsets: dict[str, list[Any]] = {}
     for shard in flat.tensors.values():
@@ -112,7 +112,7 @@ def _objects(flat: FlatState) -> Mapping[str, ShardedObject]:
 
 
 def read_part_name(index: CheckpointIndex) -> PartName:
-    """Whose part a checkpoint is.
+    """Read the name of a part.
 
     Raises:
         CheckpointCorruptError: it is not a part.
@@ -125,7 +125,7 @@ def read_part_name(index: CheckpointIndex) -> PartName:
 
 
 def open_part(path: Path) -> Opened:
-    """A part, described as the global tensors of which it holds some boxes.
+    """Open a part, described as global tensors of which it holds some boxes.
 
     Raises:
         CheckpointCorruptError: it is damaged, or not a part.
@@ -153,7 +153,7 @@ def open_part(path: Path) -> Opened:
 
 
 def _plain_key(key: str) -> str:
-    """The unique key of an object of the state; it was stored as the only one of a grid under that key."""
+    """The unique key of an object of the state. In a part, an object is stored as a grid of one under that key."""
     return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
 
 
@@ -161,8 +161,8 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
     """Plan to read from this rank's part; all ranks call this together.
 
     Raises:
-        CheckpointMismatchError: the parts were saved in another layout: what a rank asks for is not in its own part, or
-            not all of it. On every rank.
+        CheckpointMismatchError: the parts were saved in another layout: values that a rank requests are not in its own
+            part. Raised on every rank.
         CheckpointingException: as `load`.
     """
     plans = []
@@ -178,7 +178,7 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
 
 
 def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> None:
-    """Raise where a key that one rank misses is stored in the part of another: it is not missing, but elsewhere."""
+    """Raise if a key that is missing in the part of one rank is stored in the part of another: the layout differs."""
     missing = ranks.gather_everywhere(planner.missing)
     if not any(missing):
         return
@@ -195,7 +195,7 @@ def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIn
 
 
 def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
-    """Load from this rank's part; all ranks call this together, and memory is written once all of them can.
+    """Load from this rank's part. All ranks call this together, and write memory only after all have planned.
 
     Raises:
         CheckpointMismatchError: as `plan_part`.

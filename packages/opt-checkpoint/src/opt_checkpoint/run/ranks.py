@@ -1,4 +1,4 @@
-"""The ranks that save or load together: one process or a process group. No other module asks torch for ranks."""
+"""The ranks that save or load together: one process or a process group. No other module gets ranks from torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from opt_checkpoint.run.failures import Failure, as_ours
 
 T = TypeVar("T")
 _FREEING_S = 0.01
-# Before, torch.distributed.checkpoint takes a group's rank 0 for the world's.
+# Before this version, torch.distributed.checkpoint confuses rank 0 of a group with rank 0 of the world.
 ANY_GROUP = TorchVersion(torch.__version__) >= TorchVersion("2.8")
 
 
 class Ranks(Protocol):
-    """Ranks in a fixed order, of which this process is one; rank 0 coordinates."""
+    """Ranks in a fixed order, including this process. Rank 0 coordinates."""
 
     @property
     def rank(self) -> int:
@@ -32,23 +32,23 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Their process group; None where there is one process only, or for torch's default group."""
+        """Their process group; None for a single process, and for torch's default group."""
 
     @property
     def alone(self) -> bool:
-        """Whether no messages can be sent: torch.distributed is not set up."""
+        """Whether torch.distributed is not initialized, so that no messages can be sent."""
 
     def gather_everywhere(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Gather a value from every rank; returns the values by rank, on every rank."""
 
     def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
-        """Send bytes to one rank and receive bytes from another at the same time; None for nothing to send or receive.
+        """Send bytes to one rank and receive bytes from another at the same time; None to send or receive nothing.
 
-        Ranks call this in pairs: what one sends to another, that one receives. Writes `received`.
+        Every send needs a matching receive on the other rank. Writes to `received`.
         """
 
 
@@ -103,7 +103,7 @@ class GroupRanks(NamedTuple):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def _message_device(self) -> torch.device:
-        """The CPU, or the accelerator where the group sends nothing else."""
+        """The CPU, or the accelerator if the group can send only accelerator tensors."""
         if "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
         return torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -146,7 +146,7 @@ class _Outcome(NamedTuple):
 
 
 def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
-    """What rank 0 computes, on every rank; or its error, on every rank.
+    """Compute a value on rank 0 and return it on every rank, or raise its error on every rank.
 
     Args:
         ranks: all of them call this together.
@@ -154,8 +154,8 @@ def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
         what: named in the error.
 
     Raises:
-        CheckpointingException: rank 0's, where it raised one.
-        CheckpointFailedError: it raised something else.
+        CheckpointingException: raised by rank 0.
+        CheckpointFailedError: rank 0 raised another exception.
     """
     outcome, own = _Outcome(None, None), None
     if ranks.rank == 0:
@@ -180,7 +180,7 @@ def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
 
 
 def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
-    """Raise the errors of all ranks on all ranks; return when there is none. All call this together.
+    """Raise the errors of all ranks on all ranks; return if there are none. All ranks call this together.
 
     Raises:
         CheckpointingException: some rank has an error.
@@ -192,7 +192,7 @@ def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
 
 
 def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
-    """What each rank computes, by rank, on every rank; or the errors of all ranks, on every rank.
+    """Compute a value on each rank and return all values, by rank, on every rank; or raise the errors of all ranks.
 
     Args:
         ranks: all of them call this together.
@@ -227,7 +227,7 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
     except CheckpointingException as raised:
         error = raised
     same_everywhere(ranks, what, path=place or str(path).rstrip("/"), **arguments)
-    if not isinstance(place, Path):  # a path in a file system cannot fail, on any rank
+    if not isinstance(place, Path):  # a path in a file system cannot raise on any rank
         everyone(ranks, error, what)
     if place is None:
         raise RuntimeError("a rank without a place has an error")
@@ -237,7 +237,7 @@ def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
     """Raise on every rank if ranks were given different arguments; all call this together, before anything else.
 
-    Otherwise rank 0's would silently decide, or ranks would wait for one another.
+    Otherwise the arguments of rank 0 would be used silently, or ranks would wait for one another.
 
     Raises:
         CheckpointingException: naming the first argument that differs, its values and their ranks.

@@ -14,16 +14,16 @@ RUN = "run.json"
 
 
 def run_name(directory: Location, files: Files, *, may_write: bool) -> str | None:
-    """Return the name of the run that saves to a directory; None where it has none.
+    """Return the name of the run that saves to a directory; None if it has no name.
 
     Args:
         directory: the durable directory of the run.
         files: the file system.
-        may_write: whether to name the run where it has no name yet.
+        may_write: whether to name the run if it has no name yet.
 
     Raises:
         CheckpointCorruptError: the file does not hold a name.
-        OSError: the file system or store refuses.
+        OSError: raised by the file system or store.
     """
     place = directory / RUN
     if may_write:
@@ -40,7 +40,7 @@ def run_name(directory: Location, files: Files, *, may_write: bool) -> str | Non
 
 
 def _create_once(place: Location, content: bytes, files: Files) -> None:
-    """Write a small file or object where there is none; never half of one."""
+    """Write a small file or object atomically, unless it exists."""
     if isinstance(place, ObjectPath):
         try:
             place.client.create(place.key, content)

@@ -51,12 +51,12 @@ class LoadReport:
     """The result of a load.
 
     Args:
-        state: the state asked for, with tensors, objects and plain values in place of their descriptions.
-        missing: keys and plain values this rank asked for that are not stored.
-        unexpected: stored keys and plain values that no rank asked for; the same on all ranks.
+        state: the requested state, with tensors, objects and plain values in place of their descriptions.
+        missing: keys and plain values that this rank requested and that are not stored.
+        unexpected: stored keys and plain values that no rank requested; the same on all ranks.
         cast: keys whose stored dtype was converted.
         kind: who wrote the checkpoint.
-        bytes_wanted: bytes of stored values that this rank asked for.
+        bytes_wanted: bytes of stored values that this rank requested.
         bytes_read: bytes that were read for them.
     """
 
@@ -70,7 +70,7 @@ class LoadReport:
 
     @classmethod
     def of(cls, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
-        """The report of a load that a planner and a reader have carried out."""
+        """The report of a finished load by this planner and reader."""
         return cls(
             state=planner.assembled,
             missing=tuple(planner.missing),
@@ -102,7 +102,7 @@ def save(
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
             plain values (what `torch.load(weights_only=True)` accepts).
         path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
-            or an `ObjectPath` for one with options. It must not exist. The same on all ranks.
+            or an `ObjectPath` for a store with options. It must not exist. The same on all ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
         common: what to do if a plain value differs between ranks: refuse, or store rank 0's.
         details: recorded in the manifest for people, as JSON.
@@ -114,7 +114,7 @@ def save(
         CheckpointExistsError: something is at `path`.
         CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
             or ranks were given different paths or `common`.
-        CheckpointFailedError: a rank failed otherwise; `.causes` has an exception for each such rank.
+        CheckpointFailedError: a rank failed for another reason; `.causes` has an exception for each such rank.
     """
     ranks = ranks_of(process_group)
     target = same_location(ranks, "saving", path, common=common)
@@ -150,7 +150,7 @@ def carry_out_save(
     *,
     then: Callable[[], object] = lambda: None,
 ) -> None:
-    """Plan a save and write it; all ranks call this together. If it fails, what was written is removed.
+    """Plan a save and write it; all ranks call this together. If it fails, written files are removed.
 
     Args:
         ranks: those that save.
@@ -174,7 +174,7 @@ def carry_out_save(
 
 
 def _abandon(writer: _Abandonable) -> None:
-    """Clean up after a failed save; the next save removes what cannot be removed now."""
+    """Clean up after a failed save. The next save removes files that cannot be removed now."""
     try:
         writer.abandon()
     except OSError as error:
@@ -196,31 +196,32 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
 
-    Keys, shapes, dtypes, coverage, and what `verify` asks for are checked on all ranks before any memory is written.
+    Keys, shapes, dtypes, coverage, and what `verify` requires are checked on all ranks before any memory is written.
     Only the tensors of `state` are written (tensors without data get memory). Plain values and objects are in the
-    report's `state`. An error during reading, as from a failing disk, says so: tensors may be partly overwritten then.
+    report's `state`. After an error during reading, for example of the disk, tensors may be partly overwritten; the
+    message then says so.
 
     Args:
         state: what to load, in the form that `save` takes. Plain values select which of the stored ones to return.
-        path: a checkpoint of ours, in a directory or at the URL of an object store (`ObjectPath` for one with options);
-            a stock DCP directory, or a `torch_dist` directory of Megatron-Core.
+        path: a checkpoint of opt-checkpoint, in a directory or at the URL of an object store (`ObjectPath` for a store
+            with options); a stock DCP directory, or a `torch_dist` directory of Megatron-Core.
         process_group: the ranks that load.
         strict: what to do about keys on one side only: a `StrictHandling` or its name.
-        dtype: whether another stored dtype is an error or is converted.
-        verify: `"sizes"`: before any memory is written, every file is there, of its size, and of this save; while
-            values are read, they are compared with their checksums. `"chunks"`: also before any memory is written,
-            every chunk that a rank needs matches its checksums, which reads it twice. `"none"`: neither. Stock and
-            Megatron-Core directories have no checksums that could be compared.
-        aliases: prefixes of keys by which they may be stored, for keys that are not stored under their own.
+        dtype: whether a different stored dtype is an error or is converted.
+        verify: `"sizes"`: check before any memory is written that every file exists, has its size, and belongs to this
+            save; compare values with their checksums while reading. `"chunks"`: also compare every chunk that a rank
+            needs with its checksums before any memory is written, which reads it twice. `"none"`: neither. Stock and
+            Megatron-Core directories have no checksums to compare.
+        aliases: alternative prefixes, for keys that are not stored under their own name.
         safe_globals: classes and functions that stored objects and plain values may use, as for
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
-            loaded, and asking for one is an error.
+            loaded, and requesting one is an error.
         threads: number of concurrent reads of a rank.
-        share_reads: whether values that several ranks want, as replicas do, are read by one of them and sent to the
-            others over `process_group`. Faster where the network between ranks is faster than the file system.
+        share_reads: whether values that several ranks request, such as those of replicas, are read by one of them and
+            sent to the others over `process_group`. Faster if the network is faster than the file system.
 
     Returns:
-        What was loaded and what was not.
+        A report of what was loaded and what was not.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -228,7 +229,7 @@ def load(
         CheckpointKeyError: keys do not fit, under `strict`.
         CheckpointMismatchError: shapes, dtypes or coverage do not fit.
         CheckpointingException: ranks were given different paths, `strict`, `dtype` or `verify`.
-        CheckpointFailedError: a rank failed otherwise.
+        CheckpointFailedError: a rank failed for another reason.
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
@@ -248,14 +249,14 @@ def load(
 
 
 def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
-    """What reads the values of an open checkpoint; arguments as for `load`."""
+    """The reader of an open checkpoint; arguments as for `load`."""
     return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
 
 
 def carry_out_load(
     ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader, *, share_reads: bool = False
 ) -> LoadReport:
-    """Plan a load, prove it, and read; all ranks call this together, with one index.
+    """Plan a load, check it, and read. All ranks call this together, with the same index.
 
     Raises:
         CheckpointingException: as `load`.
@@ -272,13 +273,13 @@ def carry_out_load(
 
 
 def check_reads(verify: Verify, *, share_reads: bool) -> None:
-    """Raise ValueError where the two contradict each other."""
+    """Raise ValueError if `verify` and `share_reads` contradict each other."""
     if share_reads and verify == "chunks":
         raise ValueError("verify='chunks' reads every value on every rank, which share_reads avoids; give one of them")
 
 
 def with_client(opened: Opened, source: Location) -> Opened:
-    """Bind what rank 0 opened to this rank's own client of the object store."""
+    """Replace the client of a checkpoint that rank 0 opened by this rank's own client of the object store."""
     place = opened.index.path
     if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
         return replace(opened, index=replace(opened.index, path=source.bound(place)))
@@ -306,7 +307,7 @@ def error_of(compute: Callable[[], object]) -> Exception | None:
 
 @contextmanager
 def _failures_as_ours(what: str) -> Iterator[None]:
-    """Raise the errors that DCP collects from all ranks as one error of ours, of the cause's type."""
+    """Raise the errors that DCP collects from all ranks as one error of this package, with the type of the cause."""
     try:
         yield
     except CheckpointException as failure:
@@ -322,7 +323,7 @@ def _failures_as_ours(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_alone(ranks: Ranks) -> Iterator[None]:
-    """Suppress torch's warning that one process saves alone, which is intended."""
+    """Suppress torch's warning that a single process saves, which is intended."""
     if not ranks.alone:
         yield
         return

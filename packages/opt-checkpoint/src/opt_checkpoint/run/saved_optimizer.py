@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer: its groups by parameter name, and where each state is stored.
+"""Describes an optimizer in a checkpoint: its groups by parameter name, and where each state is stored.
 
 Three forms are read: that of `sharded_optimizer`; that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as
 torchtitan saves it, with the states `state.<parameter>.<state>` and groups by number or flattened by parameter; and the
@@ -44,19 +44,19 @@ class SavedOptimizer:
 
     @property
     def as_groups(self) -> dict[str, Any]:
-        """In the form that `apply_saved_groups` takes."""
+        """The groups in the form that `apply_saved_groups` takes."""
         return {"groups": self.groups, "names": self.names}
 
 
 def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
-    """The optimizer at a place in the saved state.
+    """Find the optimizer under these keys of the saved state.
 
     Args:
         opened: the checkpoint.
-        at: the keys that lead to it, as `("optimizer",)`.
+        at: the keys, such as `("optimizer",)`.
 
     Raises:
-        CheckpointKeyError: there is none there, or one of its states is incomplete.
+        CheckpointKeyError: there is no optimizer, or one of its states is incomplete.
     """
     saved = lookup(opened.common, tuple(at))
     if isinstance(saved, dict) and "state_names" in saved:
@@ -71,7 +71,7 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
 
 
 def _elsewhere(opened: Opened) -> str:
-    """Where states of parameters are found, as a hint."""
+    """A hint for error messages: the keys under which states of parameters are stored."""
     prefixes = {key.partition("state.")[0] for key in opened.index.tensors if ".state." in f".{key}"}
     places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in sorted(prefixes)[:4]]
     return f". There are states at {', '.join(map(str, places))}" if places else ""
@@ -123,7 +123,7 @@ def _stock(opened: Opened, at: Sequence[str]) -> SavedOptimizer | None:
 
 
 def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
-    """Keys `<prefix><parameter>.<name>`, by parameter and name."""
+    """The keys of the form `<prefix><parameter>.<name>`, by parameter and name."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for key in sorted(stored):
         name, dot, last = key.removeprefix(prefix).rpartition(".")
@@ -133,7 +133,7 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
 
 
 def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Groups and their parameters' names: stored whole, by number, or flattened by parameter."""
+    """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
     whole = lookup(opened.common, (*at, "param_groups"))
     if isinstance(whole, list):
         rows = [dict(group) for group in whole]
@@ -149,7 +149,7 @@ def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[
 
 
 def _joined(per_param: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of the parameters that have equal fields."""
+    """Join parameters with equal fields into groups."""
     rows: list[dict[str, Any]] = []
     by_text: dict[str, dict[str, Any]] = {}
     for name, fields in per_param.items():

@@ -23,19 +23,19 @@ from opt_checkpoint.boxes.box import Box, split_rows
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.run.ranks import Ranks, everyone
 
-_BATCH_BYTES = 32 << 20  # that a rank reads and sends at a time; it needs twice that much memory
+_BATCH_BYTES = 32 << 20  # bytes that a rank reads and sends at a time; it needs twice as much memory
 _TOKEN_BYTES = 16
-_ALIGNMENT = 16  # of values in a message, in bytes; at least that of any dtype
-_HEADER_BYTES = _ALIGNMENT  # of a message; its first byte is 1 where the values were read
+_ALIGNMENT = 16  # alignment of values in a message, in bytes; at least that of any dtype
+_HEADER_BYTES = _ALIGNMENT  # bytes of the header of a message, whose first byte is 1 if the values were read
 
 Group = tuple[int, ...]
 
 
 class HeldBack:
-    """A reader that reads objects, and keeps the reads of tensors for later.
+    """A reader that reads objects, and defers the reads of tensors.
 
     Args:
-        reader: every other call is passed on to it.
+        reader: receives all other calls.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -46,7 +46,7 @@ class HeldBack:
         return getattr(self._reader, name)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Carry out the part of a plan that is not shared."""
+        """Read the items of a plan that are not shared."""
         self.items = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         others = [item for item in plan.items if item.type is not LoadItemType.TENSOR]
         return self._reader.read_data(LoadPlan(others), planner)
@@ -56,8 +56,8 @@ class _Wanted(NamedTuple):
     """A box of a stored chunk.
 
     Args:
-        token: names it, on all ranks.
-        nbytes: of its values.
+        token: identifies it on all ranks.
+        nbytes: size of its values in bytes.
     """
 
     token: bytes
@@ -99,7 +99,7 @@ def read_shared(
 
 
 def _bounded(item: ReadItem, reader: CheckpointReader) -> Iterator[ReadItem]:
-    """A read as several of at most about `_BATCH_BYTES`, the same on all ranks."""
+    """Divide a read into several of at most about `_BATCH_BYTES`, the same on all ranks."""
     box = Box(tuple(item.storage_offsets), tuple(item.lengths))
     for part in split_rows(box, -(-_nbytes(item, reader) // _BATCH_BYTES)):
         moved = [d + p - s for d, p, s in zip(item.dest_offsets, part.offsets, item.storage_offsets)]
@@ -128,7 +128,7 @@ def _wanted(item: ReadItem, reader: CheckpointReader) -> _Wanted:
 
 
 def _shared(ranks: Ranks, wanted: Sequence[_Wanted]) -> dict[Group, list[_Wanted]]:
-    """What several ranks want, by the ranks that want it; the same on all ranks."""
+    """Boxes that several ranks request, by these ranks; the same on all ranks."""
     own = (b"".join(w.token for w in wanted), array("q", [w.nbytes for w in wanted]))
     holders: dict[_Wanted, list[int]] = defaultdict(list)
     for rank, (tokens, sizes) in enumerate(ranks.gather_everywhere(own)):
@@ -143,7 +143,8 @@ def _shared(ranks: Ranks, wanted: Sequence[_Wanted]) -> dict[Group, list[_Wanted
 
 
 def batches_of(group: Group, wanted: Sequence[_Wanted]) -> dict[int, list[list[_Wanted]]]:
-    """Who reads what, in which batches: about as many bytes for each rank of the group; the same on all ranks."""
+    """Divide boxes into batches, with about the same number of bytes for each rank of the group; the same on all
+    ranks."""
     loads = [(0, rank) for rank in group]
     batches: dict[int, list[list[_Wanted]]] = {rank: [] for rank in group}
     for one in sorted(wanted, key=lambda w: (-w.nbytes, w.token)):
@@ -215,7 +216,7 @@ class _Exchange:
         return _dtype(item, self._reader), item.lengths
 
     def _received(self, own: _Message, by_rank: Mapping[int, Sequence[_Wanted]]) -> Iterator[_Message]:
-        """Pass this rank's message to every other one of the group, and take theirs, one after another."""
+        """Send this rank's message to every other rank of the group, and receive theirs, one after another."""
         position, size = self._group.index(self._ranks.rank), len(self._group)
         for step in range(1, size):
             to, source = self._group[(position + step) % size], self._group[(position - step) % size]
@@ -224,7 +225,7 @@ class _Exchange:
             yield message
 
     def _put(self, message: _Message) -> None:
-        """Copy the values of a message to where they belong."""
+        """Copy the values of a message to their memory."""
         if not message.wanted or not message.raw[0]:
             return
         for wanted in message.wanted:
@@ -236,7 +237,7 @@ class _Exchange:
 
 
 class _Message:
-    """The values of a batch in one run of bytes, after a header.
+    """The values of a batch as one run of bytes after a header.
 
     Args:
         wanted: the batch.
@@ -258,7 +259,7 @@ class _Message:
 
 
 class _Into:
-    """Gives a reader the memory of a message; the part of a planner that it needs."""
+    """The part of a planner that a reader needs; its memory is that of a message."""
 
     def __init__(self, views: Mapping[int, Tensor]) -> None:
         self._views = views
@@ -267,4 +268,4 @@ class _Into:
         return self._views[id(read_item)]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""

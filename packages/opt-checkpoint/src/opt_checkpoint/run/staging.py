@@ -29,13 +29,13 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: dict[Path, Tensor] = {}
-        self._sides: dict[torch.device, Any] = {}  # the streams that copy
+        self._sides: dict[torch.device, Any] = {}  # the copy streams
 
     def snapshot(self, state: ShardedStateDict) -> ShardedStateDict:
         """Return a copy of a state whose tensors are in this memory; valid until the next snapshot.
 
-        Copies from a GPU run on a stream of their own, after the work that the current stream holds at the time of the
-        call, and are done when this returns.
+        Copies from a GPU run on a separate stream, after the work that is on the current stream at the time of the
+        call, and have finished when this returns.
 
         Args:
             state: what `save` takes. Factories are built before copying; plain values are deep-copied.
@@ -72,7 +72,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Host memory held."""
+        """Bytes of host memory in use."""
         return sum(b.numel() * b.element_size() for b in self._buffers.values())
 
     def _copy(self, path: Path, source: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from typing import NamedTuple, TypeAlias
 from opt_checkpoint.run.rank_part import PartName
 
 Inventory: TypeAlias = Mapping[PartName, str]
-"""The parts that a rank sees on its node, and its name for each place."""
+"""For one rank: the parts on its node, with the node's path of each."""
 
 
 class LocalChoice(NamedTuple):
-    """A step of the local tier that is whole.
+    """A complete step of the local tier.
 
     Args:
         step: the step.
@@ -29,9 +29,9 @@ class Verdict(NamedTuple):
     """The decision about the local tier.
 
     Args:
-        local: its newest whole step; None where it has none for this number of ranks.
+        local: its newest complete step; None if it has none for this number of ranks.
         passed_over: why newer steps were skipped.
-        unusable: those of `passed_over` that are whole, but cannot be loaded by this world.
+        unusable: those of `passed_over` that are complete, but cannot be loaded by this world.
     """
 
     local: LocalChoice | None
@@ -43,7 +43,7 @@ NOTHING = Verdict(None, ())
 
 
 def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int) -> Verdict:
-    """The newest step of which every rank's part is on some node.
+    """The newest step with the parts of all ranks, on any nodes.
 
     Args:
         inventories: by rank.
@@ -72,7 +72,7 @@ def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int)
 
 
 def _is_whole(parts: set[PartName]) -> bool:
-    """Whether the part of every rank that saved is there."""
+    """Whether the parts of all ranks that saved exist."""
     return all({part.rank for part in parts} == set(range(part.world)) for part in parts)
 
 
@@ -93,14 +93,14 @@ def _chosen(parts: set[PartName], inventories: Sequence[Inventory]) -> LocalChoi
 
 
 def _holders(part: PartName, inventories: Sequence[Inventory]) -> Iterator[int]:
-    """The ranks that see a part, its owner first."""
+    """The ranks whose node has a part, with its owner first."""
     if part in inventories[part.rank]:
         yield part.rank
     yield from (rank for rank, seen in enumerate(inventories) if part in seen and rank != part.rank)
 
 
 def keepers(nodes: Sequence[str]) -> list[int] | None:
-    """For each rank the rank that keeps its copy: on the next node, at the same place there; None with one node.
+    """For each rank, the rank that keeps its copy: the one at the same position on the next node. None with one node.
 
     Args:
         nodes: the node of each rank.

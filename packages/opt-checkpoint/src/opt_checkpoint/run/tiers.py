@@ -62,7 +62,7 @@ class Resume(NamedTuple):
 
 
 def this_node(environ: Mapping[str, str] = os.environ) -> str:
-    """A name for this rank's node: its host, and its number if `torchrun` sets the number of ranks per node."""
+    """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
     host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
     if local is None or "RANK" not in environ:
         return host
@@ -70,7 +70,7 @@ def this_node(environ: Mapping[str, str] = os.environ) -> str:
 
 
 class TieredCheckpointManager(Closing):
-    """A series of checkpoints in a local and a durable tier; resumes from the newest step that is whole in either.
+    """A series of checkpoints in a local and a durable tier. Resumes from the newest step that is complete in either.
 
     Every `save` goes to the local tier: each rank writes what it holds to a directory on its node, in the background,
     and sends a copy to a rank on the next node, so the loss of one node loses nothing. Every `durable_every` steps the
@@ -185,10 +185,10 @@ class TieredCheckpointManager(Closing):
         return True
 
     def _durable_before(self, step: int) -> int:
-        """Return the newest durable step; 0 if none exists, all are damaged, or the run returned to an earlier step."""
+        """The newest durable step; 0 if none exists, all are damaged, or the run has gone back to an earlier step."""
         try:
             latest = self._durable.latest() or 0
-        except CheckpointCorruptError:  # the same on every rank; the next durable save mends it
+        except CheckpointCorruptError:  # the same on every rank; the next durable save repairs it
             return 0
         return latest if latest <= step else 0
 
@@ -214,18 +214,18 @@ class TieredCheckpointManager(Closing):
             self._durable.close()
 
     def find(self, state: ShardedStateDict | None = None) -> Resume | None:
-        """Find the newest step that is whole in either tier; None where no step was ever whole.
+        """Find the newest step that is complete in either tier; None if there never was one.
 
         Parts of the local tier that are not on their rank's node are fetched from copies, and all of them are compared
         with their checksums. Loads use the same answer until the next save.
 
         Args:
-            state: what will be loaded. A local step that was saved in another layout is then passed over for the
-                durable tier; without a state, its load raises CheckpointMismatchError.
+            state: the state to be loaded. If a local step was saved in another layout, the durable tier is then used
+                instead; without a state, its load raises CheckpointMismatchError.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
-            CheckpointMismatchError: the local tier is whole, but was saved by another number of ranks or in another
+            CheckpointMismatchError: the local tier is complete, but was saved by another number of ranks or in another
                 layout, and no durable checkpoint exists.
             CheckpointFailedError: a tier cannot be read.
         """
@@ -246,7 +246,7 @@ class TieredCheckpointManager(Closing):
         return self._resume
 
     def _newest(self) -> Resume | None:
-        """As `find`, whatever the layout; writes why steps were passed over to `_passed_over`."""
+        """As `find`, but ignores the layout. Records in `_passed_over` why steps were skipped."""
         reasons: list[str] = []
         durable: int | None = None
         damage: CheckpointCorruptError | None = None
@@ -279,7 +279,7 @@ class TieredCheckpointManager(Closing):
         )
 
     def _mismatch(self, state: ShardedStateDict, step: int, rules: Mapping[str, Any]) -> str | None:
-        """Why this world's layout cannot load a local step; None where it can."""
+        """The reason why this world's layout cannot load a local step; None if it can."""
         opened = self._opened(step)
         try:
             plan_part(self._ranks, self._planner(state, opened, rules), opened.index)
@@ -309,7 +309,7 @@ class TieredCheckpointManager(Closing):
         aliases: Mapping[str, str] = NO_ALIASES,
         safe_globals: SafeGlobals = (),
     ) -> LoadReport:
-        """Load the step of `find`; where that was not called, of `find(state)`.
+        """Load the step that `find` returned; calls `find(state)` if it was not called before.
 
         Args:
             state: as for `opt_checkpoint.load`.
@@ -319,7 +319,7 @@ class TieredCheckpointManager(Closing):
             safe_globals: as for `opt_checkpoint.load`.
 
         Raises:
-            CheckpointNotFoundError: there is none.
+            CheckpointNotFoundError: there is no checkpoint.
             CheckpointMismatchError: the local step was saved in another layout, and `find` was called without `state`.
             CheckpointingException: as `opt_checkpoint.load`.
         """
@@ -331,7 +331,7 @@ class TieredCheckpointManager(Closing):
         return self._load_part(state, self._opened(found.step), rules)
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
-        """Load an optimizer from the step of `find`.
+        """Load an optimizer from the step that `find` returned.
 
         Args:
             model: as for `opt_checkpoint.load_optimizer`.

@@ -1,10 +1,9 @@
-"""Anyone's optimizer: the state of a `torch.optim` optimizer under FSDP2, tensor parallelism or plain DDP, saved and
-loaded.
+"""Saves and loads the state of any `torch.optim` optimizer under FSDP2, tensor parallelism or plain DDP.
 
-Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer were not sharded. What is loaded is what
-the checkpoint holds: state that does not exist yet is made in its stored dtype, never by a step on made-up gradients.
-An optimizer with a `state_dict` and `load_state_dict` of its own may keep its state otherwise (as codes, as local
-shards); it is saved and loaded in their form.
+Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer were not sharded. State that does not
+exist yet is created in its stored dtype, never by a step with artificial gradients. An optimizer that overrides
+`state_dict` and `load_state_dict` may store its state in another form (as codes, as local shards); it is saved and
+loaded in the form of its state_dict.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class _Named(NamedTuple):
 
 
 def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of parameters without what wrappers (DDP, compile, checkpointing) put into them, by the names in a model.
+    """Map names of parameters in a model to names without the parts that wrappers (DDP, compile, checkpointing) add.
 
     Args:
         model: the model that the names refer to. A leading `module.` is removed only if all names have it (DDP).
@@ -121,9 +120,9 @@ def sharded_optimizer(
     A parameter that never had a gradient has no state, and is recorded as such.
 
     Args:
-        model: has every parameter of the optimizer under a name.
-        optimizer: any `torch.optim.Optimizer` whose tensors of state are shaped like their parameter (then laid out
-            like it), or the same on all ranks.
+        model: contains every parameter of the optimizer.
+        optimizer: any `torch.optim.Optimizer` whose state tensors have the shape and layout of their parameter, or are
+            the same on all ranks.
         process_group: the ranks that hold the same plain tensors; None for all.
 
     Raises:
@@ -169,7 +168,7 @@ def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> Sh
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
-    """The optimizer's parameters in its order; tied ones go by the name that sorts first."""
+    """The optimizer's parameters in its order. A tied parameter has the name that sorts first."""
     names: dict[int, str] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     for name, plain in sorted(plain_names(model, params).items(), key=lambda item: item[1]):
@@ -203,18 +202,18 @@ def load_optimizer(
 ) -> OptimizerLoadReport:
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
 
-    Everything is read into new memory first: when this raises, the optimizer is as it was. State that another class of
-    optimizer saved is loaded with a warning, because this one may not use it.
+    Everything is read into new memory first: if this raises, the optimizer is unchanged. State that was saved by
+    another class of optimizer is loaded with a warning, because this one may not use it.
 
     Args:
-        model: names the parameters.
+        model: contains the parameters, under the names that were saved.
         optimizer: its `state` and the fields of its `param_groups` are replaced.
         path: a checkpoint with `sharded_optimizer(...)` in its state; or with an optimizer's state dict of
             `torch.distributed.checkpoint.state_dict`, as torchtitan saves it, flattened or not.
-        at: the keys under which that is, as `("optim",)`.
+        at: the keys under which the optimizer is stored, such as `("optim",)`.
         process_group: the ranks that load.
         on_conflict: as for `apply_saved_groups`.
-        override: as for `apply_saved_groups`, as `{"lr": 1e-4}`.
+        override: as for `apply_saved_groups`, for example `{"lr": 1e-4}`.
         verify: as for `load`.
         share_reads: as for `load`.
 
@@ -260,7 +259,7 @@ def fill_optimizer(
     Args:
         model: as for `load_optimizer`.
         optimizer: as for `load_optimizer`.
-        opened: the checkpoint, or what this rank has of it.
+        opened: the checkpoint, or this rank's part of it.
         read: loads tensors from it.
         ranks: those that load.
         at: as for `load_optimizer`.
@@ -315,7 +314,7 @@ def _set_groups(
     on_conflict: Conflict,
     override: Mapping[str, Any],
 ) -> GroupReport:
-    """Put the saved values into `param_groups`: the optimizer's own, or a copy to see that nothing is in the way."""
+    """Write the saved values to `param_groups`: the optimizer's own, or first a copy, to find errors before changes."""
     names = _names_by_group(model, optimizer)
     return apply_saved_groups(param_groups, names, saved.as_groups, on_conflict=on_conflict, override=override)
 
@@ -360,7 +359,7 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
 
 
 def _step_on_device(group: Mapping[str, Any]) -> bool:
-    """torch's own optimizers count steps on the host unless they are captured or fused."""
+    """Whether the step count is on the device. torch's optimizers keep it on the host unless captured or fused."""
     return bool(group.get("capturable") or group.get("fused"))
 
 

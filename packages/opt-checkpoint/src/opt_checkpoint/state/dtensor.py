@@ -1,4 +1,4 @@
-"""Where DTensors are recognised: their local values, and the block of the global tensor these are."""
+"""Recognises DTensors, and describes their local values as a block of the global tensor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from opt_checkpoint.state.strided import Cut, one_run
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local values of a DTensor, as the very object it holds; any other tensor itself.
+    """The tensor object that a DTensor holds; any other tensor is returned unchanged.
 
-    Not `to_local()`, which makes a new tensor where gradients are on, and from torch 2.13 on for every parameter:
-    identity would be lost.
+    `to_local()` creates a new tensor if gradients are enabled, and from torch 2.13 on for every parameter, so it cannot
+    be used to compare identities.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -34,8 +34,8 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         replica_id: replica number of a plain tensor, such as the data-parallel rank under DDP; a DTensor has its own.
 
     Raises:
-        CheckpointingException: the local values are not one block, or are partial sums. FSDP2 and tensor parallelism
-            on one axis (`_StridedShard`) leave one, unless an uneven axis makes it doubtful which.
+        CheckpointingException: the local values are not one block, or are partial sums. With FSDP2 and tensor
+            parallelism on one axis (`_StridedShard`) they are one block, unless an uneven axis makes it ambiguous.
     """
     if not isinstance(tensor, DTensor):
         return whole_tensor(key, tensor, replica_id=replica_id)
@@ -70,7 +70,7 @@ def whole_tensor(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
 
 
 def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
-    """A tensor of `local`'s values and dtype that is laid out as `tensor`: a DTensor where that is one."""
+    """`local` as a tensor with the layout of `tensor`: a DTensor if `tensor` is one."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -79,9 +79,9 @@ def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def _offset_of(key: str, tensor: DTensor) -> Shape:
-    """Where the local values begin in the global tensor.
+    """Offset of the local values in the global tensor.
 
-    `_StridedShard` subclasses `Shard` in some versions of torch and not in others: the exact type decides.
+    Compares exact types, because `_StridedShard` subclasses `Shard` only in some versions of torch.
     """
     kinds = {type(placement) for placement in tensor.placements}
     if kinds <= {Shard, Replicate}:

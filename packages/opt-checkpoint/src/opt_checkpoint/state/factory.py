@@ -1,4 +1,4 @@
-"""Sharded tensors that are made from one local tensor: fused weights that are several tensors on disk.
+"""Sharded tensors that are built from one local tensor, for fused weights that are several tensors on disk.
 
 A `ShardedTensorFactory` is either *declared* by row segments (gate and value of a SwiGLU, the parts of a fused QKV),
 which works for whole blocks and for flat ranges without a copy, or *built* by two functions, as in Megatron-Core, for
@@ -25,13 +25,13 @@ MergeFn: TypeAlias = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Rows `[row_start, row_stop)` of the local block's axis 0, as a block of a global tensor of its own.
+    """Rows `[row_start, row_stop)` of the local block's axis 0, as a block of a separate global tensor.
 
     Args:
         row_start: first row.
         row_stop: one past the last row.
         global_shape: shape of the global tensor, with prepended axes.
-        global_offset: where these rows begin in it, with prepended axes.
+        global_offset: offset of these rows in it, with prepended axes.
         suffix: appended to the factory's key; empty when all segments are parts of one global tensor.
     """
 
@@ -46,17 +46,17 @@ class Segment:
 class ShardedTensorFactory(ShardedBase):
     """One local tensor that is stored as several sharded tensors.
 
-    Give either `build_fn` and `merge_fn`, or `segments` with `local_shape`. Optimizer state takes over its parameter's
-    factory by replacing key and data, so what is built may depend only on the arguments of `build_fn`.
+    Give either `build_fn` and `merge_fn`, or `segments` with `local_shape`. Optimizer state reuses its parameter's
+    factory with another key and data, so the built tensors may depend only on the arguments of `build_fn`.
 
     Args:
         key: name of the fused tensor; segments append their suffix to it.
         data: the local tensor; 1-D of the range's length with `flattened_range`. None for the description alone.
         build_fn: `(key, data, replica_id, flattened_range)` to nested dicts and lists of `ShardedTensor`.
-        merge_fn: the inverse: the same nest, of loaded tensors, to one tensor of `data`'s shape.
+        merge_fn: the inverse: from the same nested structure of loaded tensors to one tensor of `data`'s shape.
         replica_id: see `ShardedTensor`.
         flattened_range: `[start, stop)` of the flattened local block that `data` holds; segments only.
-        segments: rows of the local block and where each belongs; they must tile axis 0 in order.
+        segments: rows of the local block and the global position of each; they must tile axis 0 in order.
         local_shape: shape of the whole local block; segments only.
         has_mains: see `ShardedTensor`.
 
@@ -114,7 +114,7 @@ class ShardedTensorFactory(ShardedBase):
         """Build the sharded tensors of this factory: a list for segments, otherwise what `build_fn` returns.
 
         Raises:
-            CheckpointingException: a function is to build from no data.
+            CheckpointingException: there is a `build_fn`, but no data.
         """
         if self.data is not None and is_quantized(self.data):  # its views cannot be loaded into
             return dataclasses.replace(self, data=self.data.dequantize()).build()
@@ -133,7 +133,7 @@ class ShardedTensorFactory(ShardedBase):
         return [self._piece(s, held, row_numel) for s in self.segments]
 
     def _piece(self, segment: Segment, held: tuple[int, int], row_numel: int) -> ShardedTensor:
-        """The part of one segment that is in the held run of elements; its data is a view of ours."""
+        """The part of one segment that is in the held run of elements; its data is a view of `data`."""
         first = segment.row_start * row_numel
         local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
         start = max(held[0], first)
@@ -160,13 +160,14 @@ class ShardedTensorFactory(ShardedBase):
         )
 
     def built_tensors(self) -> list[ShardedTensor]:
-        """What `build` gives, without the nest."""
+        """The tensors that `build` returns, as a flat list."""
         return list(_tensors(self.build()))
 
     def declared(self) -> ShardedTensorFactory:
-        """The same factory by segments, where a function cuts the local tensor into runs of rows; else itself.
+        """The same factory declared by segments, if `build_fn` cuts the local tensor into runs of rows; else itself.
 
-        Found by building from the numbers of the elements. Segments, unlike functions, work on flat ranges.
+        To find the segments, the function is applied to the indices of elements. Unlike functions, segments work on
+        flat ranges.
         """
         if self.segments or self.build_fn is None or self.data is None or self.data.dim() == 0 or not self.data.numel():
             return self
@@ -185,7 +186,7 @@ class ShardedTensorFactory(ShardedBase):
 
     @torch.no_grad()
     def merge(self, loaded: Any) -> Tensor:
-        """One tensor from the loaded pieces; segments were views of `data`, so it is `data` itself."""
+        """Merge the loaded pieces into one tensor. For segments, which are views of `data`, returns `data`."""
         if self.merge_fn is not None:
             merged = self.merge_fn(loaded)
             return merged if self.data is None else self.data.copy_(merged)
@@ -208,7 +209,7 @@ def _tensors(built: Any) -> Iterator[ShardedTensor]:
 
 
 def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_numel: int) -> Segment | None:
-    """The rows of the local tensor that a piece built from element numbers holds; None if it is not a run of rows."""
+    """The rows of the local tensor in a piece that was built from element indices; None if it is not a run of rows."""
     numbers = piece.data
     if numbers is None or not numbers.numel() or row_numel == 0:
         return None

@@ -33,7 +33,7 @@ S = TypeVar("S", ShardedTensor, ShardedObject)
 
 
 class Relative(NamedTuple):
-    """The key that a value has in its scoped part, and where that part is."""
+    """The key of a value within its scoped part, and the path of that part."""
 
     scope: Path
     key: str
@@ -44,13 +44,13 @@ class FlatState:
     """A state by kind and path.
 
     Args:
-        state: the nest it was made from.
-        tensors: sharded tensors under their stored keys; those of a factory under its path and theirs.
+        state: the nested state.
+        tensors: sharded tensors under their stored keys; those built by a factory under its path and theirs.
         objects: sharded objects under their stored keys.
         common: values that are stored once for all ranks.
-        built: what each factory built.
-        empty: paths of empty dicts, which ask for nothing and may be full on another rank.
-        plain: paths of those `tensors` that the state holds as plain tensors or DTensors: their path is their key.
+        built: the tensors that each factory built.
+        empty: paths of empty dicts, which request nothing and may be non-empty on another rank.
+        plain: paths of those `tensors` that are plain tensors or DTensors in the state; their path is their key.
         relative: the relative key of every tensor and object in a scoped part.
     """
 
@@ -64,7 +64,7 @@ class FlatState:
     relative: dict[Path, Relative]
 
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
-        """The nest with every sharded value replaced by what was loaded for it.
+        """The nested state with every sharded value replaced by the loaded value.
 
         Args:
             objects: loaded objects by path.
@@ -72,7 +72,7 @@ class FlatState:
             dropped: paths that were not loaded; they are left out of dicts.
 
         Returns:
-            A new nest; tensors are the very memory of the state's sharded tensors.
+            A new nested state; its tensors share the memory of the state's sharded tensors.
         """
 
         def loaded(path: Path, value: Any) -> Any:
@@ -102,7 +102,7 @@ def _without_absent(state: Any) -> Any:
 
 
 def flatten_state(state: ShardedStateDict) -> FlatState:
-    """Flatten a state: build its factories, and give every value its stored key.
+    """Flatten a state: build its factories, and determine the stored key of every value.
 
     A plain tensor or DTensor is stored as a tensor, under its path. In a `ScopedState`, the path of that part becomes
     part of the keys.
@@ -132,7 +132,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
 
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:
-    """The value under its stored key: itself, or a shallow copy where its key is relative."""
+    """The value with its stored key: the value itself, or a shallow copy if its key is relative."""
     scope = next((path[:n] for n in range(len(path), -1, -1) if path[:n] in parts), None) if parts else None
     if scope is None:
         return value

@@ -1,7 +1,7 @@
-"""Parameter groups stored per parameter name: what a group holds follows its parameters, never its position.
+"""Parameter groups that are stored and found by parameter name, never by position.
 
-A saved group is found by the names of the parameters that were in it. So groups may be reordered, split, joined, and
-parameters may come and go: each current group takes the values of the saved groups of its own parameters, where these
+A saved group is found by the names of its parameters. Groups may therefore be reordered, split or merged, and
+parameters may be added or removed: each current group takes the values of the saved groups of its parameters, if these
 agree.
 """
 
@@ -36,7 +36,7 @@ REFERENCE_IDENTITY = (
 
 
 class GroupMismatchError(CheckpointingException):
-    """Saved and current groups do not fit: the message names the field and two parameters, or what could match."""
+    """Saved and current groups do not match. The message names the field and two parameters, or possible matches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class GroupReport:
     Args:
         new: names of parameters that were in no saved group; they keep the current values.
         gone: names of saved parameters that are in no current group.
-        kept: fields, by current group number, that no saved group has (a newer torch has more); current values stay.
+        kept: fields, by current group number, that no saved group has (a newer torch has more); they keep their values.
         regrouped: numbers of current groups whose parameters come from more than one saved group.
     """
 
@@ -57,14 +57,14 @@ class GroupReport:
 
 
 class _SavedGroup(NamedTuple):
-    """A saved group and a parameter of the current group that was in it."""
+    """A saved group, and a parameter of the current group that was in it."""
 
     group: Group
     param: str
 
 
 def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Groups as they are stored.
+    """Convert groups to their stored form.
 
     Args:
         param_groups: torch's form; `params` and `param_names` are not stored.
@@ -73,7 +73,7 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
 
     Returns:
         `{"groups": [hyper-parameters], "names": [names of the group's parameters]}`. Both are lists, and a list is one
-        value of a state: what `load` gives back for them is what was saved, whatever the groups are now.
+        value of a state: `load` returns the saved lists, even if the current groups differ.
 
     Raises:
         GroupMismatchError: a name is in two groups, or the numbers of groups differ.
@@ -90,7 +90,8 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
 
 
 def _stored(value: Any) -> Any:
-    """Tensors, such as the lr of a captured optimizer, are stored as CPU tensors, so that they load as tensors."""
+    """A value in stored form. Tensors, such as the lr of a captured optimizer, become CPU tensors and load as
+    tensors."""
     return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
 
 
@@ -102,23 +103,23 @@ def apply_saved_groups(
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
 ) -> GroupReport:
-    """Put saved values into the current groups, in place: writes the fields of `param_groups`, nothing if it raises.
+    """Write saved values to the fields of the current `param_groups`, in place. Changes nothing if it raises.
 
     Args:
-        param_groups: torch's form; group dicts are updated, `params` left alone.
+        param_groups: torch's form; group dicts are updated, except `params`.
         names: for each group, the names of its parameters.
         saved: from `groups_to_saved`.
-        on_conflict: where the saved groups of one current group disagree on a field: an error, the value of its first
-            parameter's group, or the current value.
-        override: fields that get this value whatever was saved, as `{"lr": 1e-4}`.
+        on_conflict: what to do if the saved groups of one current group disagree on a field: raise an error, use the
+            value of its first parameter's group, or keep the current value.
+        override: fields that get this value instead of the saved one, for example `{"lr": 1e-4}`.
 
     Returns:
-        What was new, gone, kept and regrouped.
+        A report of new, gone, kept and regrouped parameters and fields.
 
     Raises:
         GroupMismatchError: saved groups disagree on a field, and `on_conflict="error"`; or no group has a field of
             `override`.
-        ValueError: `on_conflict` is none of the three.
+        ValueError: `on_conflict` is unknown.
     """
     if on_conflict not in get_args(Conflict):
         raise ValueError(f"on_conflict={on_conflict!r}; allowed: {', '.join(get_args(Conflict))}")
@@ -145,7 +146,7 @@ def apply_saved_groups(
 
 
 def _check_override(override: Mapping[str, Any], groups: Iterable[Group]) -> None:
-    """A field that no group has is a slip of the pen, and would change nothing."""
+    """Raise for a field of `override` that no group has; it would have no effect."""
     fields = sorted({field for group in groups for field in group} - NOT_STORED)
     unknown = sorted(set(override) - set(fields))
     if unknown and fields:
@@ -202,7 +203,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _set_(group: Group, field: str, value: Any) -> None:
-    """A tensor field keeps its tensor, which a captured graph reads; a number that was a tensor becomes a number."""
+    """Set a field. A tensor field is written in place, because a captured graph reads it; a 0-d tensor that was saved
+    for a number field becomes a number."""
     held = group.get(field)
     if isinstance(held, Tensor):
         held.copy_(torch.as_tensor(value))

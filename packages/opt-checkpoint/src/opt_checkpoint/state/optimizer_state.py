@@ -1,8 +1,9 @@
 """Optimizer state as sharded state: each entry inherits the sharding of its parameter.
 
-The four functions and the hint of Megatron-Core's `dist_checkpointing.optimizer`, with its key format
-`optimizer.state.<state name>.<parameter key>`. Beyond it: states that are not shaped like their parameter, by a
-declared `StateSpec`; flat ranges; an optimizer that matches no parameter of the model is an error, not a log line.
+Has the four functions and the hint of Megatron-Core's `dist_checkpointing.optimizer`, with its key format
+`optimizer.state.<state name>.<parameter key>`. In addition, it supports states that are not shaped like their parameter
+(by a declared `StateSpec`) and flat ranges. An optimizer that matches no parameter of the model is an error here, not a
+log message.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
 
 
 class OptimizerShapeError(CheckpointingException, AssertionError):
-    """State that should have its parameter's shape has another; an AssertionError too, as in Megatron-Core."""
+    """A state does not have the shape of its parameter. Also an AssertionError, as in Megatron-Core."""
 
 
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -> dict[int, int]:
@@ -77,13 +78,13 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ShardedParam]:
     """The model's sharded description of each parameter of the optimizer, matched by identity.
 
-    Entries that are not in the optimizer are skipped. Where two entries hold one tensor (tied weights), the one whose
-    key sorts first is taken and the choice is logged, so that every rank and every run agree.
+    Entries that are not in the optimizer are skipped. If two entries hold the same tensor (tied weights), the one whose
+    key sorts first is used and the choice is logged, so that all ranks and runs agree.
 
     Args:
-        model_sharded_state_dict: any nest that holds the model's sharded tensors and factories.
+        model_sharded_state_dict: any nested state that contains the model's sharded tensors and factories.
         optim_params_iter: the parameters in the optimizer's order.
-        strict: whether an optimizer none of whose parameters is in the model is an error.
+        strict: whether it is an error if no parameter of the optimizer is in the model.
 
     Returns:
         `index in the optimizer -> ShardedTensor | ShardedTensorFactory`.
@@ -110,7 +111,7 @@ def get_param_id_to_sharded_param_map(
 
 
 def _plain_tensor_hint(state: ShardedStateDict) -> str:
-    """What to do about a plain `state_dict()`, which `keep_vars=True` would not help."""
+    """A hint for a plain `state_dict()`, for which `keep_vars=True` would not help."""
     plain = next((leaf for leaf in leaves(state) if isinstance(leaf.value, Tensor)), None)
     if plain is None:
         return ""
@@ -125,13 +126,13 @@ def _tensors_of(state: ShardedStateDict) -> Iterable[ShardedParam]:
 
 
 def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor, prefix: str) -> ShardedParam:
-    """State shaped like its parameter, sharded as the parameter is, under the key `prefix.<parameter key>`.
+    """A state with the shape of its parameter, sharded like it, under the key `prefix.<parameter key>`.
 
     Args:
-        model_param: the parameter's description. With a `flattened_range`, the state is that range of it.
-        optim_param: the state, of `model_param`'s local shape (or its range's length) and any dtype. A DTensor counts
-            by its local values.
-        prefix: `optimizer.state.<state name>` by custom.
+        model_param: the parameter's description. With a `flattened_range`, the state is that range of it. optim_param:
+        the state, with `model_param`'s local shape (or its range's length) and any dtype. For a DTensor, its
+            local values are used.
+        prefix: by convention `optimizer.state.<state name>`.
 
     Returns:
         A sharded tensor or factory that shares `optim_param`'s memory.
@@ -153,7 +154,7 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
 
 
 def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:
-    """Shape of state shaped like this parameter; None for a factory without data, whose shape is unknown."""
+    """Local shape of a state of this parameter; None for a factory without data, whose shape is unknown."""
     if param.flattened_range is not None:
         return (param.flattened_range.stop - (param.flattened_range.start or 0),)
     if isinstance(param, ShardedTensor):
@@ -167,8 +168,8 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
     Args:
         model_param: the parameter's description.
         value: the state. A Python number becomes a 0-d tensor (bool, int64 or float64).
-        state_name: as `exp_avg`.
-        spec: how the state's shape relates to the parameter's.
+        state_name: such as `exp_avg`.
+        spec: how the state's shape relates to that of the parameter.
 
     Raises:
         CheckpointingException: value and spec do not fit the parameter.
@@ -197,7 +198,7 @@ def optim_state_to_sharding_state(
         optim_state_dict: torch's form: `state` by parameter index, `param_groups`.
         id_to_sharded_param_map: from `get_param_id_to_sharded_param_map`.
         exclude_keys: state names to leave out; a single name or several.
-        specs: how states that are not shaped like their parameter are, by state name.
+        specs: the specs of states that are not shaped like their parameter, by state name.
 
     Raises:
         ValueError: a parameter with state to save has no description.
@@ -220,7 +221,8 @@ def optim_state_to_sharding_state(
 
 
 def _default_spec(value: Any) -> StateSpec:
-    """Undeclared numbers and 0-d tensors are one value for the whole parameter, the rest is shaped like it."""
+    """The spec of an undeclared state: one value per parameter for numbers and 0-d tensors, else the parameter's
+    shape."""
     return LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
 
 

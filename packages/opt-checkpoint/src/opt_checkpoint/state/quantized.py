@@ -1,7 +1,8 @@
-"""Tensors that appear in another dtype than they are stored in, as parameters in fp8: saved and loaded dequantised.
+"""Quantised tensors, such as fp8 parameters, which are saved and loaded dequantised.
 
-They are found by what libraries' classes have in common: a subclass of `Tensor` with a `dequantize` of its own, whose
-`copy_` quantises. A view of such a tensor is a copy, which may be read-only: nothing can be read from a file into it.
+They are recognised by what the classes of all libraries have in common: a subclass of `Tensor` that overrides
+`dequantize` and whose `copy_` quantises. A view of such a tensor is a copy, which may be read-only, so a file cannot be
+read directly into it.
 """
 
 from __future__ import annotations
@@ -20,5 +21,5 @@ def is_quantized(tensor: Tensor | None) -> bool:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """Zeros in the shape and dtype that `tensor` appears in, to be loaded into and copied from."""
+    """Dense zeros with the apparent shape and dtype of `tensor`, as a buffer for loading."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

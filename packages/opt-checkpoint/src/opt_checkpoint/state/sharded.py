@@ -1,4 +1,4 @@
-"""The sharded types: which part of a global tensor or object a rank holds, in integers.
+"""The sharded types, which describe the part of a global tensor or object that a rank holds.
 
 `ShardedTensor`, `ShardedObject`, `LocalNonpersistentObject` keep the names, field order and checks of Megatron-Core's
 `dist_checkpointing.mapping`. Two things differ on purpose: `flattened_range` works (a slice of the row-major flattened
@@ -32,7 +32,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 class ShardIdentity(NamedTuple):
-    """What makes two local shards the same piece of the same global tensor."""
+    """Identifies a piece of a global tensor: equal for two local shards that hold the same piece."""
 
     key: str
     global_offset: Shape
@@ -68,14 +68,15 @@ class ShardedTensor(ShardedBase):
         global_shape: shape of the global tensor, with prepended axes.
         global_offset: first element of the block along every global axis, with prepended axes.
         axis_fragmentations: number of equal pieces along every global axis; None when the sharding is irregular.
-        replica_id: 0 or all zeros for the main replica; by custom (pipeline, tensor, data) replica numbers.
-        prepend_axis_num: leading global axes the local block lacks (layer or expert number); its size there is 1.
-        allow_shape_mismatch: on load the stored global shape may differ: the overlap is read, the rest becomes zero.
+        replica_id: 0 or all zeros for the main replica; by convention (pipeline, tensor, data) replica numbers.
+        prepend_axis_num: number of leading global axes that the local block lacks (layer or expert number); the block
+            has size 1 along them.
+        allow_shape_mismatch: the stored global shape may differ on load: the overlap is read, the rest becomes zero.
         flattened_range: `[start, stop)` of the row-major flattened local block that `data` holds.
         may_repeat: other ranks may hold this block as their main replica, too; one is saved if all values are equal.
-        has_mains: an optimizer keeps fp32 main values of this parameter, or did: where they are stored and this is
-            asked for as fp32, they are read; where fp32 is stored, this may be asked for in 16 bits.
-        optional: where this is not stored, it is left out of what is loaded, whatever missing keys mean otherwise.
+        has_mains: an optimizer keeps or kept fp32 main values of this parameter. If they are stored and this is
+            requested in fp32, they are read; if fp32 is stored, this may be requested in 16 bits.
+        optional: leave this out if it is not stored, even if other missing keys are an error.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -200,7 +201,7 @@ class ShardedTensor(ShardedBase):
         return dataclasses.replace(self, data=None)
 
     def init_data(self, device: torch.device | str, init_fn: Callable[..., Tensor] = torch.empty) -> None:
-        """Give `data` memory where it has none; writes only `self.data`."""
+        """Allocate `data` if it is None. Writes only `self.data`."""
         if self.data is not None:
             return
         shape = self.local_shape
@@ -341,7 +342,7 @@ class ShardedObject(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        """Raise `CheckpointingException` when shape and offset do not fit each other; a size of -1 is not known."""
+        """Raise `CheckpointingException` if shape and offset do not match. A size of -1 is unknown."""
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointingException(
                 f"Global shape {self.global_shape} and offset {self.global_offset} differ in length ({self.key})"
@@ -382,7 +383,7 @@ class ShardedObject(ShardedBase):
 
 
 class LocalNonpersistentObject(Generic[T]):
-    """A value that is not stored; loading puts this rank's own value back in its place."""
+    """A value that is not stored. Loading returns this rank's own value in its place."""
 
     __slots__ = ("obj",)
 

@@ -19,7 +19,7 @@ from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedO
 from opt_checkpoint.state.sharded import is_main_replica as is_main
 
 LAYOUT_MARK = "@layout="
-SPLIT_MARK = "@split="  # in the name of a state that depends on which rows are matrices of their own
+SPLIT_MARK = "@split="  # in the name of a state that depends on how rows are split into separate matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ class PerMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The parameter's shape without some axes, as row and column statistics; must be summed over all ranks already.
+    """The parameter's shape without some axes, as for row and column statistics, already summed over all ranks.
 
     Args:
-        dims: axes of the local parameter that are gone.
+        dims: the axes of the local parameter that were removed.
     """
 
     dims: tuple[int, ...]
@@ -65,10 +65,10 @@ class BlockScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutBound:
-    """A tensor that means something on this layout and shard only; another layout cannot load it.
+    """A tensor that is valid only for this layout and shard; another layout cannot load it.
 
     Args:
-        fingerprint: name of the layout, equal exactly where the state may be loaded.
+        fingerprint: name of the layout; the state may be loaded if and only if it is equal.
     """
 
     fingerprint: str
@@ -83,7 +83,7 @@ StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | BlockScales 
 
 
 class _Held(NamedTuple):
-    """The block of a parameter that a rank holds, whatever describes it."""
+    """The block of a parameter that a rank holds, from any kind of description."""
 
     local_shape: Shape
     global_shape: Shape
@@ -98,16 +98,16 @@ class _Held(NamedTuple):
         return self.global_offset[self.prepended :]
 
     def replica_if(self, main: bool) -> ReplicaId:
-        """This holder's replica number for a state that several blocks share: main where `main` and the block is.
+        """The replica number of a state that several blocks share: main if `main` is true and the block is main.
 
-        A block without elements never is, of a parameter that has some: it begins nowhere.
+        An empty block of a non-empty parameter is never main.
         """
         empty = not all(self.local_shape) and all(self.global_shape)
         return 0 if main and not empty and is_main(self.replica_id) else 1
 
     @property
     def has_first_element(self) -> bool:
-        """Exactly one block (and flat range) of a parameter begins at its very first element."""
+        """Whether the block begins at the parameter's first element, which is true for exactly one block."""
         starts = self.flat is None or (self.flat[0] == 0 and self.flat[1] > 0)
         return starts and not any(self.own_offset)
 
