@@ -1,11 +1,11 @@
-"""How long the host is busy with one step of the whole stack on a device, except for the launches.
+"""Host time of one step of the whole stack on a device, without the launches of kernels.
 
     python packages/opt-distributed/benchmarks/bench_host_step.py [--params 290] [--steps 2000]
 
 bf16 parameters with fp32 mains, AdamW, clipping at 1.0, one process. No GPU is needed: the tensors are small ones in
 CPU memory, the step takes the path of an accelerator, where the host reads nothing, and Triton kernels are replaced by
-nothing. torch's own small operations on the device (about 40) run on the CPU and are part of the time. Prints the
-least and the median time of a step. Needs opt_stack, which builds the step; nothing here is imported by the package.
+nothing. torch's own small operations on the device (about 40) run on the CPU and are included. Prints the minimum and
+the median time of a step. Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 
 import argparse
@@ -40,13 +40,13 @@ class Unlaunched:
 
 
 class Asynchronous(Host):
-    """A CPU that is taken for an accelerator."""
+    """A CPU that is treated as an accelerator."""
 
     is_asynchronous = True
 
 
 def take_for_an_accelerator() -> None:
-    """Lets every step take the path of a device, with kernels that do nothing."""
+    """Make every step take the path of an accelerator, with kernels that do nothing."""
     queues = Asynchronous()
     vars(devices)["device_of"] = lambda device: queues
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())

@@ -18,7 +18,7 @@ from opt_paramgroups import ParamId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One plan and what it cost."""
+    """The cost of one plan."""
 
     planner: str
     num_params: int
@@ -83,7 +83,7 @@ def figures() -> Iterator[Figure]:
 
 
 def main() -> None:
-    """Print a table; write JSON where asked."""
+    """Print a table, and write JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     target = parser.parse_args().json

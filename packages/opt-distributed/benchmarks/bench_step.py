@@ -1,10 +1,10 @@
-"""What a step costs on the host: 2,000 small parameters against torch's fused AdamW and `clip_grad_norm_`.
+"""Host time of a step over 2,000 small parameters, compared with torch's fused AdamW and `clip_grad_norm_`.
 
     python packages/opt-distributed/benchmarks/bench_step.py [--params 2000] [--rounds 40] [--numel 16]
 
-Prints the median processor time of either, interleaved, and their ratio; then what one step sends over two ranks.
-Ratios found on a 2-core x86 machine with torch 2.13: 0.53, 0.52 and 0.73 for 16, 64 and 1,024 elements; where no C++
-compiler is found (OPT_KERNELS_CPP=0), 0.97, 1.03 and 1.40.
+Prints the median processor time of both, measured alternately, and their ratio; then the collectives of one step over
+two ranks. Ratios measured on a 2-core x86 machine with torch 2.13: 0.53, 0.52 and 0.73 for 16, 64 and 1,024 elements;
+without a C++ compiler (OPT_KERNELS_CPP=0), 0.97, 1.03 and 1.40.
 Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 
@@ -34,14 +34,14 @@ def model_of(params: int, numel: int) -> nn.ParameterList:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Processor time: what other processes do does not count."""
+    """Processor time of one call, which excludes the time of other processes."""
     begun = time.process_time()
     call()
     return time.process_time() - begun
 
 
 def overhead(params: int, numel: int, rounds: int) -> None:
-    """Prints medians and the ratio of either's step on the same list of parameters."""
+    """Print the medians of both steps on the same list of parameters, and their ratio."""
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0)
     ours, theirs = model_of(params, numel), model_of(params, numel)
     optimizer = get_optimizer(config, [ours], {})
@@ -64,7 +64,7 @@ def overhead(params: int, numel: int, rounds: int) -> None:
 
 
 def traffic(params: int, numel: int) -> None:
-    """Prints the collectives of one flat step of the first of two ranks."""
+    """Print the collectives of one flat step on the first of two ranks."""
 
     def rank_main(comm: ThreadComm) -> RecordingComm:
         recorded = RecordingComm(comm)

@@ -1,4 +1,4 @@
-"""fp8 parameters in a buffer: gathers send one byte an element, and scales if these belong to runs of elements."""
+"""fp8 parameters in a buffer: gathers send one byte per element, and scales if these belong to runs of elements."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

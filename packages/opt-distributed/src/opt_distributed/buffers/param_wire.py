@@ -1,4 +1,4 @@
-"""`ParamWire`: how the parameters of a bucket get from the ranks that own shards of them to all ranks."""
+"""`ParamWire`: how the parameters of a bucket are sent from the ranks that own shards of them to all ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

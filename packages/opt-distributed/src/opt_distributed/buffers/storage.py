@@ -221,8 +221,8 @@ class ParamAndGradBuffer:
 
 
 def moved(params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> ParamId | None:
-    """The first of `params` that is no longer of this dtype on this device; None if all are."""
-    # Each step asks for hundreds: ordinary parameters at once.
+    """The first of `params` that no longer has this dtype and device; None if all have."""
+    # Each step checks hundreds of parameters: ordinary ones are checked at once.
     values = list(params.values())
     is_plain = set(map(type, values)) <= {nn.Parameter}
     if is_plain and set(map(_DTYPE, values)) <= {dtype} and set(map(_DEVICE, values)) <= {device}:

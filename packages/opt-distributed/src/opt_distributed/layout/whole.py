@@ -205,7 +205,7 @@ class _Shards:
         return placed
 
     def _take_back(self) -> None:
-        """Consider every shard again. Models have few different sizes, so this is rare, and planning stays linear."""
+        """Consider every shard again. This is rare, because models have few different sizes, so planning is linear."""
         for shard in self.set_aside:
             heappush(self.by_cost, (self.costs[shard], shard))
         self.set_aside, self.aside_numel = [], 0

@@ -50,7 +50,7 @@ class CodedMain:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the piece."""
+        """Shape of the piece."""
         return self.target.shape
 
     def kept(self) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""`ComputeStage`: gathers matrices that ranks store parts of before a rule, and scatters the updates after it.
+"""`ComputeStage`: gathers sharded matrices before a rule runs, and scatters the updates after it.
 
     parts ─ prepare_ ─▶ gather ─▶ whole matrices, on ranks that compute ─ transform_ ─▶ scatter ─▶ parts ─ apply_
 

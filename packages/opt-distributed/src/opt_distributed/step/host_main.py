@@ -34,7 +34,7 @@ class HostMain:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the piece."""
+        """Shape of the piece."""
         return self.target.shape
 
     @property

@@ -12,7 +12,7 @@ FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step
 
 
 def check_rate(group: Mapping[str, Any]) -> None:
-    """Raises ValueError if the group has no learning rate yet."""
+    """Raise ValueError if the group has no learning rate yet."""
     if group["lr"] is None:
         raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
 

@@ -39,7 +39,7 @@ class Main:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the piece."""
+        """Shape of the piece."""
         return self.target.shape
 
     def kept(self) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class Source(Protocol):
     def resolve_(self, flags: Tensor) -> None:
         """Receive the flags summed over ranks, (n,) on the device.
 
-        The host reads them only if a unresolved parameter has no gradient on this rank.
+        The host reads them only if an unresolved parameter has no gradient on this rank.
         """
         ...
 

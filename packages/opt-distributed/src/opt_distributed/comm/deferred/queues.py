@@ -14,7 +14,7 @@ from typing import Any
 
 EAGERNESS = (0.0, 0.3, 0.9)
 """Probabilities, of which a world draws one, that queued work runs before the host queues more."""
-CHANCE_OF_A_TURN = 0.02  # probability that the turn passes to another rank when a rank queues something
+CHANCE_OF_A_TURN = 0.02  # probability that another rank takes its turn when a rank queues something
 
 
 class DeadlockError(RuntimeError):
