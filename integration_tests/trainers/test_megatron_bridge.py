@@ -150,5 +150,5 @@ def test_tensors_of_megatron_cores_sharded_checkpoints_are_refused(one_rank: Non
     model = bridge_ranks.make_model()
     optimizer = StackOptimizerConfig(lr=0.1).provide([bridge_ranks.wrap(model)])
     state = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"holds tensors of Megatron-Core; .* set checkpoint.ckpt_format='torch'"):
+    with pytest.raises(ValueError, match=r"sharded tensors of Megatron-Core; .* set checkpoint.ckpt_format='torch'"):
         optimizer.sharded_state_dict({"model": state})

@@ -35,16 +35,6 @@ VERSION = 1
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
 
 
-_MEGATRON_HINT = (
-    " The model's sharded state holds tensors of Megatron-Core; describe it with opt_stack.megatron.ShardedTensor and "
-    "save it with opt_checkpoint.save. In Megatron-Bridge, set checkpoint.ckpt_format='torch'"
-)
-
-
-def _is_megatrons(value: object) -> bool:
-    return type(value).__module__.startswith("megatron.core.")
-
-
 class Held(NamedTuple):
     """This rank's piece of a parameter and the unit whose rule updates it."""
 
@@ -67,14 +57,19 @@ def describe_params(
     `load` restores exact values in another precision.
 
     Raises:
-        ValueError: a parameter is not in the model's sharded state.
+        ValueError: a parameter is not in the model's sharded state, or that is of Megatron-Core's own types.
     """
+    if any(type(value).__module__.startswith("megatron.core.") for value in tree_leaves(model_sharded_state_dict)):
+        raise ValueError(
+            "model_sharded_state_dict holds sharded tensors of Megatron-Core; describe the model with "
+            "opt_stack.megatron.ShardedTensor and save with opt_checkpoint.save. In Megatron-Bridge, set "
+            "checkpoint.ckpt_format='torch'"
+        )
     params: list[nn.Parameter] = [param for group in groups for param in group["params"]]
     found = get_param_id_to_sharded_param_map(dict(model_sharded_state_dict), params)
     missing = [index for index in range(len(params)) if index not in found]
     if missing:
-        hint = _MEGATRON_HINT if any(map(_is_megatrons, tree_leaves(model_sharded_state_dict))) else KEEP_VARS_HINT
-        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{hint}")
+        raise ValueError(f"Param id {missing[0]} does not match any model sharded param.{KEEP_VARS_HINT}")
     for sharded in found.values():
         sharded.has_mains = True
     found = {i: s.declared() if isinstance(s, ShardedTensorFactory) else s for i, s in found.items()}
