@@ -408,7 +408,7 @@ def test_a_wrapped_parameter_that_is_frozen_later_is_refused() -> None:
     optimizer.zero_grad()
     before = net.module.first.weight.requires_grad_(False).clone()
     backward(loss_of(net, inputs(1)))
-    with pytest.raises(ValueError, match=r"'first.weight' \(and 0 more\) was frozen after the model was wrapped"):
+    with pytest.raises(RuntimeError, match=r"'first.weight' \(and 0 more\) was frozen after the model was wrapped"):
         optimizer.step()
     assert torch.equal(before, net.module.first.weight)
     net.module.first.weight.requires_grad_(True)

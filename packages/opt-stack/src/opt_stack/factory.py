@@ -253,7 +253,7 @@ def _build(
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
     layout_id = f"{part}, {layout_id}" if part else layout_id
-    return Optimizer(
+    optimizer = Optimizer(
         plan=plan,
         stepper=stepper,
         groups=groups,
@@ -263,6 +263,8 @@ def _build(
         wrapped=wrapped,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
+    optimizer.loaded_weights.watch(chunks)
+    return optimizer
 
 
 def plan_of(

@@ -109,6 +109,8 @@ class GradientRelease:
                 its state is on the host.
         """
         self.optimizer.check_ready("a backward pass that updates parameters")
+        if (problem := self.optimizer.loaded_weights.problem()) is not None:
+            raise problem
         if piece.param in self._updated:
             raise RuntimeError(
                 f"a second gradient of {str(piece.id)!r} arrived before optimizer.step(), but gradients released in "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
@@ -18,6 +19,7 @@ from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossSc
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
+from opt_stack.state.loaded_weights import LoadedWeights, trained_names
 from opt_stack.state.model_state import find_values
 from opt_stack.state.offload import StateOffload
 from opt_stack.state.sharded_state import Held
@@ -72,6 +74,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
+        self.loaded_weights = LoadedWeights((held.piece for held in self._held.values()), trained_names(groups))
         self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -97,6 +100,8 @@ class Optimizer(GradientStatistics, StateDicts):
         Raises:
             ValueError: `param_groups` hold other parameters than those the optimizer was built with; or the loss scale
                 is set, and `closure` has not read it.
+            RuntimeError: on every rank, if on one weights were loaded into the model that the update would lose, or
+                parameters of a wrapped model were frozen since it was built.
         """
         self._check_params()
         if closure is not None:
@@ -105,7 +110,10 @@ class Optimizer(GradientStatistics, StateDicts):
                 closure()
             self._check_scaled()
         self._warn_of_unfrozen()
-        return self.in_backward.finish() if self.in_backward is not None else self.stepper.step(self.param_groups)
+        if self.in_backward is not None:
+            return self.in_backward.finish()
+        self.stepper.objection = self._objection()
+        return self.stepper.step(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set `param.grad` to None or zero, and the gradient buffers of wrapped chunks to zero.
@@ -128,6 +136,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self._warn_of_unfrozen()
         if self.in_backward is not None:
             raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
+        self.stepper.objection = self._objection()
         return self.stepper.prepare_grads(self.param_groups)
 
     def step_with_ready_grads(self) -> bool:
@@ -165,13 +174,17 @@ class Optimizer(GradientStatistics, StateDicts):
                 "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
                 "get_optimizer"
             )
+
+    def _objection(self) -> UnusableGradientError | None:
+        """The reason why this rank must not update, if any; all ranks then refuse the step."""
         if self.wrapped and not all(map(_REQUIRES_GRAD, self._params)):
             frozen = [str(id) for id, param in zip(self._ids, self._params, strict=True) if not param.requires_grad]
-            raise ValueError(
+            return UnusableGradientError(
                 f"{frozen[0]!r} (and {len(frozen) - 1} more) was frozen after the model was wrapped, where a parameter "
                 "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
                 "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
             )
+        return self.loaded_weights.problem()
 
     def _check_scaled(self) -> None:
         """Raise if gradients would be divided by a loss scale by which the closure has not multiplied the loss."""

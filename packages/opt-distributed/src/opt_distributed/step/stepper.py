@@ -77,6 +77,7 @@ class Stepper:
         self.limits = limits
         self.spans = spans
         self.num_begun = 0  # steps since construction, for errors
+        self.objection: UnusableGradientError | None = None  # the caller's, for which all ranks refuse the next step
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._ready: _Prepared | None = None
@@ -283,7 +284,7 @@ class Stepper:
 
     def _reduce(self) -> UnusableGradientError | None:
         """Return why this rank's gradients must not be used, if so. The statistics report that to the other ranks."""
-        refused: UnusableGradientError | None = None
+        refused, self.objection = self.objection, None
         with self.spans("optimizer-copy-to-main-grad"):
             for family in self.families:
                 for source in family.sources:

@@ -1,0 +1,105 @@
+"""Notice weights that `load_state_dict` of the model set after the optimizer was built.
+
+Main values in fp32 or fp16 are copies: the next update would overwrite such weights by the old ones. Whether weights
+agree with main values is only checked after a load, so that other steps cost nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.mains import Numbers
+from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.unit import OwnedPiece
+
+_COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
+
+
+class LoadedWeights:
+    """Finds weights that the next update would lose: other values than the main values, or replaced parameters."""
+
+    def __init__(self, pieces: Iterable[OwnedPiece], trained: Mapping[nn.Parameter, str]):
+        self._copied = [piece for piece in pieces if _is_copied(piece)]
+        self._trained = trained  # all parameters of the optimizer, and their names
+        self._are_new = False  # whether weights were loaded since the last step
+        self._replaced: set[nn.Parameter] = set()
+
+    def watch(self, chunks: Iterable[nn.Module]) -> None:
+        """Note every load of these modules and of modules below them."""
+        for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
+            params = {name: p for name, p in module._parameters.items() if p is not None and p in self._trained}
+            if params:
+                module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
+
+    def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
+        self._are_new = True
+        self._replaced.difference_update(params.values())
+        self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
+
+    @torch.no_grad()
+    def problem(self) -> UnusableGradientError | None:
+        """The reason why an update would lose loaded weights; None if it would not."""
+        if not self._are_new:
+            return None
+        if self._replaced:
+            name = self._trained[next(iter(self._replaced))]
+            return UnusableGradientError(
+                f"load_state_dict(assign=True) replaced {name!r}, so that the optimizer updates a parameter that the "
+                "model no longer has; load with assign=False, or build the optimizer after the load"
+            )
+        other = next((piece for piece in self._copied if not _agrees(piece)), None)
+        if other is not None:
+            return UnusableGradientError(
+                f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
+                "the next update would restore; call optimizer.reload_model_params() after the load, or load the "
+                "optimizer's state of the same checkpoint"
+            )
+        self._are_new = False
+        return None
+
+
+class _Note:
+    """A hook after the load of one module. Copies and pickles of it do nothing: a copied model is not trained."""
+
+    def __init__(self, loaded: LoadedWeights, params: Mapping[str, nn.Parameter]):
+        self._loaded, self._params = ref(loaded), params
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if (loaded := self._loaded()) is not None:
+            loaded.note(module, self._params)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+def _no_hook() -> Any:
+    return _ignore
+
+
+def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
+    return None
+
+
+def _is_copied(piece: OwnedPiece) -> bool:
+    """Whether main values are a copy of the parameter in other numbers. fp8 codes depend on their scales as well."""
+    return piece.main.numbers in _COPIES and not isinstance(piece.main, QuantizedMain)
+
+
+def _agrees(piece: OwnedPiece) -> bool:
+    """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
+    main = piece.main
+    assert not isinstance(main, QuantizedMain)
+    target = main.device.to_host(main.target) if isinstance(main, HostMain) else main.target
+    rounded: Tensor = main.value().to(target.dtype)
+    return bool(((rounded == target) | (rounded.isnan() & target.isnan())).all())
+
+
+def trained_names(groups: Sequence[Mapping[str, Any]]) -> dict[nn.Parameter, str]:
+    """The name of every parameter of `groups`."""
+    return {param: str(id) for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)}
