@@ -51,7 +51,7 @@ def test_a_narrow_moment_that_the_rule_does_not_keep_is_refused(case: str) -> No
 
 @pytest.mark.parametrize("rule", ["lion", "soap"])
 def test_a_decay_in_the_gradient_is_refused_where_the_rule_has_none(rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"decoupled_weight_decay=False: optimizer='{rule}' decays weights beside"):
+    with pytest.raises(ConfigError, match=f"decoupled_weight_decay=False: optimizer='{rule}' supports only decoupled"):
         build(nn.Linear(3, 2, bias=False), optimizer=rule, decoupled_weight_decay=False)
 
 

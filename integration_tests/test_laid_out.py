@@ -53,7 +53,10 @@ class Case(NamedTuple):
     reported: str  # by the plan
 
 
-ONE, FOUR = "one rank gathers, computes and returns each, dealt by cost", "all ranks gather them, compute all, keep th"
+ONE, FOUR = (
+    "one rank gathers, computes and returns each, balanced by cost",
+    "all ranks gather them, compute all, keep th",
+)
 CASES = {
     "muon, fsdp": Case(MUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
     "adamuon, fsdp": Case(ADAMUON, OBLONG, fsdp, f"4 ranks (0): {ONE}"),

@@ -48,7 +48,7 @@ KINDS = (
         Mistake(words="whole matrices", fields=(("use_distributed_optimizer", True),)),
     ),
     Kind(
-        "Lion decays weights beside the update only",
+        "Lion supports only decoupled weight decay",
         lambda case: case.rule == "lion",
         Mistake(words="decoupled_weight_decay", fields=(("decoupled_weight_decay", False),)),
     ),

@@ -80,13 +80,13 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
 def test_the_plan_says_it_in_words() -> None:
     metas = [meta((16, 8), FSDP, name=name) for name in "abc"] + [meta((16, 8), LAST_FSDP, TP, name="d")]
     assert list(compute_lines(plan(SOAP(), *metas))) == [
-        "3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each, dealt by cost",
-        "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, dealt by cost",
+        "3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each, balanced by cost",
+        "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, balanced by cost",
     ]
 
 
 MODES = {
-    "blockwise": (BLOCKWISE, "each rank computes its own block, each tensor-parallel block as a matrix of its own"),
+    "blockwise": (BLOCKWISE, "each rank computes its own block, each tensor-parallel block as a separate matrix"),
     "duplicated": (DUPLICATED, "all ranks gather them, compute all, keep their parts"),
     "distributed": (DISTRIBUTED, "ranks compute their parts, products are summed"),
 }
@@ -100,10 +100,10 @@ def test_the_plan_names_the_tensor_parallel_mode_where_it_decides_the_update(mod
 
 
 def test_the_plan_says_blockwise_where_fsdp_cuts_the_blocks_further_and_no_mode_where_wholes_are_gathered() -> None:
-    owner = "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, dealt by cost"
+    owner = "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, balanced by cost"
     both = meta((16, 8), LAST_FSDP, TP)
     (line,) = compute_lines(plan(BLOCKWISE, both))
-    assert line == f"{owner}, each tensor-parallel block as a matrix of its own (muon_tp_mode='blockwise')"
+    assert line == f"{owner}, each tensor-parallel block as a separate matrix (muon_tp_mode='blockwise')"
     for rule in (DUPLICATED, DISTRIBUTED):  # the whole matrix, once
         assert list(compute_lines(plan(rule, both))) == [owner]
 
@@ -127,37 +127,37 @@ REFUSED = {
         BLOCKWISE,
         meta((24, 8), TP, **QKV),
         ConfigError,
-        "w: qkv_split_shapes=(4, 2, 2): query groups of 8 rows are cut: 12 of 24 rows are on one rank; deal whole "
-        "groups to ranks, or set muon_tp_mode='duplicated'",
+        "w: qkv_split_shapes=(4, 2, 2): query groups of 8 rows are cut: 12 of 24 rows are on one rank; give each rank "
+        "whole groups, or set muon_tp_mode='duplicated'",
     ),
     "a rule without phases": (
         NoPhases(),
         meta((16, 8), FSDP),
         ConfigError,
-        "optimizer='theirs' needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts cannot be "
-        "brought together for it, but w is cut along dim 0 over 4 ranks (dp); use 'muon', 'adaptive_muon' or 'soap'",
+        "optimizer='theirs' needs whole matrices, but w is cut along dim 0 over 4 ranks (dp), and only for an "
+        "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'",
     ),
     "namo, which has no phases": (
         NAMO(),
         meta((16, 8), FSDP),
         ConfigError,
-        "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but where ranks store parts of "
-        "matrices only momenta are brought together, and w is cut along dim 0 over 4 ranks (dp); use 'normuon' or "
+        "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but if ranks store parts of "
+        "matrices, only momenta are gathered, and w is cut along dim 0 over 4 ranks (dp); use 'normuon' or "
         "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True",
     ),
     "heads cut by blocks": (
         BLOCKWISE,
         meta((24, 8), TP, head_rows=8),
         ConfigError,
-        "w: head_rows=8: heads of 8 rows are cut: 12 of 24 rows are on one rank; deal whole groups to ranks, or set "
+        "w: head_rows=8: heads of 8 rows are cut: 12 of 24 rows are on one rank; give each rank whole groups, or set "
         "muon_tp_mode='duplicated'",
     ),
     "matrices cut by blocks": (
         DISTRIBUTED,
         meta((24, 8), TP, split_sizes=(20, 4)),
         ConfigError,
-        "w: split_sizes=(20, 4): matrices of 24 rows are cut: 12 of 24 rows are on one rank; deal whole groups to "
-        "ranks, or set muon_tp_mode='duplicated'",
+        "w: split_sizes=(20, 4): matrices of 24 rows are cut: 12 of 24 rows are on one rank; give each rank whole "
+        "groups, or set muon_tp_mode='duplicated'",
     ),
     "tensor parallelism after fsdp": (
         BLOCKWISE,

@@ -41,15 +41,13 @@ def _parser() -> argparse.ArgumentParser:
     groups = commands.add_parser("groups", help="the parameter groups of a model")
     for command in (plan, groups):
         command.add_argument("config", help="an OptimizerConfig as a .toml, .json or .yaml file")
-        command.add_argument(
-            "--section", default="", help="the table of the file that holds it, such as train.optimizer"
-        )
+        command.add_argument("--section", default="", help="the table in the file, such as train.optimizer")
         command.add_argument(
             "--device", choices=("meta", "cpu"), default="meta", help="the device on which the factory makes the model"
         )
     plan.add_argument("--model", metavar="module:factory", help="a callable that returns a module, or a list of chunks")
     plan.add_argument("--world", type=_count, default=1, help="data-parallel ranks (1)")
-    plan.add_argument("--rank", type=int, help="also list what this rank holds")
+    plan.add_argument("--rank", type=int, help="also list the state of this rank")
     groups.add_argument("--model", metavar="module:factory", required=True)
     return parser
 

@@ -39,19 +39,19 @@ class DeferredOptimizer(torch.optim.Optimizer):
     state, or `state_dict` after parameters were replaced. Building is collective: all ranks make that first call
     together. Reading an attribute never communicates; before then, `built` and the entries of `state` raise.
 
-    Attributes set on the original parameters, as `is_embedding_or_output_parameter`, are put on those that replaced
-    them.
+    Attributes of the original parameters, such as `is_embedding_or_output_parameter`, are copied to the parameters that
+    replace them.
 
-    With the interface of torch's optimizers only; the rest (`plan`, `get_grad_norm`, ...) is that of `built`.
+    It has only the interface of torch's optimizers; use `built` for the rest (`plan`, `get_grad_norm`, ...).
 
     Args:
         config, config_overrides, mesh, broadcast_params, rules, hooks, allow_unmatched, extra_group_keys: as for
             `get_optimizer`.
-        model: the model that is given to `prepare`, before it is.
+        model: the model that will be passed to `prepare`.
 
     Raises:
-        ConfigError (a ValueError), on every rank: as `get_optimizer`; what depends on the final parameters is raised
-            when the optimizer is built.
+        ConfigError (a ValueError), on every rank: as `get_optimizer`; errors that depend on the final parameters are
+            raised when the optimizer is built.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; the list itself is another one once the optimizer is built."""
+        """The groups. After the optimizer is built, this is another list."""
         return self._groups if self._built is None else self._built.param_groups
 
     @param_groups.setter
@@ -149,7 +149,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
-        """This rank's state by parameter: that of `built`, or a mapping without entries before it is built."""
+        """This rank's state by parameter: that of `built`; before it is built, a mapping without entries."""
         return _NoState(self) if self._built is None else self._built.state
 
     @state.setter
@@ -174,7 +174,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self._built.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
-        """As `Optimizer.train`, for rules that evaluate with other weights; nothing to restore before it is built."""
+        """As `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
         if not mode:
             self.eval()
         elif self._built is not None:
@@ -185,23 +185,23 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self.build().eval()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction, as by `Optimizer`."""
+        """Raise an error after construction, as `Optimizer` does."""
         if hasattr(self, "_make"):
             raise ValueError("the model's parameters are grouped when the optimizer is made; make a new one")
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `built`. Before it is built and parameters were replaced: the groups, and no state.
+        """The state of `built`. Before parameters are replaced, the groups without state.
 
-        Collective, as is `build`, after parameters were replaced, and in torch.distributed.checkpoint, whose loads fill
-        the state that it finds here.
+        Collective, as is `build`, after parameters were replaced, and inside torch.distributed.checkpoint, which loads
+        into the state that is returned here.
         """
         if self._is_untouched() and not self._state_expected:
             return {"state": {}, "param_groups": packed_groups(self.param_groups, rank_local=False)}
         return self.build().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
-        """As `Optimizer.load_state_dict`. A state dict of groups alone does not build the optimizer."""
+        """As `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
             for group, saved in zip(self.param_groups, match_groups(state_dict, self.param_groups), strict=True):
                 set_group_(group, saved)
@@ -224,10 +224,11 @@ class DeferredOptimizer(torch.optim.Optimizer):
 
 
 class _NoState(MutableMapping[Tensor, Any]):
-    """`state` before the optimizer is built: no entries, and none can be read or set.
+    """`state` before the optimizer is built: it has no entries, and none can be read or set.
 
-    Truthy, as `Optimizer.state` always is: torch.distributed.checkpoint takes a step with zero gradients where `state`
-    is falsy. It asks this on every rank before `state_dict()`, for saves and loads, so that must then include state.
+    It is truthy, as `Optimizer.state` always is, because torch.distributed.checkpoint takes a step with zero gradients
+    if `state` is falsy. It tests this on every rank before each `state_dict()`, for saves and loads; that
+    `state_dict()` must then include state.
     """
 
     def __init__(self, optimizer: DeferredOptimizer):
@@ -264,7 +265,7 @@ def _raise_not_built(attribute: str) -> NoReturn:
 
 
 def _restore_attributes_(params: Sequence[nn.Parameter], attributes: Sequence[Mapping[str, Any]]) -> None:
-    """Put each parameter's `attributes` on it where it lacks them: a parameter that replaced another has none."""
+    """Set the missing `attributes` of each parameter: a parameter that replaced another has lost them."""
     for param, of_param in zip(params, attributes, strict=True):
         for key, value in of_param.items():
             vars(param).setdefault(key, value)

@@ -9,15 +9,15 @@ from opt_stack.adapters.deferred import DeferredOptimizer
 
 
 class StackFactory:
-    """Builds the whole stack inside the Trainer, which knows the final model and device.
+    """Builds the optimizer inside the Trainer, when the final model and device are known.
 
     The Trainer instantiates anything that is not an optimizer class and calls it with the model. Checked with
-    transformers 5.23; versions that know only classes raise a TypeError here.
+    transformers 5.23; versions that accept only classes raise a TypeError here.
 
         Trainer(..., optimizer_cls_and_kwargs=(StackFactory, {"config": OptimizerConfig(optimizer="muon", lr=3e-4)}))
 
-    The Trainer clips gradients to `max_grad_norm` itself, so set `clip_grad=0.0`, or `max_grad_norm=0.0`. Its
-    `weight_decay` and `learning_rate` are not read: the configuration has them. Its schedules multiply the learning
+    The Trainer itself clips gradients to `max_grad_norm`, so set `clip_grad=0.0`, or `max_grad_norm=0.0`. Its
+    `weight_decay` and `learning_rate` are ignored in favour of the configuration's. Its schedules multiply the learning
     rates of the groups.
     """
 

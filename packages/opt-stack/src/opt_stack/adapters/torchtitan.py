@@ -26,18 +26,19 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
 
         config.optimizer = StackOptimizers.Config(stack=OptimizerConfig(optimizer="muon", lr=1e-3, clip_grad=0.0))
 
-    The trainer clips (`training.max_norm`), schedules and saves as always. State is saved under torchtitan's keys,
+    The trainer clips (`training.max_norm`), schedules and saves as usual. State is saved under torchtitan's keys,
     `state.<parameter>.<name>` and `param_groups.<parameter>.<key>`, and loads on any number of ranks.
 
     Raises:
-        ConfigError (a ValueError), on every rank: as `get_optimizer`; state that ranks keep for themselves, which a
-            checkpoint by parameter name would lose; pipeline stages; a field that the trainer or this class has no use
-            for.
+        ConfigError (a ValueError), on every rank: as `get_optimizer`; and for rank-local state, which a checkpoint by
+            parameter name would lose, for pipeline stages, and for fields that neither the trainer nor this class
+            uses.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]
-        """Fields are those of `get_optimizer`; `param_groups` and `implementation` of torchtitan stay as they are."""
+        """Fields are those of `get_optimizer`. `param_groups` and `implementation` of torchtitan keep their
+        defaults."""
 
         stack: OptimizerConfig
         config_overrides: Overrides | None = None
@@ -51,10 +52,10 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         )
         if optimizer.has_rank_local_state:
             raise ConfigError(
-                f"optimizer={config.stack.optimizer!r}: each rank keeps state of its own, and torchtitan's checkpoints "
-                "tell state apart by parameter name, so they would keep one rank's; use a rule whose state has the "
-                "parameters' shapes, as adam or muon, on parameters that fully_shard made DTensors, without "
-                "use_distributed_optimizer; or save with opt_checkpoint in a loop of your own"
+                f"optimizer={config.stack.optimizer!r}: each rank keeps a different part of the state, but "
+                "torchtitan's checkpoints identify state by parameter name, so they would store only one rank's part; use a rule "
+                "whose state has the parameters' shapes, such as adam or muon, on DTensor parameters of fully_shard, "
+                "without use_distributed_optimizer; or save with opt_checkpoint in your own training loop"
             )
         self.model_parts = model_parts
         self.optimizers = [optimizer]
@@ -63,7 +64,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         self._post_init([param for group in optimizer.param_groups for param in group["params"]])
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One step. The first takes main values from the parameters unless they were loaded."""
+        """Take one step. The first one reads main values from the parameters, unless they were loaded."""
         self._follow_model_()
         self._follows_model = False
         super().step(closure)
@@ -89,7 +90,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         return flat
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set what `state_dict`, which DCP loaded, holds.
+        """Load `state_dict`, which DCP has filled.
 
         Raises:
             ValueError: a key is missing; parameters that share a group here were saved with different
@@ -106,7 +107,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         self._follows_model = False
 
     def _follow_model_(self) -> None:
-        """Take main values from the parameters, until a step or a load has given them values of their own."""
+        """Read main values from the parameters, until a step or a load has set them."""
         if self._follows_model:
             self.optimizers[0].reload_model_params()
 
@@ -147,7 +148,7 @@ def _names(optimizer: Optimizer) -> list[str]:
 
 
 def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a group says of how its parameters are trained. Its name depends on the grouping, its hooks on the code."""
+    """The hyper-parameters of a group, without its name and hooks, which depend on the grouping and on code."""
     return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
 
 
@@ -159,7 +160,7 @@ def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
 
 
 def _agreed_value(state_dict: Mapping[str, Any], names: Sequence[str], key: str) -> Any:
-    """What all of `names`, one group's parameters, were saved with."""
+    """The value with which all of `names`, the parameters of one group, were saved."""
     values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
     for name, value in zip(names, values, strict=True):
         if value != values[0]:

@@ -1,1 +1,1 @@
-"""Build what a plan describes."""
+"""Builds the optimizer that a plan describes."""

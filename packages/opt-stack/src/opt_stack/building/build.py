@@ -1,4 +1,4 @@
-"""Build what a plan describes: memory, gradient sources, owned pieces, units, the stepper. Nothing is decided here."""
+"""Builds the stepper of a plan: memory, gradient sources, owned pieces, units. The plan has made all decisions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from opt_stack.planning.plan import UnitPlan
 
 
 class PlacedMatrix(NamedTuple):
-    """What the rule must know of what is stored here, and who brings it together with the other parts."""
+    """The description of the local part of a matrix for the rule, and the stage that gathers the whole matrix."""
 
     spec: MatrixSpec
     stage: ComputeStage | None = None
@@ -32,18 +32,18 @@ def place_matrices(
     *,
     over: Callable[[Comm], Comm] = lambda comm: comm,
 ) -> dict[ParamId, PlacedMatrix]:
-    """Of every parameter of the unit. Makes no collective calls. `over` gives the `Comm` through which the rule and the
-    stages reach a group.
+    """Return the `PlacedMatrix` of every parameter of the unit. Makes no collective calls. `over` returns the `Comm`
+    with which the rule and the stages communicate in a group.
 
     Raises:
-        LayoutError: a DTensor whose local part is not what its placements say.
+        LayoutError: the local part of a DTensor does not match its placements.
     """
     splits = {id: unit.splits.get(id, NOT_SPLIT) for id in unit.ids}
-    # Sorted: a set's order differs between processes, and that of the stages is that of their collectives.
+    # Sorted, because the order of a set differs between processes, but all ranks must make collectives in one order.
     placed = {id: PlacedMatrix(splits[id]) for id in sorted(unit.ids)}
     peers = _Peers(over)
     for plan in unit.compute:
-        by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share the names of their axes
+        by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one, unless meshes share axis names
         for slot in plan.layout.slots:
             comms = _comms(plan, params[slot.matrix.id], tensor_parallel_comm)
             by_comms.setdefault(tuple(map(peers.one, comms)), []).append(slot)
@@ -53,12 +53,12 @@ def place_matrices(
 
 
 def stages_of(placed: Iterable[PlacedMatrix]) -> list[ComputeStage]:
-    """Their stages, each once, in order of appearance."""
+    """The stages of these matrices, each once, in order of appearance."""
     return list(dict.fromkeys(matrix.stage for matrix in placed if matrix.stage is not None))
 
 
 def tensor_parallel(comm: Comm) -> TensorParallel:
-    """The ranks that hold equal parts of a matrix, as the callables a rule takes."""
+    """The group of ranks that hold equal parts of a matrix, as the callables that a rule takes."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
         total = x.contiguous().clone()
@@ -74,7 +74,7 @@ def tensor_parallel(comm: Comm) -> TensorParallel:
 
 
 class _Peers:
-    """One object for each group of ranks: rules batch only matrices that share it."""
+    """Keeps one object per group of ranks, because rules batch only matrices with the same object."""
 
     def __init__(self, over: Callable[[Comm], Comm]) -> None:
         self._over = over
@@ -108,7 +108,7 @@ def _placed(
     splits: Mapping[ParamId, MatrixSpec],
     peers: _Peers,
 ) -> dict[ParamId, PlacedMatrix]:
-    """Matrices of one plan whose parts one grid of ranks has."""
+    """The matrices of one plan that are cut over one grid of ranks."""
     number, at = plan.tensor_parallel_axis, tuple(comm.rank for comm in comms)
     group = None if number is None else peers.of(comms[number])
     of_whole, of_part = {}, {}
@@ -131,7 +131,8 @@ def _placed(
 
 
 def _in_place(spec: MatrixSpec, part: MatrixPart, local_shape: tuple[int, ...]) -> MatrixSpec:
-    """With the part, where it is not the one that equal parts tell: a rule stacks only matrices of one spec."""
+    """The spec with the position of the part, unless equal parts imply it: a rule stacks only matrices of equal
+    specs."""
     ranks = 1 if spec.tensor_parallel is None else spec.tensor_parallel.size
     dims = range(len(local_shape) - 2, len(local_shape))
     expected = [local_shape[dim] * (ranks if dim == spec.partition_dim else 1) for dim in dims]

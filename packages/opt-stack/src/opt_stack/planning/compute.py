@@ -18,7 +18,7 @@ TENSOR_PARALLEL = "tensor parallel"
 
 
 class CutAxis(NamedTuple):
-    """Ranks that a matrix is cut over."""
+    """An axis of ranks over which a matrix is cut."""
 
     name: str
     size: int
@@ -31,15 +31,15 @@ class CutAxis(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePlan:
-    """Matrices that the same axes cut, and who computes them."""
+    """Matrices that are cut over the same axes, and the ranks that compute them."""
 
     axes: tuple[CutAxis, ...]  # in the order in which they cut; first those over which nothing is gathered
     layout: ComputeLayout
-    tp_mode: TpMode | None = None  # muon_tp_mode, where it decides what is computed; None where it has no effect
+    tp_mode: TpMode | None = None  # muon_tp_mode if it has an effect, else None
 
     @property
     def tensor_parallel_axis(self) -> int | None:
-        """Which axis, if any, holds what the rule takes for tensor-parallel parts."""
+        """Index of the axis whose parts the rule treats as tensor-parallel parts; None if there is none."""
         kept = self.axes[: self.layout.kept]
         return next((number for number, axis in enumerate(kept) if axis.is_tensor_parallel), None)
 
@@ -52,7 +52,7 @@ class _Cut(NamedTuple):
 
 
 class _Arranged(NamedTuple):
-    """How a matrix is computed; matrices that agree in all of it share collectives."""
+    """How a matrix is computed. Matrices with equal values share collectives."""
 
     axes: tuple[CutAxis, ...]
     kept: int
@@ -69,14 +69,14 @@ def plan_compute(
     team_of: Mapping[ParamId, int],  # the shard that a parameter is in: only its ranks compute together
     splits: Mapping[ParamId, MatrixSpec],  # of parameters with rows that are matrices of their own
 ) -> tuple[ComputePlan, ...]:
-    """Who computes what of a matrix rule's parameters; those that are whole on their ranks are in no plan.
+    """Plan which ranks compute the parameters of a matrix rule. Parameters that are whole on their ranks are left out.
 
     Matrices that tensor parallelism alone cuts follow the rule's `tp_mode`. Every other matrix is gathered on one rank,
     except tensor-parallel blocks in mode "blockwise" and stacks of matrices, which may be cut anywhere.
 
     Raises:
-        ConfigError: a matrix that cannot be brought together, or must be and the rule has no phases for it.
-        LayoutError: unequal parts where the mode needs equal ones.
+        ConfigError: a matrix cannot be gathered, or it must be and the rule does not support that.
+        LayoutError: parts are unequal, but the mode needs equal ones.
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
     for meta in metas:
@@ -102,7 +102,7 @@ def plan_compute(
 
 
 def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
-    """How a parameter is cut, in the order of the cuts."""
+    """The cuts of a parameter, in the order in which they are applied."""
     if not meta.is_dtensor:
         if not meta.tensor_parallel or meta.partition_dim is None or tensor_parallel == 1:
             return []
@@ -117,12 +117,12 @@ def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
 
 
 def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[_Arranged, SplitMatrix]:
-    sides = [cut for cut in cuts if cut.dim >= len(meta.shape) - 2]  # the others deal whole matrices of a stack
+    sides = [cut for cut in cuts if cut.dim >= len(meta.shape) - 2]  # the others assign whole matrices of a stack
     by_mode = all(cut.axis.is_tensor_parallel for cut in sides) and len(sides) <= 1
     mode = rule.tp_mode if isinstance(rule, MatrixRule) else None
     kept = [cut for cut in cuts if cut not in sides or (cut.axis.is_tensor_parallel and mode is TpMode.BLOCKWISE)]
     computes = Computes.OWNER
-    takes_parts = mode is TpMode.BLOCKWISE or not isinstance(rule, MatrixRule)  # which sees to its peers itself
+    takes_parts = mode is TpMode.BLOCKWISE or not isinstance(rule, MatrixRule)  # the rule communicates itself
     if not sides or (by_mode and takes_parts):
         kept, computes = cuts, Computes.PART
     elif by_mode and mode is TpMode.DISTRIBUTED:
@@ -131,19 +131,19 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
         computes = Computes.EVERY
     if computes.gathers and isinstance(rule, NAMO):
         raise ConfigError(
-            "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but where ranks store "
-            f"parts of matrices only momenta are brought together, and {_described(meta, cuts)}; use 'normuon' or "
+            "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but if ranks store "
+            f"parts of matrices, only momenta are gathered, and {_described(meta, cuts)}; use 'normuon' or "
             "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True"
         )
     if computes.gathers and not isinstance(rule, MatrixRule):
         raise ConfigError(
-            f"optimizer={rule.name!r} needs whole matrices and is no opt_kernels.rules.base.MatrixRule, so that parts "
-            f"cannot be brought together for it, but {_described(meta, cuts)}; use 'muon', 'adaptive_muon' or 'soap'"
+            f"optimizer={rule.name!r} needs whole matrices, but {_described(meta, cuts)}, and only for an "
+            "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
         )
     gathered = [cut for cut in cuts if cut not in kept]
     _check_order(meta, cuts, kept)
     ordered = [*kept, *gathered]
-    # What is stored here is a part under tensor parallelism by attributes, and the meta's shape that of the part.
+    # Under tensor parallelism by attributes, the shape in `meta` is that of the local part.
     shape = list(meta.shape)
     if not meta.is_dtensor:
         shape[cuts[0].dim] *= cuts[0].axis.size
@@ -154,7 +154,7 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
 
 
 def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
-    """A tensor-parallel block is one only if tensor parallelism cut its dim before the others did."""
+    """Raise ConfigError unless tensor parallelism was applied first, so that its blocks are rows or columns."""
     for number, cut in enumerate(cuts):
         earlier = [other for other in cuts[:number] if other.dim == cut.dim and other not in kept]
         if cut in kept and earlier:
@@ -165,7 +165,7 @@ def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
-    """The parameters with rows that a matrix rule moves as matrices of their own: heads, matrices of any sizes, or with
+    """The parameters whose rows form several matrices for a matrix rule: heads, matrices of any sizes, or with
     `split_qkv` fused q, k and v."""
     found = {}
     for meta in metas:
@@ -177,14 +177,14 @@ def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, 
 
 
 def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: SplitMatrix) -> None:
-    """Groups of rows are whole in whatever the rule sees as one matrix."""
+    """Raise unless every block that the rule treats as one matrix contains whole groups of rows."""
     sizes = tuple(axis.size for axis in arranged.axes)
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         if block.shape[-2] % rows or block.offset[-2] % rows:
             raise ConfigError(
                 f"{meta.id}: {_split_in_words(meta)} of {rows} rows are cut: "
-                f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; deal whole groups to ranks, or set "
+                f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
                 "muon_tp_mode='duplicated'"
             )
 
@@ -206,12 +206,12 @@ WORDS: Mapping[Computes, str] = {
     Computes.PART: "each rank computes its own block",
     Computes.EVERY: "all ranks gather them, compute all, keep their parts",
     Computes.JOINT: "ranks compute their parts, products are summed",
-    Computes.OWNER: "one rank gathers, computes and returns each, dealt by cost",
+    Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
 }
 
 
 def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
-    """For people: matrices by axes and by who computes them, with muon_tp_mode where it has an effect."""
+    """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
     counts: dict[str, int] = {}
     for plan in plans:
         ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
@@ -224,5 +224,5 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
 def _mode_in_words(plan: ComputePlan) -> str:
     if plan.tp_mode is None:
         return ""
-    blocks = ", each tensor-parallel block as a matrix of its own" * (plan.tp_mode is TpMode.BLOCKWISE)
+    blocks = ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
     return f"{blocks} (muon_tp_mode={plan.tp_mode.value!r})"

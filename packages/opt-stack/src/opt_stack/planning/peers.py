@@ -1,4 +1,4 @@
-"""Check that ranks agree before anything is built. Every rank raises the same errors."""
+"""Checks that ranks agree before anything is built. Every rank raises the same errors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -84,7 +84,7 @@ def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], 
 
 
 def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:
-    """Ranks that call different rules by one name; those that hold parts of a matrix would move them apart."""
+    """An error if ranks use different rules under one name, because parts of a matrix would diverge; else None."""
     by_unit: dict[str, dict[str, list[int]]] = {}
     per_rank: list[dict[str, str]] = everyone.gather_objects({unit.name: rule_text(unit.rule) for unit in plan.units})
     for rank, of_rank in enumerate(per_rank):
@@ -101,7 +101,7 @@ def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:
 
 
 def _first_difference_in(texts: Sequence[str]) -> int:
-    """Where the first argument begins that is not the same in all of them."""
+    """The position of the first argument that differs between the texts."""
     shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
     return max(shared.rfind(before) + len(before) for before in (", ", "("))
 

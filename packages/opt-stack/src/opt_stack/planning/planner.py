@@ -187,14 +187,14 @@ def _plan_units(
 
 
 def _splits(config: OptimizerConfig, rule: Rule, metas: Sequence[ParamMeta]) -> Mapping[ParamId, MatrixSpec]:
-    """What a matrix rule must know of parameters whose rows are several matrices."""
+    """The matrix specs of parameters whose rows form several matrices."""
     if rule.needs is not Needs.MATRICES:
         return {}
     return split_rows(metas, split_qkv=config.soap_split_qkv if _is_soap(rule) else config.muon_split_qkv)
 
 
 def _whole_qkv(config: OptimizerConfig, rule: Rule, metas: Sequence[ParamMeta]) -> int:
-    """Fused q, k and v that SOAP takes for one matrix."""
+    """Number of fused q, k and v parameters that SOAP updates as one matrix each."""
     if not _is_soap(rule) or config.soap_split_qkv:
         return 0
     return len(split_rows(metas, split_qkv=True)) - len(split_rows(metas, split_qkv=False))

@@ -1,4 +1,4 @@
-"""Our rules by the names configurations use: which fields of the configuration make each of them."""
+"""The built-in rules by name, and how fields of the configuration determine each of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,23 +23,23 @@ from opt_kernels.rules.soap_muon import SOAPMuon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleEntry:
-    """How a configuration becomes a rule: its structure once, its hyper-parameters into every group."""
+    """How to create a rule from a configuration, and the hyper-parameters to write to every group."""
 
     name: str
     summary: str
     make: Callable[[OptimizerConfig], Rule]
-    hyper: Callable[[OptimizerConfig], Mapping[str, Any]]  # group fields beside lr and weight_decay
+    hyper: Callable[[OptimizerConfig], Mapping[str, Any]]  # group fields in addition to lr and weight_decay
 
 
 OfFields = Callable[[OptimizerConfig], Mapping[str, Any]]
 
 
 def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> RuleEntry:
-    """How a configuration becomes the rule of a formula.
+    """The entry of a formula.
 
-    Its numbers start from `fields`, what fields of the configuration say, else from `optimizer_options`, else from the
-    formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from `optimizer_options`; states
-    called exp_avg..., from `exp_avg_dtype` and `exp_avg_sq_dtype` unless they are given there.
+    Initial values of its numbers come from `fields` (values of configuration fields), else from `optimizer_options`,
+    else from the formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from
+    `optimizer_options`. States named exp_avg... use `exp_avg_dtype` and `exp_avg_sq_dtype` unless given there.
     """
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
@@ -68,16 +68,16 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
 
 
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`optimizer_options`, where they are for this formula.
+    """`optimizer_options` if they are for this formula, else empty.
 
-    Raises ConfigError for an option that does not exist, or has a field of its own.
+    Raises ConfigError for an option that does not exist, or that is a field of the configuration.
     """
     options = config.optimizer_options or {} if config.optimizer == formula.name else {}
     for name in ("lr", "weight_decay", "decoupled_weight_decay", "backend", "stochastic_rounding", *of_fields):
         if name in options:
             raise ConfigError(
-                f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} the configuration's "
-                "own fields say it, or it is not offered"
+                f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} a field of the "
+                "configuration sets it, or it is not supported"
             )
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
     known += [choice.name for choice in formula.choices if choice.off_at_zero is None]
@@ -92,7 +92,7 @@ def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, 
 
 
 def _structure(formula: Formula, config: OptimizerConfig, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices and dtypes that fields of the configuration ask for."""
+    """The choices and dtypes set by fields of the configuration."""
     found: dict[str, Any] = {}
     for choice in formula.choices:
         if choice.name == "decoupled_weight_decay":
@@ -106,13 +106,13 @@ def _structure(formula: Formula, config: OptimizerConfig, numbers: Mapping[str, 
         moment = config.precision.exp_avg if state.signed else config.precision.exp_avg_sq
         is_moment = state.name.startswith("exp_avg") if state.signed else "exp_avg_sq" in state.name
         if is_moment and f"{state.name}_dtype" not in options:
-            # The reference writes 8-bit floats as `torch.uint8`.
+            # Megatron-Core writes 8-bit floats as `torch.uint8`.
             found[f"{state.name}_dtype"] = torch.float8_e4m3fn if moment == torch.uint8 else moment
     return found
 
 
 def _dtype(value: object) -> object:
-    """Options that name a dtype of torch, as files have them, as that dtype."""
+    """The dtype for an option that names a torch dtype, as in files; any other option unchanged."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
     return found if isinstance(found, torch.dtype) else value
 
@@ -144,7 +144,7 @@ def _soap_muon(config: OptimizerConfig) -> SOAPMuon:
 def _check_decoupled(config: OptimizerConfig, name: str) -> None:
     if not config.decoupled_weight_decay:
         raise ConfigError(
-            f"decoupled_weight_decay=False: optimizer={name!r} decays weights beside the update only; leave it at True"
+            f"decoupled_weight_decay=False: optimizer={name!r} supports only decoupled decay; leave it at True"
         )
 
 
@@ -188,7 +188,7 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuon | NAMO:
     return adaptive_rule(muon, method, lines=Lines(lines))
 
 
-# What fields of the configuration say of a formula's numbers.
+# Values of a formula's numbers from fields of the configuration.
 _FIELDS: Mapping[str, OfFields] = {
     "adam": lambda config: {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
     "sgd": lambda config: {"momentum": config.sgd_momentum},

@@ -209,7 +209,8 @@ def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
     return rule
 
 
-# --- what a class keeps -----------------------------------------------------------------------------------------------
+# --- the state of a class
+# -----------------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):

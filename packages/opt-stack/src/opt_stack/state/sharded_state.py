@@ -145,7 +145,8 @@ def load_sharded_(
 def _warn_of_another_rule(
     loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> None:
-    """Log a warning for state of another rule: a name may mean something else, as SOAP's moments in its eigenbasis."""
+    """Log a warning for state of another rule, whose names may have other meanings: SOAP's moments are in its
+    eigenbasis."""
     saved = loaded["groups"]
     then = {n: group.get(RULE) for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
     moved: dict[tuple[str, str], list[str]] = defaultdict(list)
