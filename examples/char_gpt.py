@@ -29,7 +29,8 @@ def stdlib_text(num_bytes: int = 6_000_000) -> Tensor:
 
 
 def bigram_bits(train: Tensor, held_out: Tensor) -> float:
-    """Bits per character of held-out text when each character is guessed from the one before it, counted on `train`."""
+    """Bits per character of held-out text for a bigram model: character frequencies given the previous one in
+    `train`."""
     counts = torch.ones(VOCAB, VOCAB, dtype=torch.float64)
     counts.view(-1).index_add_(0, train[:-1] * VOCAB + train[1:], torch.ones(len(train) - 1, dtype=torch.float64))
     probability = counts / counts.sum(1, keepdim=True)
@@ -42,14 +43,14 @@ def compute_dtype() -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """Computes in its input's dtype. The weight is cast on the way in, and its gradient on the way back."""
+    """A linear layer that computes in its input's dtype: casts the weight in forward, and its gradient in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 class LayerNorm(nn.LayerNorm):
-    """The same for the norm."""
+    """A layer norm that computes in its input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
@@ -73,9 +74,9 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """A GPT over characters; `forward` gives the mean loss in nats.
+    """A GPT over characters; `forward` returns the mean loss in nats.
 
-    `compute`: the dtype of activations and products; None for that of the weights.
+    `compute`: the dtype of activations and products; None: the dtype of the weights.
     """
 
     def __init__(self, *, dim: int = 144, depth: int = 4, num_heads: int = 4, compute: torch.dtype | None = None):

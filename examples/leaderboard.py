@@ -1,9 +1,9 @@
 """Which rule should I use? A small GPT, trained by each rule with the same budget and the same effort of tuning.
 
-Every rule is run at three learning rates a factor of 3 apart, around its usual one; while the best is at an end, one
-more is tried beyond it, up to five in all. The best rate then runs with two more seeds. All runs have the same
-batches, warmup and linear decay, and a weight decay of 0.1. Finished runs are kept in DIR and not repeated, so that an
-interrupted board goes on where it was.
+Every rule is trained with three learning rates, a factor of 3 apart, around its usual one. As long as the best one is
+the smallest or the largest, another rate is tried beyond it, up to five in all. The best rate is then trained with two
+more seeds. All runs have the same batches, warmup and linear decay, and a weight decay of 0.1. Finished runs are kept
+in DIR and not repeated, so an interrupted leaderboard continues where it stopped.
 
     python examples/leaderboard.py --dir runs/leaderboard --jobs 2          # tune and train: minutes a rule
     python examples/leaderboard.py --dir runs/leaderboard --times           # time the updates, on a quiet machine
@@ -32,7 +32,7 @@ from opt_scheduler import linear, warmup
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A drop-in optimizer with the options its paper recommends, and the learning rate its tuning begins at."""
+    """A drop-in optimizer with the options that its paper recommends, and the first learning rate of its tuning."""
 
     name: str
     optimizer: str  # of opt_kernels.optim
@@ -126,7 +126,8 @@ CONTENDERS = [
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: a contender, a learning rate and a seed. Its results are kept under a hash of these fields."""
+    """One training run: a contender, a learning rate and a seed. Its results are stored under a hash of these
+    fields."""
 
     contender: Contender
     lr: float
@@ -197,7 +198,7 @@ def held_out_loss(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torc
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of state a parameter."""
+    """Bytes of optimizer state per parameter."""
     stored = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()
@@ -238,7 +239,7 @@ def next_runs(contender: Contender, directory: Path) -> list[Run]:
 
 
 def tuned(contender: Contender, directory: Path) -> list[dict]:
-    """The runs of all seeds at the best learning rate; empty for a contender that is not done."""
+    """The runs of all seeds at the best learning rate; empty for an unfinished contender."""
     runs = [result(Run(contender, contender.lr * FACTOR**exponent, 0), directory) for exponent in range(-4, 5)]
     tried = [run for run in runs if run]
     if not tried or next_runs(contender, directory):
@@ -258,7 +259,7 @@ def work(args: tuple[Contender, Path]) -> None:
 
 
 def update_seconds(contender: Contender) -> float:
-    """The median time of one update of the model, on one thread."""
+    """The median time in seconds of one update of the model, on one thread."""
     model, optimizer = setup(Run(contender, contender.lr, 0))
     for param in model.parameters():
         param.grad = torch.randn_like(param) * 1e-3
@@ -292,7 +293,7 @@ def row(contender: Contender, directory: Path, target: float) -> dict | None:
 
 
 def report(directory: Path, folder: Path) -> None:
-    """Writes leaderboard.json, .md and .svg to `folder`: the contenders that are done, best first."""
+    """Write leaderboard.json, .md and .svg to `folder`: the finished contenders, best first."""
     baseline = next(contender for contender in CONTENDERS if contender.name == BASELINE)
     of_baseline = tuned(baseline, directory)
     if not of_baseline:

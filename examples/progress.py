@@ -1,4 +1,4 @@
-"""Progress of a training run: in a terminal one line that is rewritten, in a file or pipe a line every few steps."""
+"""Prints the progress of a training run: one line that is rewritten in a terminal, a line every few steps elsewhere."""
 
 import shutil
 import sys
@@ -9,7 +9,7 @@ from typing import TextIO
 class Progress:
     """Prints figures of the steps `begin` to `end - 1` of a run.
 
-    every: steps from one line to the next where the stream is not a terminal. The last step always has a line.
+    every: number of steps between lines if the stream is not a terminal. The last step always has a line.
     """
 
     def __init__(self, begin: int, end: int, *, every: int = 20, stream: TextIO | None = None):

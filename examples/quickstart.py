@@ -1,8 +1,8 @@
-"""The main job in five runs: one that stops half-way, three that resume it, and one that is never interrupted.
+"""A small training job in five runs: one that stops half-way, three that resume it, and one without an interruption.
 
-A run that resumes on as many ranks must repeat the uninterrupted run's losses to the last bit. The runs that
-resume on one and on three ranks, for a few steps, may differ by what bf16 and another order of summation cause. And the
-model must beat a bigram on held-out text. Writes loss.png and schedule.png next to the logs.
+The run that resumes on the same number of ranks must reproduce the losses of the uninterrupted run to the last bit. The
+runs that resume on one and on three ranks, for a few steps, may differ by rounding, because bf16 sums are computed in
+another order. The model must also beat a bigram on held-out text. Writes loss.png and schedule.png next to the logs.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def train(args: argparse.Namespace, name: str, *options: object, directory: Path
 
 
 def run_rank(rank: int, size: int, port: int, argv: list[str]) -> None:
-    """What torchrun does for each process of a job on one machine."""
+    """Run one rank, as torchrun does on one machine."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     train_gpt.main(argv)
 
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 def clear(directory: Path) -> None:
-    """Empties the folder of an earlier quickstart; refuses any other folder that is not empty."""
+    """Empty the folder of an earlier quickstart. Raises for any other folder that is not empty."""
     if directory.exists() and any(directory.iterdir()) and not (directory / MARK).exists():
         sys.exit(f"--dir {directory} is neither empty nor a folder of an earlier quickstart, which would be deleted")
     shutil.rmtree(directory, ignore_errors=True)
@@ -118,7 +118,7 @@ def read(directory: Path, name: str) -> dict:
 
 
 def has_resumed(who: str, resumed: dict, whole: dict, *, allowed: float) -> bool:
-    """Prints how far the resumed run's losses are from the uninterrupted run's; whether that is near enough."""
+    """Print the largest difference between the losses of both runs, and return whether it is small enough."""
     losses = {row["step"]: row["loss"] for row in whole["log"]}
     gap = max(abs(row["loss"] - losses[row["step"]]) for row in resumed["log"])
     print(f"resumed on {who}: {len(resumed['log'])} steps, largest difference of loss {gap:.2e} (allowed: {allowed})")
@@ -165,7 +165,7 @@ def table(whole: dict, ranks: int) -> str:
 
 
 def suggestions(directory: Path) -> str:
-    """Commands to run next, in the form in which this run was started."""
+    """Commands to run next, for the way in which this run was started."""
     program = "python -m nox -s quickstart --" if os.environ.get("NOX_CURRENT_SESSION") else f"python {sys.argv[0]}"
     where = "" if directory == DIR else f" --dir {directory}"
     commands = {

@@ -1,10 +1,10 @@
-"""Trains a character-level GPT on every rank of a `torchrun`: the shortest complete use of the stack.
+"""Trains a character-level GPT under `torchrun`: the shortest complete example of the stack.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 150 --dir runs/demo
     torchrun --nproc-per-node 3 examples/train_gpt.py --stop-at 200 --dir runs/demo --resume
 
-The plan and the parameter groups; bf16 weights with fp32 mains, sharded over the ranks (ZeRO-1, or whole matrices for
-Muon and SOAP), gradients reduced during backward and parameters gathered during forward; clipping; a
+Shows the plan and the parameter groups; bf16 weights with fp32 mains, sharded over the ranks (ZeRO-1, or whole matrices
+for Muon and SOAP); gradients reduced during backward and parameters gathered during forward; clipping; a
 warmup-stable-decay schedule; checkpoints in the background; and resuming on any number of ranks that divides the batch.
 """
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     if rank == 0:
         (args.dir / f"{args.name}.json").write_text(json.dumps(found))
         print(f"held-out, bits per character: {begun:.3f} before, {found['bits']:.3f} after")
-    dist.barrier()  # nobody leaves while another rank may still be talking to it
+    dist.barrier()  # no rank exits while another may still communicate with it
     dist.destroy_process_group()
 
 
@@ -130,7 +130,7 @@ def build(rule: str) -> tuple[DistributedDataParallel, Optimizer]:
 
 
 def memory(model: DistributedDataParallel, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes on the fullest rank. Weights and gradients are measured; the state is what the plan says."""
+    """Bytes on the rank with the most. Weights and gradients are measured; the bytes of state are the plan's."""
     return {
         "weights": sum(param.nbytes for param in model.parameters()),
         "gradients": sum(param.main_grad.nbytes for param in model.parameters()),
@@ -149,7 +149,7 @@ def state_of(model: DistributedDataParallel, optimizer: Optimizer, scheduler: Op
 
 
 def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step: int) -> int:
-    """Load a step, or the newest one, in place; the report has the values that are not tensors."""
+    """Load a step, by default the newest, in place. Values that are not tensors are in the report."""
     if step == NEWEST and (step := checkpoints.latest()) is None:
         sys.exit(f"there is no checkpoint in {checkpoints.directory}: train without --resume first")
     loaded = checkpoints.load(state_of(model, optimizer, scheduler), step=step).state
@@ -159,7 +159,7 @@ def resume(checkpoints: CheckpointManager, model, optimizer, scheduler, *, step:
 
 
 def wsd(optimizer, config: OptimizerConfig, *, num_samples: int) -> OptimizerParamScheduler:
-    """Warm up, hold, decay over the last fifth; weight decay grows over the whole run. All counted in samples."""
+    """Schedules in samples: learning rate with warmup, plateau and decay over the last fifth; growing weight decay."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

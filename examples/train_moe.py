@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_moe.py --steps 60
 
-Ranks are expert-parallel: tokens travel to their expert and back. Expert parameters have process groups of their own,
-and count once in the gradient norm.
+Ranks are expert-parallel: tokens are sent to their expert and back. Expert parameters have separate process groups, and
+each is counted once in the gradient norm.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Experts(nn.Module):
             torch.manual_seed(100 + dist.get_rank())  # each rank has its own expert
             self.expert = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
         for param in self.expert.parameters():
-            param.allreduce = False  # Megatron-Core's mark of an expert: not averaged with the dense parameters
+            param.allreduce = False  # Megatron-Core's attribute of experts: not averaged with the dense parameters
 
     def forward(self, x: Tensor) -> Tensor:  # (tokens, DIM) of this rank
         rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Muon, layer-wise: whole matrices are assigned to ranks by cost, all other parameters lie on flat shards.
+"""Layer-wise Muon: whole matrices are assigned to ranks by cost, all other parameters are in flat shards.
 
 torchrun --nproc-per-node 2 examples/train_muon.py --steps 60
 """
@@ -28,7 +28,7 @@ def main() -> None:
 
     compute = compute_dtype()  # of activations and products; weights are bf16 on every machine
     gpt = CharGPT(compute=compute).bfloat16()
-    # Embeddings and the head are recognised by their modules and go to Adam. Where that fails, set the attribute
+    # Embeddings and the head are recognised by their modules and updated by Adam. If that fails, set the attribute
     # is_embedding_or_output_parameter of the weight to True or False.
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=True
@@ -39,7 +39,7 @@ def main() -> None:
         use_layer_wise_distributed_optimizer=True,
         overlap_param_gather=True,
         lr=3e-3,
-        muon_extra_scale_factor=0.2,  # an update of AdamW's size, so that one lr suits both rules
+        muon_extra_scale_factor=0.2,  # updates as large as AdamW's, so that one lr suits both rules
         muon_nesterov=True,
         muon_fp32_matmul_prec="medium" if compute is torch.bfloat16 else "highest",  # medium: products in bf16
         weight_decay=0.1,

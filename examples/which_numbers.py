@@ -1,7 +1,7 @@
-"""Which numbers should I use? A small GPT, trained by AdamW with its weights, main values and moments in every format.
+"""Which formats should I use? Trains a small GPT by AdamW with its weights, main values and moments in every format.
 
-All runs have the same initial weights, batches and learning rates; fp32 runs with two more seeds, to show how much of a
-difference is chance. Finished runs are kept in DIR and not repeated.
+All runs have the same initial weights, batches and learning rates. fp32 is run with two more seeds, to show the
+differences due to chance. Finished runs are kept in DIR and not repeated.
 
     python examples/which_numbers.py --dir runs/numbers                   # train: about a minute a mode
     python examples/which_numbers.py --dir runs/numbers --report FOLDER   # numbers.{json,md,svg}
@@ -57,7 +57,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {  # fields of OptimizerConfig
 
 
 def train(mode: str, seed: int) -> dict[str, Any]:
-    """The held-out losses (nats a character) by step, and the bytes of state an element."""
+    """The held-out losses (nats per character) by step, and the bytes of state per element."""
     torch.manual_seed(seed)
     config = OptimizerConfig(lr=LR, weight_decay=0.1, adam_beta2=0.95, **MODES[mode])
     model = CharGPT(**MODEL).to(config.precision.params)
@@ -119,12 +119,12 @@ def train_missing(directory: Path) -> None:
 
 
 def bits(found: Mapping[str, Any]) -> float:
-    """Held-out bits per character at the end."""
+    """Final bits per character of held-out text."""
     return found["curve"][-1][1] / math.log(2)
 
 
 def report(directory: Path, folder: Path) -> None:
-    """Writes numbers.json, .md and .svg to `folder`."""
+    """Write numbers.json, .md and .svg to `folder`."""
     found = {(mode, seed): json.loads(path_of(directory, mode, seed).read_text()) for mode, seed in runs()}
     baseline = [bits(found[BASELINE, seed]) for seed in SEEDS]
     spread = max(baseline) - min(baseline)

@@ -1,7 +1,8 @@
 """CPU benchmarks of the elementwise optimizers against torch's own sequences; `--json` writes the figures.
 
-Every figure is a ratio: ours and its peer take turns in one process, and the median of the pairs' ratios is printed, so
-that a busy machine blurs a figure but does not move it. The list of tensors is shaped like a Llama layer stack.
+Every figure is a ratio: our step and its peer are measured alternately in one process, and the median of the ratios of
+pairs is printed. Load on the machine then adds noise to a figure but no bias. The tensors have the shapes of Llama
+layers.
 """
 
 import argparse
@@ -26,10 +27,10 @@ LR, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One comparison: medians over pairs taken in turns."""
+    """One comparison: medians over pairs of alternating measurements."""
 
     name: str
-    goal: float  # the ratio asked for, at most
+    goal: float  # the largest acceptable ratio
     ratio: float  # ours / peer
     ours_ms: float
     peer_ms: float
@@ -37,7 +38,7 @@ class Figure:
 
 
 class Pair(NamedTuple):
-    """Two ways to do the same work."""
+    """Two implementations of the same work."""
 
     ours: Callable[[], None]
     peer: Callable[[], None]
@@ -50,7 +51,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def parameters(dtype: torch.dtype) -> list[Tensor]:
-    """Parameters with gradients whose norm is well above the one they are clipped at."""
+    """Parameters with gradients whose norm is well above the clipping threshold."""
     generator = torch.Generator().manual_seed(0)
     params: list[Tensor] = []
     for shape in shapes():
@@ -61,7 +62,7 @@ def parameters(dtype: torch.dtype) -> list[Tensor]:
 
 
 class ReferenceSequence:
-    """bf16 training as it is written with torch's fused ops: cast gradients, norm, clip, AdamW on mains, copy back."""
+    """The usual bf16 training step with torch's fused ops: cast gradients, norm, clip, AdamW on mains, copy back."""
 
     def __init__(self, params: Sequence[Tensor], *, keep_gradients: bool) -> None:
         self.params = params
@@ -70,7 +71,7 @@ class ReferenceSequence:
         self.adam = torch.optim.AdamW(self.mains, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self) -> None:
-        """One whole step."""
+        """Run one step."""
         for index, (param, main) in enumerate(zip(self.params, self.mains)):
             assert param.grad is not None
             main.grad = param.grad.float() if self.kept is None else self.kept[index].copy_(param.grad)
@@ -90,7 +91,7 @@ def fp32_adamw() -> Pair:
     theirs = torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def peer() -> None:
-        # Clipping writes its gradients: from the second step on it scales them by 1, at the same cost.
+        # Clipping overwrites the gradients, so from the second step on it scales them by 1, at the same cost.
         torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         theirs.step()
 
@@ -161,7 +162,7 @@ def statistics_sweep(dtype: torch.dtype, count_zeros: bool) -> Pair:
     return Pair(ours, peer)
 
 
-# Figure -> its goal, and what builds the two steps.
+# By figure: its goal, and the function that builds the two steps.
 COMPARISONS: Mapping[str, tuple[float, Callable[[], Pair]]] = {
     "fp32 AdamW with clipping / clip_grad_norm_ + fused AdamW": (0.85, fp32_adamw),
     "bf16 AdamW, fp32 mains / reference sequence": (0.50, lambda: bf16_adamw(False)),
@@ -178,14 +179,14 @@ COMPARISONS: Mapping[str, tuple[float, Callable[[], Pair]]] = {
 
 
 def milliseconds(step: Callable[[], None]) -> float:
-    """How long one call takes."""
+    """Time of one call in milliseconds."""
     start = time.perf_counter()
     step()
     return (time.perf_counter() - start) * 1e3
 
 
 def compare(name: str, *, num_pairs: int) -> Figure:
-    """Ours and the peer in turns, after two warm-ups of each."""
+    """Measure ours and the peer alternately, after two warm-ups of each."""
     goal, build = COMPARISONS[name]
     ours, peer = build()
     for step in (ours, peer, ours, peer):
@@ -202,7 +203,7 @@ def compare(name: str, *, num_pairs: int) -> Figure:
 
 
 def main() -> None:
-    """Prints a line per figure; writes them as JSON where asked."""
+    """Print a line per figure, and write them as JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--pairs", type=int, default=21, help="pairs per figure (default: 21)")

@@ -1,9 +1,9 @@
-"""How long the host is busy with a step of 290 tensors on a GPU, except for the launches: `--json` writes the figures.
+"""Host time of a step over 290 tensors on a GPU, without the launches of kernels: `--json` writes the figures.
 
-No GPU is needed: the tensors are small ones in CPU memory, the Triton versions are asked for by name, and kernels are
-replaced by nothing. What is left is what stands between `step()` and the launches: finding gradients and states again,
-their addresses, the hyper-parameters. A step has two launches (three more with statistics), which Triton's own launcher
-adds. Ratios are to the 150 us that a whole step may take.
+No GPU is needed: the tensors are small ones in CPU memory, the Triton backend is selected by name, and kernels are
+replaced by functions that do nothing. What remains is the work between `step()` and the launches: collecting gradients,
+states, addresses and hyper-parameters. A step has two launches (three more with statistics), whose time in Triton's
+launcher is not included. Ratios are relative to 150 us, the budget of a whole step.
 """
 
 import argparse
@@ -39,10 +39,10 @@ BUDGET_MS = 0.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One comparison: the median over steps, and the least, which other processes do not touch."""
+    """One comparison: the median over steps, and the minimum, which other processes hardly affect."""
 
     name: str
-    goal: float  # the ratio asked for, at most
+    goal: float  # the largest acceptable ratio
     ratio: float  # ours / budget
     ours_ms: float
     peer_ms: float
@@ -58,7 +58,7 @@ class Unlaunched:
 
 
 def unlaunch() -> None:
-    """Replaces every kernel of a step of Adam and of Muon by nothing, and the products of matrices."""
+    """Replace every kernel of a step of Adam and of Muon, and all matrix products, by functions that do nothing."""
     kernels: list[tuple[Any, str]] = [
         (stats_kernels, "stats_sweep"),
         (stats_kernels, "stats_total"),
@@ -78,7 +78,7 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 def drop_in(*, looked_at: bool = False, new_grads: bool = False, **options: Any) -> Callable[[], object]:
-    """A step of the drop-in optimizer; `looked_at`: states are checked; `new_grads`: gradients take turns."""
+    """A step of the drop-in optimizer. `looked_at`: states are checked; `new_grads`: gradients alternate."""
     params = parameters(torch.bfloat16 if "mains" in options else torch.float32)
     turns = [[torch.zeros_like(param) for param in params] for _ in range(1 + new_grads)]
     optimizer = AdamW(params, backend="triton", **options)
@@ -110,7 +110,7 @@ def muon() -> Callable[[], object]:
 
 
 def rule(*, by_column: bool) -> Callable[[], object]:
-    """A step of the rule, over works or over the same in columns."""
+    """A step of the rule, over a list of works or over the same works in columns."""
     adam = Adam(backend="triton")
     mains = [torch.zeros(NUMEL) for _ in range(NUM_TENSORS)]
     grads = [torch.zeros(NUMEL) for _ in range(NUM_TENSORS)]
@@ -126,7 +126,7 @@ def rule(*, by_column: bool) -> Callable[[], object]:
 
 
 def statistics_sweep() -> Callable[[], object]:
-    """The statistics of the gradients."""
+    """A sweep that computes the statistics of the gradients."""
     grads = [torch.zeros(NUMEL) for _ in range(NUM_TENSORS)]
     return lambda: stats_kernels.grad_stats(grads) and None
 
@@ -148,7 +148,7 @@ def figure(name: str, step: Callable[[], object], num_steps: int) -> Figure:
     times = []
     for _ in range(num_steps + num_steps // 10 + 3):
         begin = time.perf_counter()
-        own = step()  # a step that has more to do than is measured gives its time
+        own = step()  # a step that includes work that is not measured returns its own time
         times.append(own if isinstance(own, float) else time.perf_counter() - begin)
     ours = statistics.median(times[-num_steps:]) * 1e3
     return Figure(
@@ -158,7 +158,7 @@ def figure(name: str, step: Callable[[], object], num_steps: int) -> Figure:
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line, and print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", default="", help="only the figures whose name contains this")

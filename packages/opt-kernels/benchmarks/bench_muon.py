@@ -1,7 +1,8 @@
 """CPU benchmarks of Muon's orthogonalisation against the plain iteration: `python bench_muon.py --json out.json`.
 
-Every figure is a ratio: ours and its peer take turns in one process, and the median of the pairs' ratios is printed, so
-that a busy machine blurs a figure but does not move it. Beside it stand the singular values that both end with.
+Every figure is a ratio: ours and its peer are measured alternately in one process, and the median of the ratios of
+pairs is printed. Load on the machine then adds noise to a figure but no bias. The singular values of both results are
+printed too.
 """
 
 import argparse
@@ -29,10 +30,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One comparison: medians over pairs taken in turns, and the singular values left by both sides."""
+    """One comparison: medians over pairs of alternating measurements, and the singular values of both results."""
 
     name: str
-    goal: float  # the ratio asked for, at most
+    goal: float  # the largest acceptable ratio
     ratio: float  # ours / peer
     ours_ms: float
     peer_ms: float
@@ -43,7 +44,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two ways to the same end. What they return are the matrices they made orthogonal."""
+    """Two implementations of the same work, which return the orthogonalised matrices."""
 
     ours: Callable[[], list[Tensor]]
     peer: Callable[[], list[Tensor]]
@@ -59,7 +60,7 @@ def plain(x: Tensor, steps: Schedule, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalisation(precision: str, shape: tuple[int, int, int]) -> Comparison:
-    """Five quintic steps. Both go matrix by matrix, which at these sizes is the faster way for either."""
+    """Five quintic steps. Both process one matrix at a time, which is faster for both at these sizes."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)).unbind()
     steps, dtype = schedule(CoefficientType.QUINTIC, num_steps=5), DTYPES[precision]
     segments = cut(steps, rows=shape[1], cols=shape[2], dtype=dtype, symmetric=True)
@@ -70,7 +71,7 @@ def orthogonalisation(precision: str, shape: tuple[int, int, int]) -> Comparison
 
 
 def whole_step(shape: tuple[int, int, int]) -> Comparison:
-    """Momentum, five bf16 steps, decay and update: against torch's own Muon with the same options."""
+    """Compare a whole step (momentum, five bf16 steps, decay and update) with torch's Muon with the same options."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=generator)
 
@@ -85,13 +86,13 @@ def whole_step(shape: tuple[int, int, int]) -> Comparison:
 
 
 def _nothing(step: Callable[[], object]) -> list[Tensor]:
-    """Runs `step`, which makes no matrices."""
+    """Run `step`, which returns no matrices."""
     step()
     return []
 
 
 def comparisons() -> dict[str, Callable[[], Comparison]]:
-    """All figures by name, each made when its turn comes."""
+    """Yield all comparisons by name; each is built when it is needed."""
     found: dict[str, Callable[[], Comparison]] = {}
     for label, shape in SHAPES.items():
         for precision in DTYPES:
@@ -104,14 +105,14 @@ def comparisons() -> dict[str, Callable[[], Comparison]]:
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Time of one call in milliseconds."""
     start = time.perf_counter()
     step()
     return (time.perf_counter() - start) * 1e3
 
 
 def singular_values(made: list[Tensor]) -> tuple[float, float] | None:
-    """The smallest and the largest of the first matrix; none if there is none."""
+    """The smallest and the largest singular value of the first matrix; empty without matrices."""
     if not made:
         return None
     values = torch.linalg.svdvals(made[0].double())
@@ -119,7 +120,7 @@ def singular_values(made: list[Tensor]) -> tuple[float, float] | None:
 
 
 def compare(name: str, *, num_pairs: int) -> Figure:
-    """Ours and the peer in turns, after a warm-up of each."""
+    """Measure ours and the peer alternately, after a warm-up of each."""
     comparison = comparisons()[name]()
     ours_made, peer_made = comparison.ours(), comparison.peer()
     pairs = [(milliseconds(comparison.ours), milliseconds(comparison.peer)) for _ in range(num_pairs)]
@@ -136,7 +137,7 @@ def compare(name: str, *, num_pairs: int) -> Figure:
 
 
 def main() -> None:
-    """Prints a line per figure; writes them as JSON where asked."""
+    """Print a line per figure, and write them as JSON if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--pairs", type=int, default=11, help="pairs per figure (default: 11)")

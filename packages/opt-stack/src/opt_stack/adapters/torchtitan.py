@@ -53,9 +53,9 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         if optimizer.has_rank_local_state:
             raise ConfigError(
                 f"optimizer={config.stack.optimizer!r}: each rank keeps a different part of the state, but "
-                "torchtitan's checkpoints identify state by parameter name, so they would store only one rank's part; use a rule "
-                "whose state has the parameters' shapes, such as adam or muon, on DTensor parameters of fully_shard, "
-                "without use_distributed_optimizer; or save with opt_checkpoint in your own training loop"
+                "torchtitan's checkpoints identify state by parameter name, so they would store only one rank's part; "
+                "use a rule whose state has the parameters' shapes, such as adam or muon, on DTensor parameters of "
+                "fully_shard, without use_distributed_optimizer; or save with opt_checkpoint in your own training loop"
             )
         self.model_parts = model_parts
         self.optimizers = [optimizer]
