@@ -52,6 +52,9 @@ NEED_EXTRAS = [
     "opt-checkpoint/tests/test_object_stores.py",
     "opt-checkpoint/tests/faults/test_object_faults.py",
 ]
+# Each worker takes half of the files, in order, and then tests of the other's half: few files have their fixtures made
+# twice, and no worker waits for the last big file of the other.
+TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
 
@@ -138,15 +141,13 @@ def tests(session: nox.Session, package: str) -> None:
         report(session)
         session.run("lint-imports", "--no-cache")
         with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
-        session.run(
-            "pytest", "-n", "2", "--dist", "loadfile", "integration_tests", "kernels", *with_extras, *session.posargs
-        )
-        session.run("pytest", "-n", "2", "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
+        session.run(*TWO_AT_A_TIME, "kernels", "integration_tests", *with_extras, *session.posargs)
+        session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
     if package not in WITHOUT_TORCH:
         install_torch(session)
     install_packages(session, *requirements(package))
-    session.run("pytest", "-n", "2", "--dist", "loadfile", f"packages/{package}/tests", *session.posargs)
+    session.run(*TWO_AT_A_TIME, f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
@@ -176,11 +177,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy --strict over every package."""
+    """mypy --strict over every package and the workbench of kernels."""
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("types", "test"))
-    for package in PACKAGES:
-        session.run("mypy", f"packages/{package}/src")
+    for folder in (*(f"packages/{package}/src" for package in PACKAGES), "kernels"):
+        session.run("mypy", folder)
 
 
 @nox.session(default=False)
@@ -199,7 +200,7 @@ def integration(session: nox.Session) -> None:
     """Only the tests of several packages and several processes."""
     install_torch(session)
     install_packages(session, *PACKAGES)
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "integration_tests", *session.posargs)
+    session.run(*TWO_AT_A_TIME, "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -231,7 +232,7 @@ def matrix(session: nox.Session, torch: str) -> None:
         session.skip(f"torch {torch} cannot be installed on python {session.python}: {failure}")
     install_packages(session, *PACKAGES)
     report(session)
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "packages", "integration_tests", *session.posargs)
+    session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -241,7 +242,7 @@ def minimums(session: nox.Session) -> None:
     install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
     session.run("uv", "pip", "list")
     report(session)
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "packages", "integration_tests", *session.posargs)
+    session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
