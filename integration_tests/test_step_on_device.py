@@ -28,6 +28,7 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import nn
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import DeferredComm, DeferredRank, HostReadError, run_deferred
@@ -172,14 +173,80 @@ def step_alone(one: Any, *, prepare: Any) -> tuple[str, str, bool]:
     return of_step, of_result, stayed
 
 
-def test_a_rank_raises_its_own_objection_at_once_and_the_others_when_they_look() -> None:
-    def moved(rank: int, model: nn.Module, optimizer: Optimizer) -> None:
-        if rank == 1:
-            model.first.weight.data = model.first.weight.data.clone()
+def moved(model: nn.Module, optimizer: Optimizer) -> Any:
+    data = model.first.weight.data
+    model.first.weight.data = data.clone()
+    return lambda: setattr(model.first.weight, "data", data)
 
-    for seed in range(5):
-        found = run_deferred(SIZE, partial(step_alone, prepare=moved), seed=seed)
-        assert found == [("", "StorageError", True), ("StorageError", "", True)]
+
+def sparse(model: nn.Module, optimizer: Optimizer) -> Any:
+    model.first.weight.grad = model.first.weight.grad.to_sparse()
+    return lambda: None
+
+
+def without_rate(model: nn.Module, optimizer: Optimizer) -> Any:
+    group = optimizer.param_groups[0]
+    lr, group["lr"] = group["lr"], None
+    return lambda: group.update(lr=lr)
+
+
+def renamed(model: nn.Module, optimizer: Optimizer) -> Any:
+    group = optimizer.param_groups[0]
+    name, group["name"] = group["name"], "other"
+    return lambda: group.update(name=name)
+
+
+# objection of the last rank, its error there, and on the other ranks
+OBJECTIONS = [
+    (moved, "StorageError", "StorageError"),
+    (without_rate, "ValueError", "UnusableGradientError"),
+    (renamed, "GroupError", "UnusableGradientError"),
+]
+
+
+def objecting(comm: Comm, *, prepare: Any) -> list[tuple[str, bool]]:
+    """Of four steps, to the second of which the last rank objects: the error, and whether a weight has moved. Results
+    are not read."""
+    model, optimizer = built(replace(FLAT, numbers=Numbers.FP32, size=comm.size), comm)
+    found = []
+    for step in (2, 3, 4, 5):
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer.scale_loss(model(grads_of(step, comm.rank, SIZE, SHAPES))).backward()
+        undo = prepare(model, optimizer) if step == 3 and comm.rank == comm.size - 1 else lambda: None
+        error = ""
+        try:
+            optimizer.step()
+        except (ValueError, UnusableGradientError) as caught:
+            error = type(caught).__name__
+        undo()
+        optimizer.zero_grad()
+        found.append((error, not all(map(torch.equal, before, model.parameters()))))
+    return found
+
+
+@pytest.mark.parametrize(("prepare", "own", "other"), OBJECTIONS)
+def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(prepare: Any, own: str, other: str) -> None:
+    """The objecting rank raised at once, the others in the next step; with a wrong group it left the others waiting."""
+    for seed in range(3):
+        found = run_deferred(SIZE, lambda one: objecting(one.comm, prepare=prepare), seed=seed)
+        errors = [[error for error, _ in of_rank] for of_rank in found]
+        assert errors == [["", "", other, ""]] * (SIZE - 1) + [["", "", own, ""]]
+        assert [[moves for _, moves in of_rank] for of_rank in found] == [[True, False, False, True]] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("prepare", "own", "other"), [*OBJECTIONS, (sparse, "UnusableGradientError", "UnusableGradientError")]
+)
+def test_on_a_cpu_it_is_raised_in_the_step_that_it_refuses(prepare: Any, own: str, other: str) -> None:
+    found = run_threads(SIZE, partial(objecting, prepare=prepare))
+    moves = [("", True), ("", True)]
+    assert found == [[moves[0], (other, False), *moves]] * (SIZE - 1) + [[moves[0], (own, False), *moves]]
+
+
+@pytest.mark.parametrize(("prepare", "own"), [(without_rate, "ValueError"), (renamed, "GroupError")])
+def test_a_rank_without_others_raises_its_objection_at_once(prepare: Any, own: str) -> None:
+    (found,) = run_deferred(1, lambda one: objecting(one.comm, prepare=prepare), seed=0)
+    assert [error for error, _ in found] == ["", own, "", ""]
 
 
 def test_groups_that_differ_are_an_error_on_every_rank_that_looks() -> None:

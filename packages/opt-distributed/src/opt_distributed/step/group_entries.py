@@ -42,6 +42,10 @@ class GroupEntries:
                     raise GroupError(f"group {built.get('name', index)!r}: {problem}")
                 self._seen[index] = present
 
+    def as_built(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The groups with the entries that they were built with."""
+        return [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
+
     def accept_flags(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Keep torch's flags that a load wrote to the groups, which the load has checked."""
         for built, group in zip(self._built, groups, strict=True):

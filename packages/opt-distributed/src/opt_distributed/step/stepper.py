@@ -7,7 +7,8 @@ Nothing here depends on how parameters are sharded, which rule updates them, or 
 
 On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, and scales
 are device tensors. Reading the result waits for the device. One exception: each step reads the verdict of the step
-before, which the device has computed long ago, so that errors of other ranks are raised one step later at the latest.
+before, which the device has computed long ago, so that every rank raises the errors of a step in the next one at the
+latest. A process without other ranks raises them at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -113,8 +114,8 @@ class Stepper:
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
         verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
-        if verdict.is_own:
-            self._read(verdict)  # raises: an error of this rank need not wait for the next step
+        if verdict.is_own and self.everyone.size == 1:
+            self._read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
 
     def prepare_grads(self, groups: Groups) -> bool:
@@ -144,6 +145,7 @@ class Stepper:
         ready, self._ready = self._ready, None  # an update that raises half-way must not be made a second time
         is_refused = ready.verdict.findings.is_refused
         if not is_refused:
+            self.check_groups(groups)
             self._update(ready, groups)
         return not is_refused
 
@@ -207,10 +209,11 @@ class Stepper:
         return 0.0 if self._verdict is None else self._read(self._verdict).norms[0]
 
     def _made(self, groups: Groups) -> Verdict:
-        verdict = self._prepare(groups)
+        wrong = self._wrong_groups(groups)
+        verdict = self._prepare(groups, wrong=wrong)
         ready, self._ready = self._prepared("to update"), None
         if self._queues.is_asynchronous or not (verdict.findings.overflow or verdict.findings.is_refused):
-            self._update(ready, groups)
+            self._update(ready, groups if wrong is None else self._stand_ins(groups))
         return verdict
 
     @torch.no_grad()
@@ -219,7 +222,8 @@ class Stepper:
         self._begin()
         limits, check = self.limits, self._group_check
         with self._naming_the_step():
-            refused = self._reduce()
+            wrong = self._wrong_groups(groups)
+            refused = self._reduce() or wrong
             ready = [unit.ready() for unit in self.units]
             if (id := graphed.lacking(ready)) is not None and refused is None:
                 refused = UnusableGradientError(
@@ -227,9 +231,9 @@ class Stepper:
                     "parameters every time; freeze those that are not used, or turn graphs off"
                 )
             objections = Objections(refused, moved_parameter(self.families), check, groups)
-            self.check_groups(groups)
+            hypers = groups if wrong is None else self._stand_ins(groups)
             with self.spans("optimizer-inner-step"):
-                decided = graphed.step(ready, groups, self._known_numbers(objections), limits, check)
+                decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
             terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
             verdict = DeviceVerdict(decided, objections, terms, self._queues)
             self._verdict, self._is_unread = verdict, True
@@ -243,19 +247,24 @@ class Stepper:
         self._ready = self._verdict = None
 
     @torch.no_grad()
-    def _prepare(self, groups: Groups) -> Verdict:
-        """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
+    def _prepare(self, groups: Groups, *, wrong: ValueError | None = None) -> Verdict:
+        """Everything up to the verdict. On a CPU its errors are raised here, else when it is read.
+
+        `wrong` is the reason why this rank's groups cannot be used.
+        """
         self._begin()
         inv_scale = 1.0 / self.scaler.factor
         with self._naming_the_step():
-            verdict, ready = self._judged(groups, inv_scale)
+            verdict, ready = self._judged(groups, inv_scale, wrong)
         self.scaler.update(verdict.overflow, unless=verdict.has_error)
         self._verdict, self._is_unread = verdict, self._queues.is_asynchronous
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
         return verdict
 
-    def _judged(self, groups: Groups, inv_scale: float | Tensor) -> tuple[Verdict, list[Ready]]:
-        refused = self._reduce()
+    def _judged(
+        self, groups: Groups, inv_scale: float | Tensor, wrong: ValueError | None
+    ) -> tuple[Verdict, list[Ready]]:
+        refused = self._reduce() or wrong
         with self.spans("optimizer-unscale-and-check-inf"):
             ready = [unit.ready() for unit in self.units]
             objections = Objections(refused, moved_parameter(self.families), self._group_check, groups)
@@ -296,7 +305,6 @@ class Stepper:
 
     @torch.no_grad()
     def _update(self, ready: _Prepared, groups: Groups) -> None:
-        self.check_groups(groups)
         skip = ready.verdict.skip
         with self.spans("optimizer-clip-main-grad"):
             scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
@@ -320,6 +328,19 @@ class Stepper:
             self._entries.check(groups)
         for index in self._applied:
             check_rate(groups[index])
+
+    def _wrong_groups(self, groups: Groups) -> ValueError | None:
+        """Return the error of `check_groups`, which the statistics report to the other ranks."""
+        try:
+            self.check_groups(groups)
+        except ValueError as error:
+            return error
+        return None
+
+    def _stand_ins(self, groups: Groups) -> Groups:
+        """Groups for an update that the verdict skips, so that this rank joins the collectives of the others."""
+        found = groups if self._entries is None else self._entries.as_built(groups)
+        return [{**group, "lr": 0.0} if group["lr"] is None else group for group in found]
 
     def _publish(self, unit: Unit) -> None:
         with self.spans("params-all-gather"):

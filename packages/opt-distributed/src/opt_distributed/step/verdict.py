@@ -32,7 +32,7 @@ class Findings(NamedTuple):
 class Objections(NamedTuple):
     """Reasons on this rank not to update, and the check of its parameter groups."""
 
-    refused: UnusableGradientError | None  # why its gradients must not be used
+    refused: UnusableGradientError | ValueError | None  # why its gradients or its groups must not be used
     moved: ParamId | None  # a parameter that has left the memory which updates write to
     group_check: GroupCheck | None
     groups: Groups
@@ -77,7 +77,9 @@ class Verdict:
         """The content of the verdict. The host waits for it.
 
         Raises:
-            UnusableGradientError: the gradients of a rank must not be used.
+            UnusableGradientError: the gradients or the groups of another rank, or the gradients of this one, must not
+                be used.
+            ValueError: the groups of this rank must not be used, see `Stepper.check_groups`.
             StorageError: a parameter of a rank has left the memory that updates write to.
             HyperError: ranks would update a group with different numbers.
         """
@@ -104,8 +106,8 @@ class Verdict:
         refused, moved, group_check, groups = self._objections
         if sums.num_refused:
             raise refused or UnusableGradientError(
-                f"{int(sums.num_refused)} other rank(s) refused their gradients; the message there names the "
-                "parameter. Nothing was updated"
+                f"{int(sums.num_refused)} other rank(s) refused their gradients or parameter groups; the message there "
+                "names them. Nothing was updated"
             )
         if sums.num_moved:
             raise StorageError(_moved_in_words(moved, int(sums.num_moved)))
