@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from stack_models import assert_equal, backward, make_model, train, weights
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
@@ -98,13 +100,35 @@ def test_main_values_that_are_the_parameter_follow_a_load(config: OptimizerConfi
     assert (model[0].weight - 0.5).abs().max() < 0.1
 
 
-def test_parameters_that_a_load_replaced_are_refused() -> None:
-    """The optimizer went on to update parameters that the model no longer had."""
+def assign(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+REPLACED = {
+    "assigned": assign,
+    "parametrized": lambda model: parametrizations.weight_norm(model[0]),
+    "loaded": lambda model: model.load_state_dict(given(torch.float32), assign=True),
+}
+
+
+@pytest.mark.parametrize("replace_", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameters_that_the_model_no_longer_has_are_refused(replace_: Callable[[Any], object], wrapped: bool) -> None:
+    """The optimizer went on to update them, and the model's own were never trained."""
     model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [model], {})
-    model.load_state_dict(given(torch.float32), assign=True)
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(), model) if wrapped else model
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [chunk], {})
+    replace_(model)
     backward(model, 0)
-    with pytest.raises(RuntimeError, match=r"load_state_dict\(assign=True\) replaced '0.weight'"):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was replaced in the model after the optimizer was built"):
+            optimizer.step()
+
+
+def test_parameters_that_a_later_load_replaced_are_refused() -> None:
+    model, optimizer = stepped(BF16)
+    model.load_state_dict(given(), assign=True)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was replaced in the model"):
         optimizer.step()
 
 

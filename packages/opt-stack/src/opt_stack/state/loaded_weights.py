@@ -1,7 +1,8 @@
-"""Notice weights that `load_state_dict` of the model set after the optimizer was built.
+"""Notice weights that were loaded into the model, and parameters that were replaced, after the optimizer was built.
 
-Main values in fp32 or fp16 are copies: the next update would overwrite such weights by the old ones. Whether weights
-agree with main values is only checked after a load, so that other steps cost nothing.
+Main values in fp32 or fp16 are copies: the next update would overwrite loaded weights by the old ones. Whether weights
+agree with main values is only checked after a load, and whether the model still has the parameters also in the first
+step, so that other steps cost nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.step.dtensor import is_dtensor
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.quantized import QuantizedMain
@@ -28,6 +30,7 @@ class LoadedWeights:
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
         self._replaced: set[nn.Parameter] = set()
+        self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
 
     def watch(self, chunks: Iterable[nn.Module]) -> None:
         """Note every load of these modules and of modules below them."""
@@ -35,24 +38,33 @@ class LoadedWeights:
             params = {name: p for name, p in module._parameters.items() if p is not None and p in self._trained}
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
+                if not any(map(is_dtensor, params.values())):  # fully_shard registers gathered parameters in between
+                    self._unchecked.append((module, params))
 
     def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
         self._are_new = True
+        self._compare(module, params)
+
+    def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._replaced.difference_update(params.values())
         self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
 
     @torch.no_grad()
     def problem(self) -> UnusableGradientError | None:
         """The reason why an update would lose loaded weights; None if it would not."""
-        if not self._are_new:
-            return None
+        for module, params in self._unchecked:
+            self._compare(module, params)
+        self._unchecked = []
         if self._replaced:
             name = self._trained[next(iter(self._replaced))]
             return UnusableGradientError(
-                f"load_state_dict(assign=True) replaced {name!r}, so that the optimizer updates a parameter that the "
-                "model no longer has; load with assign=False, or build the optimizer after the load"
+                f"{name!r} was replaced in the model after the optimizer was built, as by an assignment, "
+                "load_state_dict(assign=True) or a parametrization, so that the optimizer would update a parameter "
+                "that the model no longer has; build the optimizer after that"
             )
+        if not self._are_new:
+            return None
         other = next((piece for piece in self._copied if not _agrees(piece)), None)
         if other is not None:
             return UnusableGradientError(
