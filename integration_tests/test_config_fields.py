@@ -159,7 +159,7 @@ def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: 
 
 
 @pytest.mark.parametrize("lines", ["rows", "cols", "longer"])
-def test_normuon_keeps_the_lines_asked_for(lines: str) -> None:
+def test_normuon_keeps_the_requested_lines(lines: str) -> None:
     fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_lines": lines}
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(ours(**fields), same_as(adaptive(moment2_method="normuon", lines=lines)), **close)
@@ -207,7 +207,7 @@ def test_rows_of_heads_and_sizes_are_orthogonalised_one_by_one(roles: dict[str, 
     assert not torch.allclose(moved(grad), apart, rtol=0, atol=1e-3)
 
 
-def test_soap_splits_fused_rows_where_asked() -> None:
+def test_soap_splits_fused_rows_if_requested() -> None:
     """Off by default, as Megatron-Core preconditions them whole; heads and sizes that a parameter names are split."""
     rows, grads = (4, 1, 1), [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
 
@@ -317,7 +317,7 @@ NUMBERS: Mapping[str, tuple[Mapping[str, Any], Kept]] = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_mains_and_moments_are_kept_in_the_numbers_asked_for(name: str) -> None:
+def test_mains_and_moments_are_kept_in_the_requested_formats(name: str) -> None:
     fields, kept = NUMBERS[name]
     start, grad = (normal(300, seed=seed).to(kept.param) for seed in (1, 2))
     model = Named(weight=start)
@@ -343,14 +343,14 @@ def test_mains_and_moments_are_kept_in_the_numbers_asked_for(name: str) -> None:
     torch.testing.assert_close(main.value(), want, rtol=rtol, atol=atol)
 
 
-def test_lion_keeps_its_momentum_in_the_dtype_asked_for() -> None:
+def test_lion_keeps_its_momentum_in_the_requested_dtype() -> None:
     config = OptimizerConfig(**PLAIN, optimizer="lion", use_precision_aware_optimizer=True, exp_avg_dtype=BF16)
     (piece,) = pieces(get_optimizer(config, [Named(weight=normal(9, seed=1))], {}))
     assert piece.state["exp_avg"].dtype == BF16
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
-def test_gradients_are_summed_in_the_dtype_asked_for(dtype: torch.dtype, total: float) -> None:
+def test_gradients_are_summed_in_the_requested_dtype(dtype: torch.dtype, total: float) -> None:
     """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""
 
     def rank_main(comm: ThreadComm) -> tuple[set[float], int]:
@@ -399,7 +399,7 @@ def test_the_loss_scale_follows_the_verdicts(name: str) -> None:
 
 
 @pytest.mark.parametrize(("clip_grad", "moved"), [(0.0, 5.0), (1.0, 1.0), (10.0, 5.0)], ids=["off", "1", "10"])
-def test_gradients_are_scaled_down_to_the_norm_asked_for(clip_grad: float, moved: float) -> None:
+def test_gradients_are_scaled_down_to_the_requested_norm(clip_grad: float, moved: float) -> None:
     model = Named(weight=torch.zeros(2))
     config = OptimizerConfig(lr=1.0, weight_decay=0.0, clip_grad=clip_grad, optimizer="sgd", sgd_momentum=0.0)
     optimizer = get_optimizer(config, [model], {})
@@ -556,7 +556,7 @@ def test_a_wrapper_reduces_everywhere_or_to_shards() -> None:
     assert reduce_once(SHARDED, 1.0, 3.0) == Reduced(["reduce_scatter"], 512, {2.0})
 
 
-def test_a_wrapper_reduces_in_the_dtype_asked_for() -> None:
+def test_a_wrapper_reduces_in_the_requested_dtype() -> None:
     fp32 = replace(SHARDED, grad_reduce_in_fp32=True)
     assert reduce_once(SHARDED, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 256, {0.5})
     assert reduce_once(fp32, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 512, {0.5 + 2.0**-10})
@@ -583,7 +583,7 @@ def test_buckets_are_padded_to_the_size_at_which_links_are_fastest() -> None:
     [({"bucket_size": 1}, [512] * 4), ({"num_buckets": 2}, [1024] * 2), ({}, [2048])],
     ids=["bucket_size", "num_buckets", "neither"],
 )
-def test_buckets_close_as_asked_for_where_something_overlaps(fields: dict[str, int], sizes: list[int]) -> None:
+def test_buckets_close_at_the_requested_size_if_something_overlaps(fields: dict[str, int], sizes: list[int]) -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         recording = RecordingComm(comm)
         model = Named(**{name: torch.zeros(128) for name in "abcd"})

@@ -161,7 +161,7 @@ def test_a_main_value_beyond_the_parameters_dtype_is_kept() -> None:
     assert main.target.isinf().all()
 
 
-def test_a_skip_that_only_the_device_knows_changes_no_byte() -> None:
+def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
     main = CodedMain.of(torch.randn(300).bfloat16())
     before = [tensor.clone() for tensor in (main.target, *main.kept())]
     for skips in (True, False):

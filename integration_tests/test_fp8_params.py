@@ -174,7 +174,7 @@ def test_a_parameter_without_a_gradient_keeps_codes_and_scales(recipe: str) -> N
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_skip_that_only_the_device_knows_changes_nothing_on_any_rank(recipe: str) -> None:
+def test_a_skip_decided_on_the_device_changes_nothing_on_any_rank(recipe: str) -> None:
     def rank_main(comm: Comm) -> list[bool]:
         model, _, optimizer = build(comm, recipe, **ZERO)
         pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
@@ -362,7 +362,7 @@ def test_replicas_that_differ_in_codes_are_refused_or_take_the_first_ones() -> N
     assert first.equals(stored(make_model("delayed")))
 
 
-def test_buffers_take_their_memory_where_the_group_says() -> None:
+def test_buffers_are_allocated_by_the_group() -> None:
     class Pool(Alone):
         def __init__(self) -> None:
             self.made: list[torch.Tensor] = []

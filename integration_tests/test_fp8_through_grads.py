@@ -92,7 +92,7 @@ def test_gradients_are_zero_in_the_next_iteration_also_where_gathers_overlap() -
     run_threads(2, rank_main)
 
 
-def test_a_gather_that_nobody_filled_changes_nothing() -> None:
+def test_a_gather_without_new_values_changes_nothing() -> None:
     def rank_main(comm: Comm) -> bool:
         model, chunk, optimizer = ready(comm)
         optimizer.zero_grad()

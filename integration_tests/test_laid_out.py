@@ -183,7 +183,7 @@ def test_cut_matrices_take_the_step_of_whole_ones(name: str, four: Four) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_tells_who_computes(name: str, four: Four) -> None:
+def test_the_plan_reports_who_computes(name: str, four: Four) -> None:
     for rank in four.trained[name]:
         assert CASES[name].reported in rank.plan
 

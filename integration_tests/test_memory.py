@@ -76,7 +76,7 @@ both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f
 
 
 @both
-def test_a_plain_modules_step_takes_two_buckets_beside_its_shard(
+def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients are fp32 in the buckets, of which one is filled while the other travels; the shard of their sums is

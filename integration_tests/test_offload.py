@@ -84,7 +84,7 @@ def test_the_fraction_of_the_elements_lives_on_the_host(fraction: float, numel: 
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("numbers", [{}, {"bf16": True}, {"bf16": True, "use_precision_aware_optimizer": True}])
-def test_torch_updates_on_the_host_where_asked(
+def test_torch_updates_on_the_host_if_requested(
     rule: str, decoupled: bool, numbers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: list[str] = []
@@ -132,7 +132,7 @@ def test_torchs_optimizer_is_refused_where_it_cannot_do_the_same(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_copies_run_on_the_side_stream_where_asked(overlap: bool) -> None:
+def test_copies_run_on_the_side_stream_if_requested(overlap: bool) -> None:
     def rank_main(one: DeferredRank) -> set[str]:
         model = Vectors()
         optimizer = built(model, **OFFLOAD, overlap_cpu_optimizer_d2h_h2d=overlap)
@@ -160,7 +160,7 @@ def test_copies_run_on_the_side_stream_where_asked(overlap: bool) -> None:
 
 @pytest.mark.parametrize("pin_grads", [True, False])
 @pytest.mark.parametrize("pin_params", [True, False])
-def test_staging_is_pinned_where_asked(pin_grads: bool, pin_params: bool) -> None:
+def test_staging_is_pinned_if_requested(pin_grads: bool, pin_params: bool) -> None:
     """bf16 gradients and parameters take 2 bytes each; nothing else is pinned."""
 
     def rank_main(one: DeferredRank) -> list[tuple[torch.dtype, bool]]:

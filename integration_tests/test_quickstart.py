@@ -65,7 +65,7 @@ def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(quic
     assert "of the checkpoint replaces" not in ran.stderr  # the schedule is the one that was saved
 
 
-def test_a_folder_of_somebody_elses_is_not_deleted(tmp_path: Path) -> None:
+def test_a_folder_of_another_program_is_not_deleted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "checkpoints").mkdir()
     ran = run("--dir", tmp_path)

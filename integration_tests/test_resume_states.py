@@ -199,7 +199,7 @@ def test_groups_and_parameters_in_another_order_keep_their_own(tmp_path: Path) -
     assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
 
 
-def test_the_saved_rate_holds_unless_another_is_asked_for(saved: Any) -> None:
+def test_the_saved_rate_is_used_unless_another_is_requested(saved: Any) -> None:
     _, _, path = saved
     other, again = begin("replicated fp32", seed=1, lr=0.25)
     resume(other, again, path)
@@ -273,7 +273,7 @@ def test_state_starts_from_zero_or_from_aliases_and_the_rate_is_kept(saved_by_ad
     train(other, again, range(3, 5))
 
 
-def test_state_of_the_same_name_that_another_rule_kept_is_told_of(
+def test_state_of_the_same_name_from_another_rule_is_reported(
     saved_by_adam: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, path = saved_by_adam
@@ -389,7 +389,7 @@ def test_an_fp32_run_takes_its_weights_from_saved_main_values(tmp_path: Path, ki
 # --- from Megatron-Core -----------------------------------------------------------------------------------------------
 
 
-def test_buckets_of_the_reference_go_on_as_our_state(tmp_path: Path) -> None:
+def test_buckets_of_megatron_core_continue_as_our_state(tmp_path: Path) -> None:
     """Its default directory holds whole buckets. The planner of flat shards knows where parameters are in them."""
     model, optimizer = begin("flat bf16 with mains")
     train(model, optimizer, range(3))

@@ -142,7 +142,7 @@ def test_the_plan_counts_the_bytes_of_parts_and_says_what_is_not_split() -> None
     assert parts.plan.state_bytes() - whole.plan.state_bytes() == 4 * numel
 
 
-def test_hooks_stand_around_the_update_of_parts() -> None:
+def test_hooks_apply_to_the_update_of_parts() -> None:
     config = OptimizerConfig(**FIELDS, soap_order="megatron")
 
     def trained(marks: Any, steps: int) -> dict[str, Tensor]:

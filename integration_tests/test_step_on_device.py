@@ -256,7 +256,7 @@ def test_groups_that_differ_are_an_error_on_every_rank_that_looks() -> None:
     assert run_deferred(SIZE, partial(step_alone, prepare=other_lr), seed=0) == [("", "HyperError", True)] * SIZE
 
 
-def test_an_error_that_nobody_looked_at_is_raised_by_the_next_step() -> None:
+def test_an_unread_error_is_raised_by_the_next_step() -> None:
     def rank_main(one: DeferredRank) -> list[str]:
         model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
         for unit in optimizer.stepper.units:

@@ -191,7 +191,7 @@ def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(spread: str) ->
 
 @every_spread
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=["nan", "inf"])
-def test_a_norm_that_is_not_finite_refuses_the_step_where_the_reference_goes_on(spread: str, bad: float) -> None:
+def test_a_norm_that_is_not_finite_refuses_the_step_where_megatron_core_continues(spread: str, bad: float) -> None:
     """Megatron-Core steps with gradients whose norm is NaN, unclipped, and zeroes them where it is infinite."""
 
     def refused(comm: ThreadComm) -> bool:
@@ -262,7 +262,7 @@ def calls_of_a_step(spread: str, *, optimizer: str = "adam") -> tuple[list[Call]
 
 
 @pytest.mark.parametrize(("spread", "rule"), [("flat", "adam"), ("whole", "muon"), ("whole", "adam")])
-def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_one_small_sum_tells_all(
+def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is_one_small_sum(
     spread: str, rule: str
 ) -> None:
     calls, optimizer = calls_of_a_step(spread, optimizer=rule)

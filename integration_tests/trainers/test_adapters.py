@@ -58,7 +58,7 @@ def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_ru
 
 
 @needs_fsdp2
-def test_a_rank_that_reads_the_optimizer_alone_before_the_first_step_is_refused_and_waits_for_nobody() -> None:
+def test_reading_the_optimizer_on_one_rank_before_the_first_step_raises_without_waiting() -> None:
     first, second = results(deferred_ranks.one_rank_reads_built)
     assert "is not built" in first
     assert second == ""

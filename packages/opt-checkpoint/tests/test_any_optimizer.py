@@ -410,7 +410,7 @@ def load_into_another_shape(rank: int, size: int, path: str) -> tuple[str, int]:
     return str(caught.value), len(optimizer.state)
 
 
-def test_state_of_another_class_of_optimizer_is_told_of(
+def test_state_of_another_class_of_optimizer_is_reported(
     tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = trained
@@ -464,7 +464,7 @@ def test_names_are_those_without_wrappers() -> None:
     }
 
 
-def test_a_module_that_is_called_module_keeps_its_name_beside_others(tmp_path: Path) -> None:
+def test_a_module_named_module_keeps_its_name_next_to_others(tmp_path: Path) -> None:
     """`module.weight` and `weight` were one key, and one of the tensors was lost."""
     model = Holder("module", nn.Linear(2, 2, bias=False), weight=True)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""The reference's `dp_reshardable` directories: converted where their layout is given, refused where it is not."""
+"""Megatron-Core's `dp_reshardable` directories: converted where their layout is given, refused where it is not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def key_of(group: int, bucket: int, state: str) -> str:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """As the reference's `torch_dist`: a stock directory and its mark."""
+    """As Megatron-Core's `torch_dist`: a stock directory and its mark."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, checkpoint_id=path)

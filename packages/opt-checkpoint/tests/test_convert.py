@@ -155,7 +155,7 @@ def legacy_file(path: Path) -> dict[str, torch.Tensor]:
     return flat
 
 
-def test_a_legacy_file_of_the_reference_is_read_by_its_layout(tmp_path: Path) -> None:
+def test_a_legacy_file_of_megatron_core_is_read_by_its_layout(tmp_path: Path) -> None:
     flat = legacy_file(tmp_path / "x.pt")
     legacy_file_to_checkpoint(tmp_path / "x.pt", LEGACY_SLOTS, tmp_path / "x")
     for ours, theirs in (("fp32_param", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
@@ -347,7 +347,7 @@ def test_a_file_stays_until_its_successor_is_whole(
     assert (tmp_path / "x.pt").read_text() == "before"
 
 
-def test_gc_removes_only_what_nobody_writes_to_and_only_when_asked_to(
+def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
     steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new = steps / f"step-3.tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"

@@ -18,7 +18,7 @@ def sharded(**changes: Any) -> ShardedTensor:
     return ShardedTensor(**{**fields, **changes})
 
 
-def test_positions_of_the_fields_are_the_references() -> None:
+def test_positions_of_the_fields_are_megatron_cores() -> None:
     names = [name for name, field in ShardedTensor.__dataclass_fields__.items() if not field.kw_only]
     assert names == [
         "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
@@ -45,7 +45,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_contradictions_are_refused_in_the_references_order(name: str) -> None:
+def test_contradictions_are_refused_in_megatron_cores_order(name: str) -> None:
     changes, text = CONTRADICTIONS[name]
     with pytest.raises(CheckpointingException, match=text):
         sharded(**changes)

@@ -1,4 +1,4 @@
-"""Parameter groups by name: reordered, split, joined, changed; and the reference's identity tuple."""
+"""Parameter groups by name: reordered, split, joined, changed; and Megatron-Core's identity tuple."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_values_follow_the_parameters(names: list[list[str]], expected: list[dic
         assert group == fresh(**values)
 
 
-def test_parameters_that_come_and_go_are_reported() -> None:
+def test_added_and_removed_parameters_are_reported() -> None:
     groups = [fresh(), fresh(lr=5.0)]
     report = apply_saved_groups(groups, [["a", "new"], ["newer"]], SAVED)
     assert (report.new, report.gone) == (("new", "newer"), ("b", "c"))
@@ -65,7 +65,7 @@ def test_groups_that_are_joined_and_disagree_are_refused_and_left_alone() -> Non
 
 
 @pytest.mark.parametrize(("on_conflict", "lr"), [("saved", 0.1), ("current", 9.0)])
-def test_a_conflict_is_settled_as_asked(on_conflict: Any, lr: float) -> None:
+def test_a_conflict_is_resolved_as_requested(on_conflict: Any, lr: float) -> None:
     groups = [fresh()]
     report = apply_saved_groups(groups, [["b", "c"]], SAVED, on_conflict=on_conflict)
     assert (groups[0]["lr"], groups[0]["betas"]) == (lr, (0.9, 0.95))
@@ -147,7 +147,7 @@ def identified(**identity: Any) -> dict[str, Any]:
     return {"params": [0], "lr": 0.0, **identity}
 
 
-def test_reference_groups_are_matched_by_identity_not_position() -> None:
+def test_megatron_groups_are_matched_by_identity_not_position() -> None:
     saved = [identified(wd_mult=1.0, lr=0.1, step=5), identified(wd_mult=0.0, lr=0.2, step=5)]
     current = [identified(wd_mult=0.0), identified(pre_wd_mult=1.0)]
     stored = saved_from_reference(saved, current, [["bias"], ["weight"]])
@@ -156,7 +156,7 @@ def test_reference_groups_are_matched_by_identity_not_position() -> None:
     assert reference_identity(current[1]) == reference_identity(saved[0])
 
 
-def test_reference_groups_that_cannot_be_told_apart_are_refused() -> None:
+def test_megatron_groups_that_cannot_be_distinguished_are_refused() -> None:
     twice = [identified(wd_mult=1.0), identified(wd_mult=1.0, lr=3.0)]
     with pytest.raises(GroupMismatchError, match=r"two saved groups are both \{wd_mult=1.0\}"):
         saved_from_reference(twice, copy.deepcopy(twice), [["a"], ["b"]])

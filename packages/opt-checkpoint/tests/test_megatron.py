@@ -122,7 +122,7 @@ class Hidden:
         return Hidden, ()
 
 
-def test_what_stands_in_for_an_unknown_class_is_inert() -> None:
+def test_the_placeholder_of_an_unknown_class_is_inert() -> None:
     stream = io.BytesIO()
     torch.save({"known": 1, "unknown": [Hidden(), (Hidden(), 2)]}, stream)
     name = f"{Hidden.__module__}.Hidden"

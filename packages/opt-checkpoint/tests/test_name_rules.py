@@ -73,7 +73,7 @@ def test_both_sides_may_interleave_in_different_groups() -> None:
     assert_maps([rule], {"a": ours}, {"b": theirs})
 
 
-def test_tensors_of_ours_may_be_joined_in_one_of_theirs() -> None:
+def test_several_of_our_tensors_may_be_one_of_theirs() -> None:
     rule = NameRule(ours=("{i}.q", "{i}.kv", "{i}.kv"), theirs="{i}.qkv", shares=(2, 1, 1), their_groups=2)
     q, k, v = numbered(8, 2), numbered(4, 2) + 100, numbered(4, 2) + 200
     theirs = torch.cat([t for parts in zip(q.chunk(2), k.chunk(2), v.chunk(2)) for t in parts])
@@ -113,7 +113,7 @@ def test_parts_lie_along_any_axis_and_scalars_and_empty_tensors_have_their_place
     )
 
 
-def test_padding_stays_behind() -> None:
+def test_padding_is_not_exported() -> None:
     rule = NameRule(ours="embed", theirs="wte", rows=10)
     assert torch.equal(exported([rule], {"embed": numbered(16, 2)})["wte"], numbered(10, 2))
     assert to_ours([rule], {"wte": Described((10, 2), torch.float32)}).ours["embed"].shape == (10, 2)

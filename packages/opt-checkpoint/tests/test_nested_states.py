@@ -266,7 +266,7 @@ def test_exact_conversions_happen_and_are_reported(tmp_path: Path, stored: Any, 
 
 
 @pytest.mark.parametrize(("stored", "wanted"), ROUNDS, ids=str)
-def test_inexact_conversions_are_asked_for(tmp_path: Path, stored: Any, wanted: Any) -> None:
+def test_inexact_conversions_must_be_requested(tmp_path: Path, stored: Any, wanted: Any) -> None:
     save({"w": sharded_like("w", torch.arange(7).to(stored))}, tmp_path / "x")
     target = torch.zeros(7, dtype=wanted)
     with pytest.raises(CheckpointMismatchError, match="would round; pass dtype='cast'"):

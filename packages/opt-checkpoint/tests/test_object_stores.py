@@ -222,7 +222,7 @@ def test_small_tensors_near_each_other_come_by_one_request(bucket: ObjectPath) -
     assert len(client.requests) < 20
 
 
-def test_columns_are_read_with_what_lies_between_rather_than_row_by_row(bucket: ObjectPath) -> None:
+def test_columns_are_read_with_the_bytes_between_them_rather_than_row_by_row(bucket: ObjectPath) -> None:
     whole = torch.arange(64 * 65_536, dtype=torch.float32).view(64, -1)  # rows of 256 KiB
     save({"w": sharded_like("w", whole)}, bucket)
     place, client = faulty(bucket)

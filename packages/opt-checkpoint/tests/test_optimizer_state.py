@@ -60,7 +60,7 @@ def sharded_params(module: nn.Module) -> dict[str, ShardedTensor]:
     return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict(keep_vars=True).items()}
 
 
-def test_the_signatures_begin_as_the_references_do() -> None:
+def test_the_signatures_begin_as_megatron_cores_do() -> None:
     names = lambda f: list(inspect.signature(f).parameters)
     assert names(get_optim_param_to_id_map) == ["optim_params_iter"]
     assert names(get_param_id_to_sharded_param_map)[:2] == ["model_sharded_state_dict", "optim_params_iter"]
@@ -314,7 +314,7 @@ def test_a_saved_state_is_loaded_under_another_name_by_an_alias(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("stored", "wanted"), [("param", "fp32_param"), ("fp32_param", "param")])
-def test_main_weights_are_found_under_either_name_of_the_references(tmp_path: Path, stored: str, wanted: str) -> None:
+def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: Path, stored: str, wanted: str) -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
     save_as_ranks(
         [{"s": make_sharded_optimizer_tensor(param, torch.ones(3), f"optimizer.state.{stored}")}], tmp_path / "x"

@@ -226,7 +226,7 @@ def test_dtensors_are_exported_and_read_without_gathering(tmp_path: Path, ranks:
     assert_equal(read_all(tmp_path / "hf"), {name: values.double() for name, values in expected.items()})
 
 
-def test_values_keep_their_dtype_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_values_keep_their_dtype_unless_another_is_requested(tmp_path: Path) -> None:
     tensors = {
         "f64": torch.randn(3, dtype=torch.float64), "bf16": torch.randn(5).bfloat16(), "i": torch.arange(4),
         "b": torch.tensor([True, False]), "f8": torch.randn(8).to(torch.float8_e4m3fn), "none": torch.zeros(0, 2),
@@ -302,7 +302,7 @@ def refuse_exports(rank: int, size: int, folder: str) -> list[str]:
     return messages
 
 
-def test_exports_that_cannot_be_are_refused_alike_before_anything_is_written(tmp_path: Path, ranks: RankPool) -> None:
+def test_impossible_exports_raise_on_all_ranks_before_anything_is_written(tmp_path: Path, ranks: RankPool) -> None:
     first, second = ranks.run(2, refuse_exports, str(tmp_path / "hf"))
     assert first == second
     expected = [
@@ -336,7 +336,7 @@ def refuse_imports(rank: int, size: int, folder: str) -> list[str]:
     return messages
 
 
-def test_imports_that_do_not_fit_are_refused_alike_before_memory_changes(tmp_path: Path, ranks: RankPool) -> None:
+def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_path: Path, ranks: RankPool) -> None:
     reference.save_file({n: torch.zeros(4, 3) for n in "wv"}, tmp_path / "model.safetensors")
     first, second = ranks.run(2, refuse_imports, str(tmp_path))
     assert first == second
@@ -442,7 +442,7 @@ def test_folders_without_one_model_are_refused(tmp_path: Path) -> None:
     ],
     ids=["way up", "missing file", "not listed", "not there", "no map", "deep", "twice"],
 )
-def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, message: str) -> None:
+def test_an_index_with_wrong_values_is_refused(tmp_path: Path, weight_map: Any, message: str) -> None:
     for file in "ad":
         reference.save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / f"{file}.safetensors")
     content = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})

@@ -97,7 +97,7 @@ def test_keys_that_are_not_stored_raise_or_are_left_out(
 
 
 @pytest.mark.parametrize("mode", [m.value for m in StrictHandling])
-def test_keys_that_nobody_asks_for_raise_or_are_reported(
+def test_keys_that_no_rank_requests_raise_or_are_reported(
     saved: Path, caplog: pytest.LogCaptureFixture, mode: str
 ) -> None:
     state = state_at(0, 0, 1, filled=False)
@@ -116,7 +116,7 @@ def test_unknown_options_are_refused(saved: Path, option: dict[str, Any]) -> Non
         load({}, saved, **option)
 
 
-def test_a_key_that_some_rank_asks_for_is_not_unexpected(saved: Path) -> None:
+def test_a_key_that_some_rank_requests_is_not_unexpected(saved: Path) -> None:
     whole = state_at(0, 0, 1, filled=False)
     first = {key: whole[key] for key in ("w", "rng", "large", "step")}
     load_as_ranks([first, {"b": whole["b"], "groups": None}], saved, strict="raise_all")
@@ -134,7 +134,7 @@ def test_strictness_has_names_in_torchs_words(saved: Path, mode: str) -> None:
 # ----- dtypes and shapes
 
 
-def test_another_dtype_is_converted_only_when_asked(saved: Path) -> None:
+def test_another_dtype_is_converted_only_if_requested(saved: Path) -> None:
     target = torch.zeros(12, 40, dtype=torch.bfloat16)
     with pytest.raises(CheckpointMismatchError, match="which would round; pass dtype='cast'"):
         load({"w": sharded_like("w", target)}, saved)
@@ -203,7 +203,7 @@ def test_a_row_contiguous_reshard_reads_only_what_it_needs(tmp_path: Path, cut: 
 # ----- who writes what
 
 
-def test_replicated_tensors_are_written_by_all_ranks_alike(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_in_equal_shares_by_all_ranks(tmp_path: Path) -> None:
     sizes = [(700, 300), (41, 7), (5,), (1_000_000,), (3, 90_000)]
     states = [
         {str(i): sharded_like(str(i), torch.full(s, float(i)), replica_id=rank) for i, s in enumerate(sizes)}
@@ -299,11 +299,11 @@ def test_dtensors_meet_flat_ranges(ranks: RankPool, tmp_path: Path, work: Any) -
     ranks.run(3, work, str(tmp_path))
 
 
-# ----- the reference's torch_dist
+# ----- Megatron-Core's torch_dist
 
 
 def write_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stock save of the reference's keys, with its metadata subclass, mark and common state."""
+    """A stock save of Megatron-Core's keys, with its metadata subclass, mark and common state."""
     state = {"optimizer.state.exp_avg.layers.w": torch.arange(24.0).view(2, 3, 4)}
     dcp_save(state, checkpoint_id=folder)
     module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
@@ -327,7 +327,7 @@ def write_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_a_reference_checkpoint_is_read_without_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_megatron_checkpoint_is_read_without_its_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_reference(tmp_path / "x", monkeypatch)
     data = torch.zeros(2, 4)
     wanted = {
@@ -345,7 +345,7 @@ def test_a_reference_checkpoint_is_read_without_its_classes(tmp_path: Path, monk
     assert report_index.save_id is None
 
 
-def test_our_directories_carry_the_references_mark_and_common_state(saved: Path) -> None:
+def test_our_directories_have_megatron_cores_mark_and_common_state(saved: Path) -> None:
     assert json.loads((saved / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     metadata = FileSystemReader(saved).read_metadata()
     assert "common_state/shard_0_1" in metadata.state_dict_metadata

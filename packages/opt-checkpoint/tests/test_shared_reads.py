@@ -180,7 +180,7 @@ def refuse(rank: int, size: int, path: str) -> list[str]:
     return messages
 
 
-def test_ranks_that_disagree_are_refused_alike(saved: Path, ranks: RankPool) -> None:
+def test_ranks_that_disagree_all_raise(saved: Path, ranks: RankPool) -> None:
     first, second = ranks.run(2, refuse, str(saved))
     assert first == second
     for message, part in zip(

@@ -36,7 +36,7 @@ def tensor(key: str) -> ShardedTensor:
 
 
 def swiglu_built(rank: int, size: int, data: torch.Tensor) -> ShardedTensorFactory:
-    """The reference's way: two halves of one key, by functions."""
+    """Megatron-Core's way: two halves of one key, by functions."""
 
     def build(key: str, t: torch.Tensor, replica: Any, flat: slice | None) -> list[ShardedTensor]:
         gate, value = t.chunk(2)

@@ -20,7 +20,7 @@ def test_even_parts_are_runs_that_tile_the_axis_tensor_parallel_ranks_first(num_
     assert [list(run or []) for run in runs] == [[2 * n, 2 * n + 1] for n in range(num_dp * num_tp)]
 
 
-def test_uneven_parts_are_told_where_both_readings_agree() -> None:
+def test_uneven_parts_are_accepted_if_both_readings_agree() -> None:
     """Six rows over 2 x 2: tensor parallelism leaves three, of which FSDP2 gives two to its first rank."""
     runs = {(dp, tp): one_run(6, cuts(dp, tp, 2, 2)) for dp in range(2) for tp in range(2)}
     assert runs == {(0, 0): range(2), (1, 0): range(2, 3), (0, 1): range(3, 5), (1, 1): range(5, 6)}

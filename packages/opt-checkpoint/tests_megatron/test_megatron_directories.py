@@ -154,7 +154,7 @@ def test_a_format_that_is_not_read_is_named(folder_of: Any, tmp_path: Path, caps
     assert "stores its optimizer as dp_zero_gather_scatter, which is not read" in capsys.readouterr().err
 
 
-def test_arguments_and_generators_are_read_only_where_they_are_asked_for(folder_of: Any) -> None:
+def test_arguments_and_generators_are_read_only_when_they_are_used(folder_of: Any) -> None:
     path = folder_of(NEW[1]) / "fully_reshardable"
     with pytest.raises(CheckpointCorruptError, match=r"safe_globals=\[.*argparse.Namespace"):
         load({"args": None}, path)

@@ -129,7 +129,7 @@ def test_loss_scaling_follows_fp16_and_loss_scale(given, expected):
     assert OptimizerConfig(**given).loss_scaling == expected
 
 
-def test_placement_is_on_device_until_offload_is_asked_for():
+def test_placement_is_on_device_unless_offload_is_set():
     assert OptimizerConfig().placement == OnDevice()
     config = OptimizerConfig(
         optimizer_cpu_offload=True,

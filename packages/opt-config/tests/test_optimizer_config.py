@@ -9,7 +9,7 @@ import torch
 
 from opt_config import AdamOptimizerConfig, ConfigError, OptimizerConfig, SGDOptimizerConfig
 
-# Transcribed by hand from the reference's page of the class, in its order; the page prints None for the dtypes and the
+# Transcribed by hand from Megatron-Core's page of the class, in its order; the page prints None for the dtypes and the
 # initial loss scale, which are torch.float32 and 2**32. The last two are newer than the page.
 SPEC: dict[str, object] = {
     "lr": None,
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-def test_fields_order_and_defaults_are_the_references():
+def test_fields_order_and_defaults_are_megatron_cores():
     """With our own fields after all of them."""
     assert {field.name: field.default for field in dataclasses.fields(OptimizerConfig)} == SPEC | OURS
     assert [field.name for field in dataclasses.fields(OptimizerConfig)] == [*SPEC, *OURS]

@@ -48,7 +48,7 @@ def test_the_reader_reads_such_a_page():
     assert fields_of(page) == {"lr": None, "optimizer": "adam", "config_logger_dir": ""}
 
 
-@pytest.mark.skipif(PAGE is None, reason="the reference's page is not beside the repository; set OPT_SPEC_DIR")
+@pytest.mark.skipif(PAGE is None, reason="Megatron-Core's page is not beside the repository; set OPT_SPEC_DIR")
 def test_every_name_and_default_of_the_page_is_ours():
     assert PAGE is not None
     ours = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}

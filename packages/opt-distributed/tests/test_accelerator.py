@@ -49,7 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-def test_the_current_stream_is_asked_of_the_device_itself(calls: Calls) -> None:
+def test_the_current_stream_is_that_of_the_device(calls: Calls) -> None:
     assert Accelerator(CUDA).current_stream() == "main"
     assert calls.made == [("current", CUDA)]
 

@@ -306,7 +306,7 @@ def test_sparse_gradients_are_refused() -> None:
         take_grad_(weight, "weight")
 
 
-def test_unbinding_leaves_nothing_behind() -> None:
+def test_unbinding_removes_everything() -> None:
     param = nn.Parameter(torch.ones(1))
     bind_main_grad(param, torch.zeros(1))
     unbind(param)

@@ -287,11 +287,11 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
     assert ddp.to("cpu").float() is ddp
 
 
-# --- what the reference gets wrong here ------------------------------------------------------------------------------
+# --- what Megatron-Core gets wrong here ------------------------------------------------------------------------------
 
 
 def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
-    """The reference stops with "empty bucket encountered" where padding is all that a rank holds of a bucket."""
+    """Megatron-Core stops with "empty bucket encountered" where padding is all that a rank holds of a bucket."""
 
     def rank_main(comm: ThreadComm) -> list[int]:
         ddp = DistributedDataParallel(OVERLAP, nn.Linear(8, 5, bias=False), groups=over(comm))
@@ -306,7 +306,7 @@ def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
 
 
 def test_a_group_of_mixed_dtypes_keeps_each_gradient_with_its_parameter() -> None:
-    """The reference pairs states with parameters by position, and swaps those of a 16-bit and an fp32 parameter."""
+    """Megatron-Core pairs states with parameters by position, and swaps those of a 16-bit and an fp32 parameter."""
     model = nn.Module()
     model.narrow = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     model.wide = nn.Parameter(torch.ones(8, 8))
@@ -323,7 +323,7 @@ def test_a_group_of_mixed_dtypes_keeps_each_gradient_with_its_parameter() -> Non
 
 
 def test_two_wrappers_with_different_configurations_work_side_by_side() -> None:
-    """The reference's reduction is a module's global: the last wrapper's choice becomes everybody's."""
+    """Megatron-Core's reduction is a module's global: the last wrapper's choice becomes everybody's."""
     recorded = [RecordingComm(Alone()), RecordingComm(Alone())]
     configs = [replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), SHARDED]
     wrapped = [

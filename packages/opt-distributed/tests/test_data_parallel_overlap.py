@@ -257,7 +257,7 @@ def test_a_state_dict_is_no_use_of_a_child_that_is_never_called() -> None:
     assert ddp(torch.ones(1, 3, WIDTH)).isfinite().all()
 
 
-def test_a_copy_of_the_model_stands_on_its_own() -> None:
+def test_a_copy_of_the_model_is_independent() -> None:
     ddp = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     average = deepcopy(ddp.module)
     publish(ddp, 0.5)
@@ -266,7 +266,7 @@ def test_a_copy_of_the_model_stands_on_its_own() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, average.parameters(), strict=True))
 
 
-def test_reduction_waits_for_parameters_that_no_forward_asked_for() -> None:
+def test_reduction_waits_for_parameters_that_no_forward_requested() -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     publish(ddp, 0.5)
     ddp.finish_grad_sync()
@@ -293,7 +293,7 @@ def test_without_hooks_parameters_are_complete_after_each_step() -> None:
 
 
 @pytest.mark.parametrize("force", [True, False], ids=["forced", "in the background"])
-def test_a_gather_can_be_asked_for(force: bool) -> None:
+def test_a_gather_can_be_requested(force: bool) -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     params = list(ddp.parameters())
     for buffer in ddp.synced_buffers:

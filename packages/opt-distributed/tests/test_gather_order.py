@@ -129,7 +129,7 @@ def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks]
     assert first[: len(WIDTHS)] == GATHERS
 
 
-def test_a_chunk_that_nobody_asked_for_is_gathered_before_it_is_written_again() -> None:
+def test_a_chunk_that_was_not_requested_is_gathered_before_it_is_written_again() -> None:
     """Else one rank's first gather would meet another's second."""
 
     def rank_main(comm: ThreadComm) -> None:

@@ -66,7 +66,7 @@ def test_experts_and_dense_parameters_have_tensor_parallel_groups_of_their_own()
         assert isinstance(roles.dense.tp, Alone)
 
 
-def test_a_shard_group_of_none_is_one_rank_beside_a_larger_data_parallel_group() -> None:
+def test_a_shard_group_of_none_is_one_rank_in_a_larger_data_parallel_group() -> None:
     """Two instances of one rank each: every rank keeps a whole optimizer, and gradients are summed between them."""
     with fake_world(2):
         made = groups(

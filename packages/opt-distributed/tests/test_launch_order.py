@@ -280,7 +280,7 @@ def test_models_that_share_groups_but_no_order_are_reduced_when_they_are_finishe
         assert run_threads(2, rank_main) == [[2, 1, 20, 10]] * 2
 
 
-def test_gradients_that_are_dropped_leave_no_rank_behind() -> None:
+def test_dropped_gradients_leave_no_rank_waiting() -> None:
     """One rank had launched more than another when both dropped the iteration, and waited for it for ever."""
 
     def rank_main(comm: ThreadComm) -> None:

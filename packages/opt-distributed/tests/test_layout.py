@@ -1,4 +1,4 @@
-"""Layouts: the reference's positions to the number, and what holds for every list of sizes and every world."""
+"""Layouts: Megatron-Core's positions to the number, and what holds for every list of sizes and every world."""
 
 import random
 import sys
@@ -52,12 +52,12 @@ def starts(layout: Layout, params: Sequence[ParamShape]) -> list[int]:
     return [found[param.id] for param in params]
 
 
-# --- the reference's numbers -----------------------------------------------------------------
+# --- Megatron-Core's numbers -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """One measured layout of the reference's flat planner."""
+    """One measured layout of Megatron-Core's flat planner."""
 
     params: list[ParamShape]
     dp: int
@@ -85,7 +85,7 @@ FLAT_ORACLES = {
 
 
 @pytest.mark.parametrize("oracle", FLAT_ORACLES.values(), ids=FLAT_ORACLES.keys())
-def test_flat_buckets_are_the_references(oracle: Oracle) -> None:
+def test_flat_buckets_are_megatron_cores(oracle: Oracle) -> None:
     layout = flat_layout(
         oracle.params,
         num_shards=oracle.dp,
@@ -97,13 +97,13 @@ def test_flat_buckets_are_the_references(oracle: Oracle) -> None:
     assert unpadded(layout) == oracle.unpadded
 
 
-def test_flat_starts_are_the_references_in_backward_order() -> None:
+def test_flat_starts_are_megatron_cores_in_backward_order() -> None:
     params = vectors(*[9025] * 10)
     layout = flat_layout(params, num_shards=2, bucket_size=9050, shard_multiple=1)
     assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
 
 
-def test_whole_buckets_are_the_references_when_all_sizes_are_equal() -> None:
+def test_whole_buckets_are_megatron_cores_when_all_sizes_are_equal() -> None:
     params = vectors(*[256] * 6)
     layout = whole_layout(params, num_shards=4, bucket_size=1280)
     assert bounds(layout) == [(0, 2048)]
@@ -111,7 +111,7 @@ def test_whole_buckets_are_the_references_when_all_sizes_are_equal() -> None:
     assert starts(layout, params) == [768, 256, 1536, 1024, 512, 0]
 
 
-def test_whole_buckets_are_the_references_when_sizes_differ() -> None:
+def test_whole_buckets_are_megatron_cores_when_sizes_differ() -> None:
     params = vectors(192, 128, 128, 256, 192, 192)
     layout = whole_layout(params, num_shards=2, bucket_size=448)
     assert bounds(layout) == [(0, 1024), (1024, 1408)]
@@ -119,7 +119,7 @@ def test_whole_buckets_are_the_references_when_sizes_differ() -> None:
     assert starts(layout, params) == [1024, 384, 256, 0, 704, 512]
 
 
-def test_shard_ranges_are_the_references_and_ignore_parameter_boundaries() -> None:
+def test_shard_ranges_are_megatron_cores_and_ignore_parameter_boundaries() -> None:
     layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
     pieces = [owned.piece for rank in range(4) for owned in layout.owned(rank)]
     assert [(p.id.name, p.of_param.start, p.of_param.stop, p.of_shard.start) for p in pieces] == [
@@ -227,7 +227,7 @@ def test_a_shared_embedding_closes_the_bucket_before_it(plan: Callable[..., Layo
     assert [[slot.id.name for slot in bucket.slots] for bucket in layout.buckets] == [["p2"], ["p1"], ["p0"]]
 
 
-def test_a_flat_layout_knows_that_it_cuts() -> None:
+def test_a_flat_layout_reports_that_it_cuts_parameters() -> None:
     assert flat_layout(vectors(1000), num_shards=2).cuts_a_parameter()
     assert not flat_layout(vectors(1000), num_shards=1).cuts_a_parameter()
 

@@ -26,7 +26,7 @@ def test_every_rank_takes_part_in_every_matrix_unless_owners_compute(computes: C
     assert computed(layout) == [["w0", "w1"], ["w0", "w1"]]
 
 
-def test_owned_matrices_are_dealt_costliest_first_to_the_least_loaded_rank() -> None:
+def test_owned_matrices_are_assigned_costliest_first_to_the_least_loaded_rank() -> None:
     layout = compute_layout(split((4, 4), (16, 8), (8, 8), (8, 4)), sizes=(2,), computes=Computes.OWNER)
     assert computed(layout) == [["w1"], ["w0", "w2", "w3"]]
 

@@ -126,7 +126,7 @@ def test_what_is_gathered_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert run_grid((2,), rank_main) == [([2, 2, 1], [4, 1])] * 2
 
 
-def test_matrices_are_gathered_in_one_order_whatever_order_a_rank_brings_them_in() -> None:
+def test_matrices_are_gathered_in_one_order_for_any_order_on_a_rank() -> None:
     """Rows of the hyper table come in the order of a rank's own parameters."""
 
     def rank_main(comms: list[Comm]) -> list[list[ParamId]]:

@@ -88,7 +88,7 @@ SUMS = [
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("limit", [INF, 2.0])
-def test_host_and_device_judge_alike(scale: float, limit: float) -> None:
+def test_host_and_device_reach_the_same_verdict(scale: float, limit: float) -> None:
     for squares, num_nonfinite in SUMS:
         numbers = torch.tensor([*squares, num_nonfinite, 5.0, 0.0, 0.0], dtype=torch.float64)
         terms = Terms(2, torch.tensor(scale, dtype=torch.float64), limit)
@@ -104,7 +104,7 @@ def test_host_and_device_judge_alike(scale: float, limit: float) -> None:
             assert scales == list(host.scales(1.5, (True, False)))
 
 
-def test_a_result_is_read_once_and_not_before_somebody_looks() -> None:
+def test_a_result_is_read_once_and_only_on_access() -> None:
     reads = []
 
     def read() -> tuple[bool, float, int | None]:

@@ -95,7 +95,7 @@ def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: py
 
 
 @needs_compiler
-def test_what_goes_into_a_library_tells_it_apart(fresh: Path) -> None:
+def test_the_cache_key_distinguishes_libraries(fresh: Path) -> None:
     source = grad_stats_cpp.SOURCE
     for count_zeros in (0, 1):
         library(source, GRAD="float", COUNT_ZEROS=count_zeros)
@@ -153,7 +153,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(fresh: Path, monkeypatc
 
 
 @pytest.mark.parametrize("part", ["_compiler_version", "_processor"])
-def test_another_compiler_or_processor_has_libraries_of_its_own(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_or_processor_has_separate_libraries(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_compiler_version", "_processor"):
         monkeypatch.setattr(compiler, name, lambda: "this one")
     monkeypatch.setattr(compiler, "_command", lambda: ("c++",))
@@ -248,7 +248,7 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_cxx_that_is_not_there_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_cxx_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O0")
     with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.cpp.compiler"):
         assert not usable()
@@ -327,7 +327,7 @@ def test_a_source_that_the_compiler_refuses_is_an_error_in_its_words(fresh: Path
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_compiler_that_does_not_work_is_told_of_and_not_used(
+def test_a_compiler_that_does_not_work_is_reported_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"

@@ -86,7 +86,7 @@ def test_keys_of_schedulers_trainers_and_neutral_flags_are_taken(build: Build, k
 
 
 @ON_ALL
-def test_keys_set_after_construction_are_nobodys_business_and_survive_a_round_trip(build: Build) -> None:
+def test_keys_set_after_construction_are_ignored_and_survive_a_round_trip(build: Build) -> None:
     first, second = build([matrix()]), build([matrix()])
     first.param_groups[0]["anything"] = object
     saved = first.state_dict()
@@ -176,7 +176,7 @@ def test_capturable_steps_are_refused_where_they_cannot_be_repeated(
 
 
 @ON_PEERS
-def test_positional_arguments_stand_where_torchs_do(ours: Build, theirs: Build) -> None:
+def test_positional_arguments_have_torchs_order(ours: Build, theirs: Build) -> None:
     arguments = (0.1, 0.9, 0.0, 0.01, True) if ours is optim.SGD else (0.1, (0.8, 0.9), 1e-6, 0.01, False)
     a, b = matrix(), matrix()
     expected = stepped(theirs([b], *arguments), b)

@@ -360,7 +360,7 @@ def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], grad_al
 
 
 @ON_BACKENDS
-def test_a_dense_layout_longer_than_a_tile_goes_with_states_of_other_sizes(backend: str) -> None:
+def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(backend: str) -> None:
     turned = [torch.randn(2, 2, TILE_NUMEL).transpose(0, 1) for _ in range(2)]
     straight = [tensor.clone(memory_format=torch.contiguous_format) for tensor in turned]
     rule = Adam(backend=backend)
@@ -379,7 +379,7 @@ def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -
 
 @ON_BACKENDS
 @pytest.mark.parametrize("part", ["state", "out"])
-def test_what_lies_in_another_order_than_its_parameter_is_refused(part: str, backend: str) -> None:
+def test_tensors_in_another_order_than_their_parameter_are_refused(part: str, backend: str) -> None:
     main, turned = torch.zeros(4, 3), torch.zeros(3, 4).t()
     state = Adam().init_state(main) | ({"exp_avg": turned} if part == "state" else {})
     work = Work(grad=torch.ones(4, 3), main=main, state=state, out=turned if part == "out" else None)

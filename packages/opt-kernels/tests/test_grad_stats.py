@@ -82,7 +82,7 @@ def test_squares_beyond_float32_are_neither_lost_nor_infinite(backend: str, size
 
 
 @ON_BACKENDS
-def test_zeros_are_counted_only_when_asked(backend: str) -> None:
+def test_zeros_are_counted_only_if_requested(backend: str) -> None:
     assert grad_stats([torch.zeros(9), torch.ones(3)], count_zeros=False, backend=backend).zeros == 0
     assert grad_stats([torch.zeros(9), torch.ones(3)], backend=backend).zeros == 9
     assert grad_stats([torch.zeros(9)], backend=backend).zeros == 9

@@ -256,7 +256,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_many_works_and_groups_move_as_each_by_itself(name: str) -> None:
+def test_many_works_and_groups_are_updated_as_each_alone(name: str) -> None:
     subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
     shapes = [(8, 16), (5, 3), (7, 64), (4, 4)]
     starts, grads = (

@@ -89,7 +89,7 @@ def test_training_resumes_where_it_was_saved(kind: str) -> None:
     assert train(other, resumed, 5) == train(net, optimizer, 5)
 
 
-def test_a_copy_of_an_optimizer_goes_on_alike() -> None:
+def test_a_copy_of_an_optimizer_continues_identically() -> None:
     net = model()
     optimizer = MAKERS["muon"](net.parameters())
     train(net, optimizer, 3)

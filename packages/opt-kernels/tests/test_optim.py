@@ -151,7 +151,7 @@ def test_narrow_states_are_saved_in_plain_numbers(first: torch.dtype, second: to
     assert torch.equal(wide.state[used[1]]["exp_avg"], saved["exp_avg"].float())
 
 
-def test_states_keep_their_dtype_when_loaded_beside_narrow_parameters() -> None:
+def test_states_keep_their_dtype_when_loaded_with_narrow_parameters() -> None:
     net = network(torch.bfloat16)
     optimizer = optim.AdamW(net.parameters())
     train(net, optimizer, 1)

@@ -272,7 +272,7 @@ def test_equal_shapes_in_company_move_as_alone() -> None:
         torch.testing.assert_close(got, main, rtol=0, atol=1e-4)
 
 
-def test_mains_of_every_kind_move_alike() -> None:
+def test_mains_of_every_kind_are_updated_equally() -> None:
     main, grads = tensor(8, 12), grads_of(2, 8, 12)
     expected = main.clone()
     stepped(KL, expected, KL.init_state(main), grads)

@@ -46,7 +46,7 @@ def trained(
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("sizes", [(8, 1, 3), (3, 9)], ids=str)
-def test_parts_of_any_sizes_move_as_parameters_of_their_own(kind: str, sizes: tuple[int, ...]) -> None:
+def test_parts_of_any_sizes_are_updated_as_separate_parameters(kind: str, sizes: tuple[int, ...]) -> None:
     start, *grads = tensors(ROWS, COLS)
     (got,) = trained(MAKERS[kind], [nn.Parameter(start.clone())], [[grad] for grad in grads], split_sizes=sizes)
     parts = [nn.Parameter(part.clone()) for part in start.split(sizes)]

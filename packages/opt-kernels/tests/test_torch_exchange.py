@@ -26,7 +26,7 @@ def stepped(optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter, seeds:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 7])
 @pytest.mark.parametrize("name", PAIRS)
-def test_training_goes_on_with_the_others_class(name: str, num_steps: int) -> None:
+def test_training_continues_with_the_other_class(name: str, num_steps: int) -> None:
     """Symptom: torch.optim.NAdam raised KeyError('mu_product') at its first step after loading ours."""
     first, second = PAIRS[name]
     options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.99)}

@@ -46,7 +46,7 @@ def test_a_step_at_equal_arguments_is_torchs(shape: tuple[int, int], options: di
 
 
 @needs_muon
-def test_positional_arguments_stand_where_torchs_do() -> None:
+def test_positional_arguments_have_torchs_order() -> None:
     arguments = (0.01, 0.2, 0.8, False, (3.0, -4.0, 2.0), 1e-6, 3, "match_rms_adamw")
     defaults = [build([nn.Parameter(torch.ones(2, 2))], *arguments).defaults for build in (Muon, TorchMuon)]
     assert {name: defaults[0][name] for name in defaults[1]} == defaults[1]

@@ -193,7 +193,7 @@ def test_a_narrow_state_is_written_and_read_as_its_codec_does(name: str, n: int,
     assert back[~ordinary].isnan().all()
 
 
-def test_codecs_are_told_apart_by_their_dtype(kernel_device: torch.device) -> None:
+def test_codecs_are_distinguished_by_dtype(kernel_device: torch.device) -> None:
     # e5m2 below 2^15 has float16's exponent, and was read as float16.
     other = Scaled(dtype=torch.bfloat16, exponent=15, smallest=2.0**-133, signed=True)
     with pytest.raises(LayoutError, match="backend='torch'"):

@@ -191,9 +191,7 @@ def test_a_step_equals_its_float64_reference(
 
 @pytest.mark.parametrize("inputs", [FP16, Inputs(torch.bfloat16, True), Inputs(torch.float32, False)], ids=str)
 @pytest.mark.parametrize("size", [1e-9, 1.0, 1e9], ids=str)
-def test_inputs_come_in_the_dtype_and_scale_that_were_asked_for(
-    inputs: Inputs, size: float, kernel_device: torch.device
-) -> None:
+def test_inputs_have_the_requested_dtype_and_scale(inputs: Inputs, size: float, kernel_device: torch.device) -> None:
     works = make_works(Storage(), kernel_device)
     for work in works:
         work.grad.mul_(size)

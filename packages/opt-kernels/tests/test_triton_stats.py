@@ -61,7 +61,7 @@ def test_the_sum_does_not_depend_on_how_often_it_is_taken(kernel_device: torch.d
     assert len({grad_stats(grads).sum_of_squares.item() for _ in range(3)}) == 1
 
 
-def test_zeros_are_not_reported_where_nobody_asked(kernel_device: torch.device) -> None:
+def test_zeros_are_not_reported_unless_requested(kernel_device: torch.device) -> None:
     assert grad_stats(gradients(kernel_device), count_zeros=False).zeros.item() == 0
 
 

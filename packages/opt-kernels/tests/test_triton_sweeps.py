@@ -512,7 +512,7 @@ def test_works_in_columns_move_like_any_others(sweep: Sweep, name: str, kernel_d
 
 
 @pytest.mark.parametrize("rule", [Adam, SGD, Lion], ids=lambda rule: rule.__name__)
-def test_a_rule_runs_on_triton_where_it_is_asked_for_by_name(
+def test_a_rule_runs_on_triton_if_requested_by_name(
     rule: type[Adam] | type[SGD] | type[Lion], kernel_device: torch.device
 ) -> None:
     chosen, usual = rule(backend="triton"), rule(backend="torch")

@@ -67,7 +67,7 @@ def test_every_element_is_in_exactly_one_chunk(numels: list[int], chunk: int) ->
     assert covered[::2] == [0, *covered[1:-1:2]][: len(covered[::2])]
 
 
-def test_gradients_stand_in_the_order_of_the_records() -> None:
+def test_gradients_have_the_order_of_the_records() -> None:
     numels = (5000, 0, 1, 2048)
     column = moved((1000, 2000, 3000, 4000), cut(numels, 2048), Column(item_bytes=2))
     assert column.tolist() == [1000, 1000 + 4096, 1000 + 8192, 3000, 4000]

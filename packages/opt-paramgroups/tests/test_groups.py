@@ -352,7 +352,7 @@ def test_a_key_that_matches_trainable_parameters_too_is_not_warned_of(caplog):
     assert not caplog.records
 
 
-def test_an_unmatched_pattern_is_accepted_when_asked_for():
+def test_an_unmatched_pattern_is_accepted_if_requested():
     overrides = {ParamKey(name="*.adapter"): {"wd_mult": 0.0}}
     assert list(groups_of(Model(), overrides, allow_unmatched=True)) == ["default"]
 
@@ -395,7 +395,7 @@ def test_lr_mult_multiplies_both_rates():
 # --- what is known of the parameters ------------------------------------------------------
 
 
-def test_attributes_are_asked_of_what_is_known():
+def test_known_attributes_are_read_from_the_meta():
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3, bias=False))
     metas = describe([model], overrides={"0.weight": {"is_embedding_or_output": True}})
     config = OptimizerConfig(lr=1.0, decoupled_lr=0.5)
@@ -410,14 +410,14 @@ def test_a_false_role_wins_over_the_tensors_attribute():
     assert [names_in(group) for group in groups if group["is_decoupled_lr"]] == [["embedding.weight"]]
 
 
-def test_attributes_of_ones_own_are_asked_of_the_tensor():
+def test_other_attributes_are_read_from_the_tensor():
     model = Model()
     mark(model.output.weight, mine=True)
     assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["@mine"]) == ["output.weight"]
 
 
 @pytest.mark.parametrize("attr", ["use_muon", "allreduce", "partition_stride"])
-def test_an_attribute_that_is_true_unsaid_matches_where_it_is_said(attr):
+def test_an_attribute_that_defaults_to_true_matches_only_where_it_is_set(attr):
     model = Model()
     mark(model.output.weight, **{attr: 1})
     assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[f"@{attr}"]) == ["output.weight"]

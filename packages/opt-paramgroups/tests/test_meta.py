@@ -49,7 +49,7 @@ def meta_of(shape: tuple[int, ...], name: str = "weight", **attributes: object):
         pytest.param(
             {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1},
             {"tensor_parallel": False, "partition_dim": None, "partition_stride": 1},
-            id="the reference's mark of no cut",
+            id="Megatron-Core's mark of no cut",
         ),
         pytest.param({"sequence_parallel": True}, {"sequence_parallel": True}, id="sequence parallel"),
         pytest.param(
@@ -68,7 +68,7 @@ def meta_of(shape: tuple[int, ...], name: str = "weight", **attributes: object):
         pytest.param({"is_qkv": False, "qkv_split_shapes": [2, 1, 1]}, {"qkv_split_shapes": ()}, id="marked no QKV"),
     ],
 )
-def test_the_references_attributes_are_read(attributes, expected):
+def test_megatron_cores_attributes_are_read(attributes, expected):
     meta = meta_of((4, 6), **attributes)
     assert {field: getattr(meta, field) for field in expected} == expected
 
@@ -86,7 +86,7 @@ def test_shapes_and_dtypes_are_the_tensors():
     ("name", "expected"),
     [("experts.0.weight", True), ("shared_experts.weight", False), ("mlp.weight", False)],
 )
-def test_expert_tensor_parallelism_is_told_by_the_name(name, expected):
+def test_expert_tensor_parallelism_follows_from_the_name(name, expected):
     assert meta_of((2, 2), name).expert_tp is expected
 
 

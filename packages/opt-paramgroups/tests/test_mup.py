@@ -136,7 +136,7 @@ def test_what_cannot_be_scaled_is_refused(config, width, message):
     assert str(caught.value) == message
 
 
-def test_by_shape_equals_by_width_where_all_grow_alike():
+def test_by_shape_equals_by_width_if_all_dims_grow_equally():
     base, wide = Model(width=4, num_layers=1), Model(width=12, num_layers=1)
     for optimizer in ("adam", "sgd", "lion", "muon"):
         by_shape = get_mup_overrides_by_shape(CONFIG, [wide], shapes_of([base]), optimizer)

@@ -36,7 +36,7 @@ def test_a_matrix_called_bias_is_spared_too(apply_wd_to_qk_layernorm):
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
-def test_qk_layernorm_is_decayed_only_when_asked_for(asked_for):
+def test_qk_layernorm_is_decayed_only_if_requested(asked_for):
     config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=asked_for)
     mults = entry_by_name(Model(num_layers=1), config, None, "wd_mult")
     of_qk = {mult for name, mult in mults.items() if "q_layernorm." in name or "k_layernorm." in name}
@@ -72,7 +72,7 @@ def test_decoupled_lr_that_nothing_takes_is_refused():
     ],
     ids=["muon", "muon with lion", "adaptive_muon", "soap"],
 )
-def test_what_is_no_hidden_matrix_goes_to_the_scalar_optimizer(config, scalar):
+def test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer(config, scalar):
     model = Model(num_layers=1)
     rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
     assert {name for name, rule in rules.items() if rule == config.optimizer} == {

@@ -161,7 +161,7 @@ def test_an_attribute_has_the_last_word(name):
     assert moved_by_muon(marked) == HIDDEN - {"layers.0.up.weight"}
 
 
-def test_what_the_caller_says_has_the_last_word():
+def test_the_callers_overrides_win():
     overrides = {"head.weight": {"is_embedding_or_output": False}}
     stage = nn.ModuleDict({"layer": Layer(), "head": nn.Linear(DIM, VOCAB)})
     assert recognised(stage, overrides=overrides) == {}

@@ -116,7 +116,7 @@ ALL = [pytest.param(schedule, id=name) for name, (schedule, _) in KNOTS.items()]
 
 
 @pytest.mark.parametrize(("schedule", "knots"), [pytest.param(*case, id=name) for name, case in KNOTS.items()])
-def test_it_goes_through_its_knots(schedule: Schedule, knots: dict[float, float]) -> None:
+def test_it_passes_through_its_points(schedule: Schedule, knots: dict[float, float]) -> None:
     # A handful of float operations: 8 rounding units are ample.
     assert schedule.values(knots) == pytest.approx(list(knots.values()), rel=2e-15, abs=2e-15)
 

@@ -96,7 +96,7 @@ def test_nothing_is_logged_where_nothing_is_flattened(relative: bool, caplog: py
     assert not caplog.records
 
 
-def test_the_reference_s_scheduler_refuses_a_relative_lr() -> None:
+def test_megatron_cores_scheduler_refuses_a_relative_lr() -> None:
     with pytest.raises(ScheduleError, match=r"schedules: 'lr' has relative=True"):
         OptimizerParamScheduler(
             optimizer({"lr": 1.0}), init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
@@ -146,7 +146,7 @@ def test_only_the_learning_rate_is_multiplied_by_lr_scale() -> None:
     assert target.param_groups[0] == {"lr": 0.125, "weight_decay": 0.5, "lr_scale": 0.25}
 
 
-def test_the_reference_s_scheduler_does_not_read_lr_scale() -> None:
+def test_megatron_cores_scheduler_does_not_read_lr_scale() -> None:
     target = optimizer({"lr": 1.0, "lr_scale": 0.25})
     OptimizerParamScheduler(
         target, init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10, lr_decay_style="linear",

@@ -88,7 +88,7 @@ def test_neighbouring_groups_that_differ_in_one_bound_differ(
 
 
 def test_an_override_of_none_is_one_that_was_not_set() -> None:
-    # A configuration's min_lr is None by default, and the reference copies it into every group, where it fails later.
+    # A configuration's min_lr is None by default, and Megatron-Core copies it into every group, where it fails later.
     unset = {"max_lr": None, "min_lr": None, "start_wd": None, "end_wd": None, "wd_mult": None}
     scheduler = build({}, unset)
     scheduler.step(60)
@@ -279,7 +279,7 @@ class TestFieldSchedules:
 
 
 class TestRefusedConstruction:
-    """Each with its exact message; the reference takes most of these and fails later, or never."""
+    """Each with its exact message; Megatron-Core accepts most of these and fails later, or never."""
 
     PREFIX = "OptimizerParamScheduler: "
     STYLES = "'WSD', 'constant', 'cosine', 'inverse-square-root', 'linear'"

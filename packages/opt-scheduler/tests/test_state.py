@@ -44,7 +44,7 @@ def everything(scheduler: OptimizerParamScheduler) -> dict[str, Any]:
     return copy.deepcopy({"state": scheduler.state_dict(), "groups": scheduler.param_groups})
 
 
-def test_the_state_has_the_reference_s_keys_and_those_it_forgets() -> None:
+def test_the_state_has_megatron_cores_keys_and_those_it_omits() -> None:
     assert set(saved()) == {
         "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
         "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps",
@@ -53,7 +53,7 @@ def test_the_state_has_the_reference_s_keys_and_those_it_forgets() -> None:
 
 
 def test_loading_twice_equals_loading_once() -> None:
-    # The reference adds: 50 becomes 100, and into a scheduler already at 7 it becomes 57.
+    # Megatron-Core adds: 50 becomes 100, and into a scheduler already at 7 it becomes 57.
     scheduler = build()
     scheduler.step(7)
     scheduler.load_state_dict(saved(50))
@@ -64,14 +64,14 @@ def test_loading_twice_equals_loading_once() -> None:
 
 
 def test_the_weight_decay_is_right_at_once() -> None:
-    # The reference writes the groups before it has restored the fields, so the first update after resume is wrong.
+    # Megatron-Core writes the groups before it has restored the fields, so the first update after resume is wrong.
     scheduler = build(end_wd=1.0)
     scheduler.load_state_dict(saved(50))
     assert scheduler.param_groups[0]["weight_decay"] == pytest.approx(0.1)
 
 
 def test_a_wsd_run_goes_on_as_it_was() -> None:
-    # The reference does not save the anneal, so the arguments of the resuming run decide it.
+    # Megatron-Core does not save the anneal, so the arguments of the resuming run decide it.
     scheduler = build(**WSD | {"wsd_decay_steps": 80, "lr_wsd_decay_style": "linear"})
     scheduler.load_state_dict(saved(100, **WSD))
     assert scheduler.get_lr() == build(**WSD).lr_at(100)
@@ -210,7 +210,7 @@ class TestRefusedStates:
 
 
 class TestOldStates:
-    """What checkpoints of the reference hold, by age."""
+    """What checkpoints of Megatron-Core hold, by age."""
 
     CASES: ClassVar[dict[str, dict[str, Any]]] = {
         "today": {

@@ -49,7 +49,7 @@ def test_a_schedule_of_epochs_counts_steps() -> None:
 
 
 @pytest.mark.parametrize(("samples", "steps"), [(0, 0), (1, 1), (256, 1), (257, 2)])
-def test_whole_steps_never_see_less_than_was_asked_for(samples: int, steps: int) -> None:
+def test_whole_steps_never_see_less_than_requested(samples: int, steps: int) -> None:
     assert Batch(samples=256).whole_steps(samples, Unit.SAMPLES) == steps
 
 

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> Any:
     return write
 
 
-def test_without_a_model_it_tells_what_each_kind_of_parameter_means(config: Any, capsys: Any) -> None:
+def test_without_a_model_it_lists_each_kind_of_parameter(config: Any, capsys: Any) -> None:
     assert main(["plan", config(bf16=True, optimizer="muon", weight_decay=0.1)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:5] for line in lines[1:7]] == [
@@ -71,7 +71,7 @@ def test_with_a_model_it_prints_the_plan_that_would_be_built(config: Any, capsys
     assert capsys.readouterr().out.rstrip("\n") == str(get_optimizer(OptimizerConfig(lr=1e-2), [make_model()]).plan)
 
 
-def test_a_world_shares_the_state_and_a_rank_tells_its_part(config: Any, capsys: Any) -> None:
+def test_a_world_shares_the_state_and_a_rank_reports_its_part(config: Any, capsys: Any) -> None:
     numel = sum(param.numel() for param in make_model().parameters())
     reported = []
     for rank in range(4):

@@ -38,7 +38,7 @@ def test_it_is_a_torch_optimizer() -> None:
     assert "Parameter Group 0" in repr(optimizer)
 
 
-def test_a_parameter_that_is_unfrozen_too_late_is_told_of_once() -> None:
+def test_a_parameter_that_is_unfrozen_too_late_is_reported_once() -> None:
     model = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = get_optimizer(CONFIG, [model])
@@ -204,7 +204,7 @@ def test_what_has_no_gradient_keeps_its_value_and_its_state() -> None:
     assert_equal([model[0].weight.detach(), optimizer.state[model[0].weight]["exp_avg"]], [before, state])
 
 
-def test_the_spans_are_called_by_the_references_names() -> None:
+def test_the_spans_have_megatron_cores_names() -> None:
     calls: list[tuple[str, str, Any]] = []
 
     class Timer:

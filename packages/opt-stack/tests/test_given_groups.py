@@ -51,7 +51,7 @@ def test_groups_may_have_rules_of_their_own() -> None:
 # --- Megatron-Core's function -----------------------------------------------------------------------------------------
 
 
-def test_the_parameters_are_the_references() -> None:
+def test_the_parameters_are_megatron_cores() -> None:
     parameters = inspect.signature(megatron._get_megatron_optimizer_based_on_param_groups).parameters.values()
     positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
     assert positional == {
@@ -88,7 +88,7 @@ def test_it_trains_wrapped_chunks_with_their_buffers() -> None:
 def test_dense_parameters_and_experts_may_have_optimizers_of_their_own() -> None:
     model = make_model()
     for param in model[2].parameters():
-        param.allreduce = False  # the reference's mark of an expert
+        param.allreduce = False  # Megatron-Core's mark of an expert
     chunk = DistributedDataParallel(DistributedDataParallelConfig(), model)
     groups = megatron._get_param_groups([chunk], CONFIG, {})
     dense, experts = (

@@ -48,7 +48,7 @@ def test_parameters_are_those_of_the_state_dict_that_main_values_were_read_from(
 
 
 @kinds
-def test_a_loaded_16_bit_state_brings_its_parameters_on_every_rank(kind: str) -> None:
+def test_a_loaded_16_bit_state_sets_the_parameters_on_every_rank(kind: str) -> None:
     def rank_main(comm: ThreadComm) -> None:
         trained, optimizer = build(comm, kind, torch.bfloat16)
         train(trained if kind == "plain" else optimizer.wrapped[0], optimizer, range(3))

@@ -11,7 +11,7 @@ from torch import nn
 
 import opt_stack.megatron as megatron
 
-# Names and positional parameters as the reference documents them; `=` marks those that have a default.
+# Names and positional parameters as Megatron-Core documents them; `=` marks those that have a default.
 SIGNATURES = {
     "_matches": "param param_name param_key",
     "_get_param_groups": "model_chunks config config_overrides",
@@ -45,14 +45,14 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_positional_parameters_are_the_references(name: str) -> None:
+def test_positional_parameters_are_megatron_cores(name: str) -> None:
     parameters = inspect.signature(getattr(megatron, name)).parameters.values()
     message = [f"{p.name}{'=' * (p.default is not p.empty)}" for p in parameters if p.kind is not p.KEYWORD_ONLY]
     assert " ".join(message) == SIGNATURES[name]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_classes_have_the_references_methods(name: str) -> None:
+def test_classes_have_megatron_cores_methods(name: str) -> None:
     for method in METHODS[name]:
         assert inspect.isfunction(getattr(getattr(megatron, name), method))
 
@@ -64,14 +64,14 @@ def test_everything_that_is_promised_is_there() -> None:
     assert "keep_vars=True" in megatron.KEEP_VARS_HINT
 
 
-def test_a_key_matches_as_the_references_function_says() -> None:
+def test_a_key_matches_as_megatron_cores_function_does() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert megatron._matches(param, "layers.0.bias", megatron.ParamKey(name="*.bias"))
     assert not megatron._matches(param, "layers.0.weight", megatron.ParamKey(name="*.bias"))
 
 
-def test_a_script_for_the_reference_runs_once_its_imports_are_changed() -> None:
-    """The loop that the reference's users write: configuration, overrides, optimizer, scheduler, training, resume."""
+def test_a_script_for_megatron_core_runs_after_changing_its_imports() -> None:
+    """The loop that Megatron-Core's users write: configuration, overrides, optimizer, scheduler, training, resume."""
     from opt_stack.megatron import (
         OptimizerConfig,
         OptimizerParamScheduler,

@@ -34,7 +34,7 @@ def test_the_map_is_a_checkpoint_and_a_page(tmp_path: Path) -> None:
     assert stored == GROUP_OF
 
 
-def test_chunks_have_names_of_their_own(tmp_path: Path) -> None:
+def test_chunks_have_separate_names(tmp_path: Path) -> None:
     chunks = [make_model(), make_model()]
     get_optimizer(OptimizerConfig(lr=1e-2), chunks, {}, dump_param_to_param_group_map=str(tmp_path / "map"))
     assert list(read(tmp_path / "map.json")["group_of"])[3:5] == ["2.bias", "model1.0.weight"]
@@ -52,7 +52,7 @@ def test_the_maps_of_ranks_are_one(maps: list[dict[str, int]], want: dict[str, i
     assert merged(maps) == want
 
 
-def test_the_resolved_configuration_and_the_plan_are_logged_where_asked(tmp_path: Path) -> None:
+def test_the_resolved_configuration_and_the_plan_are_logged_if_requested(tmp_path: Path) -> None:
     folder = tmp_path / "logs" / "run"
     config = OptimizerConfig(lr=1e-2, loss_scale=8.0, config_logger_dir=str(folder))
     optimizer = get_optimizer(config, [make_model()])
@@ -66,7 +66,7 @@ def test_the_resolved_configuration_and_the_plan_are_logged_where_asked(tmp_path
     assert [group["name"] for group in plan["groups"]] == ["default", "*.bias|<1-D>"]
 
 
-def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
     assert list(tmp_path.iterdir()) == []

@@ -176,7 +176,7 @@ def test_it_is_refused_with_the_whole_story(case: str) -> None:
     assert str(caught.value) == message
 
 
-def test_all_problems_of_a_configuration_are_told_at_once() -> None:
+def test_all_problems_of_a_configuration_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig.from_dict({"lr": -1, "adam_beta_1": 0.9, "clip_grad": "no"})
     assert str(caught.value).splitlines() == [

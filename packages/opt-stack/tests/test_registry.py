@@ -100,7 +100,7 @@ RULE = torch_rule("theirs", torch.optim.Adamax)
 """
 
 
-def test_an_installed_package_brings_its_rule(install: Any) -> None:
+def test_an_installed_package_registers_its_rule(install: Any) -> None:
     install(THEIRS)
     assert list_optimizers() == [*OURS, "theirs"]
     model, again = make_model(), make_model()
@@ -134,7 +134,7 @@ def test_an_installed_package_brings_its_rule(install: Any) -> None:
         ),
     ],
 )
-def test_a_package_that_brings_none_is_told(install: Any, source: str, target: str, message: str) -> None:
+def test_a_package_without_rules_is_reported(install: Any, source: str, target: str, message: str) -> None:
     install(source, target)
     with pytest.raises(ConfigError) as caught:
         get_optimizer(OptimizerConfig(lr=1e-2), [make_model()])
@@ -176,7 +176,7 @@ REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_
         pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
     ],
 )
-def test_a_rule_that_cannot_do_what_it_is_asked_for_is_refused_when_built(
+def test_a_rule_that_does_not_support_its_options_is_refused_when_built(
     rule: Any, options: dict[str, Any], message: str
 ) -> None:
     rules = Registry().with_rule(RuleEntry(name="mine", summary="", make=lambda config: rule, hyper=lambda config: {}))

@@ -212,7 +212,7 @@ def test_a_parameter_without_elements_is_not_missed() -> None:
     assert_equal(values(optimizer), saved)
 
 
-def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_one_unless_asked() -> None:
+def test_a_16_bit_run_refuses_the_rounded_values_of_an_fp32_run_unless_requested() -> None:
     model, wide = trained(ADAMW, torch.float32, 3)
     exact = weights(model)
     narrow = get_optimizer(OptimizerConfig(lr=1e-2, bf16=True), [model.bfloat16()])

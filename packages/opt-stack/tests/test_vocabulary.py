@@ -86,7 +86,7 @@ def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different(one_rank: N
     assert rules(get_optimizer(MUON, [nn.parallel.DistributedDataParallel(Tagger())])) == EXPECTED
 
 
-def test_the_plan_on_the_command_line_tells_the_same(
+def test_the_plan_on_the_command_line_is_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tmp_path / "config.json"

@@ -41,7 +41,7 @@ def test_large_gradients_are_not_compared_under_a_dynamic_loss_scale() -> None:
     build(Alone(), wrapper, dtype=torch.float16, fp16=True, loss_scale=8.0)
 
 
-def test_gathers_start_in_the_step_or_when_the_schedule_asks() -> None:
+def test_gathers_start_in_the_step_or_when_the_schedule_requests_them() -> None:
     fields = {**SHARDED, "overlap_param_gather_with_optimizer_step": True}
     with pytest.raises(ConfigError, match=r"align_param_gather=True, which starts them from .* to False"):
         build(Alone(), {**SHARDED, "align_param_gather": True}, num_chunks=2, **fields)

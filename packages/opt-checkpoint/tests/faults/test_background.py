@@ -188,7 +188,7 @@ def test_a_small_view_of_a_large_bucket_is_staged_alone(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_paths_that_read_alike_are_staged_apart(tmp_path: Path) -> None:
+def test_paths_with_equal_text_are_staged_separately(tmp_path: Path) -> None:
     """`a.b` as one key and as two, and a position that is an int or text, once shared a buffer: one value was lost."""
     paths = {"a.b": 0, "a": {"b": 1, "c": {0: 2, "0": 3}}}
 

@@ -192,7 +192,7 @@ ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_values_whose_paths_read_alike_are_compared_each(tmp_path: Path, name: str) -> None:
+def test_values_whose_paths_have_equal_text_are_each_compared(tmp_path: Path, name: str) -> None:
     """One fingerprint stood for both paths, so a value that differed between ranks was saved as rank 0's in silence."""
     states = [{**state_at(1, rank, 2), **own} for rank, own in enumerate(ALIKE[name])]
     with pytest.raises(CheckpointingException, match=r"common values differ between ranks: .* \(ranks \[1\]\)"):
@@ -200,7 +200,7 @@ def test_values_whose_paths_read_alike_are_compared_each(tmp_path: Path, name: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_ranks_common_values_are_stored_where_that_is_asked_for(
+def test_the_first_ranks_common_values_are_stored_if_requested(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = [state_at(1, rank, 2) for rank in range(2)]

@@ -138,7 +138,7 @@ def save_without_the_other(rank: int, size: int, folder: str) -> float:
     return taken
 
 
-def test_a_background_save_waits_for_an_absent_rank_no_longer_than_asked(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(ranks: RankPool, tmp_path: Path) -> None:
     taken = ranks.run(2, save_without_the_other, str(tmp_path))
     assert 1 < taken[0] < 20
 

@@ -139,7 +139,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-def test_a_manifest_that_lies_is_refused_before_any_file_is_opened(
+def test_a_manifest_with_wrong_values_is_refused_before_any_file_is_opened(
     ours: Path, lie: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (ours.parent / "secret").write_bytes((ours / "__0_0.distcp").read_bytes())

@@ -168,7 +168,7 @@ def test_a_listing_that_lags_hides_the_newest_and_damages_nothing(bucket: Object
         save(state_at(3, 0, 1), place / step_name(2))
 
 
-def test_a_listing_that_lags_behind_the_commit_makes_no_save_look_dead(bucket: ObjectPath) -> None:
+def test_a_listing_older_than_the_commit_makes_no_save_look_dead(bucket: ObjectPath) -> None:
     """The files are listed and the commit is not: whether it is there is asked for by its name."""
     save(state_at(1, 0, 1), bucket / step_name(1))
     place, client = faulty(bucket)

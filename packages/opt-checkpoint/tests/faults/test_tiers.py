@@ -83,9 +83,7 @@ def damage(part: Path) -> None:
     file.write_bytes(raw)
 
 
-def test_every_rank_resumes_from_its_own_part_and_its_copy_lies_on_another_node(
-    tmp_path: Path, ranks: RankPool
-) -> None:
+def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path, ranks: RankPool) -> None:
     options = {"per_node": 2, "durable_every": 20, "keep_local": 2}
     assert ranks.run(4, save_steps, str(tmp_path), [10, 20, 30], options) == [[False, True, False]] * 4
     for node, owners in ((0, range(4)), (1, range(4))):

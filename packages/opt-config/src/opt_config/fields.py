@@ -43,7 +43,7 @@ def _rule() -> FieldUse:
 
 
 def _precision() -> FieldUse:
-    return _effect(_CHOICES, "test_mains_and_moments_are_kept_in_the_numbers_asked_for")
+    return _effect(_CHOICES, "test_mains_and_moments_are_kept_in_the_requested_formats")
 
 
 def _scaling() -> FieldUse:
@@ -58,7 +58,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "decoupled_min_lr": FieldUse(_PRESETS, f"{_PRESET_TESTS}::test_decoupled_lr_moves_embedding_and_output_only"),
         "weight_decay": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
         "apply_wd_to_qk_layernorm": FieldUse(
-            _PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_when_asked_for"
+            _PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_if_requested"
         ),
         "fp8_recipe": FieldUse(_FP8, f"{_FP8_TESTS}::test_one_process_and_shards_have_the_same_codes"),
         "fp16": _precision(),
@@ -69,7 +69,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "params_dtype": _precision(),
         "use_precision_aware_optimizer": _precision(),
         "store_param_remainders": _precision(),
-        "main_grads_dtype": _effect(_CHOICES, "test_gradients_are_summed_in_the_dtype_asked_for"),
+        "main_grads_dtype": _effect(_CHOICES, "test_gradients_are_summed_in_the_requested_dtype"),
         "main_params_dtype": _precision(),
         "exp_avg_dtype": _precision(),
         "exp_avg_sq_dtype": _precision(),
@@ -99,7 +99,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         ),
         "muon_extra_scale_factor": _rule(),
         "muon_scalar_optimizer": FieldUse(
-            _PRESETS, f"{_PRESET_TESTS}::test_what_is_no_hidden_matrix_goes_to_the_scalar_optimizer"
+            _PRESETS, f"{_PRESET_TESTS}::test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer"
         ),
         "lion_beta1": _rule(),
         "lion_beta2": _rule(),
@@ -120,19 +120,19 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "optimizer_cpu_offload": _offload("test_offloaded_state_lives_and_moves_on_the_host"),
         "optimizer_offload_fraction": _offload("test_the_fraction_of_the_elements_lives_on_the_host"),
         "use_torch_optimizer_for_cpu_offload": FieldUse(
-            "opt_stack.planning.planner", f"{_OFFLOAD_TESTS}::test_torch_updates_on_the_host_where_asked"
+            "opt_stack.planning.planner", f"{_OFFLOAD_TESTS}::test_torch_updates_on_the_host_if_requested"
         ),
-        "overlap_cpu_optimizer_d2h_h2d": _offload("test_copies_run_on_the_side_stream_where_asked"),
-        "pin_cpu_grads": _offload("test_staging_is_pinned_where_asked"),
-        "pin_cpu_params": _offload("test_staging_is_pinned_where_asked"),
-        "clip_grad": _effect(_BUILD, "test_gradients_are_scaled_down_to_the_norm_asked_for"),
+        "overlap_cpu_optimizer_d2h_h2d": _offload("test_copies_run_on_the_side_stream_if_requested"),
+        "pin_cpu_grads": _offload("test_staging_is_pinned_if_requested"),
+        "pin_cpu_params": _offload("test_staging_is_pinned_if_requested"),
+        "clip_grad": _effect(_BUILD, "test_gradients_are_scaled_down_to_the_requested_norm"),
         "log_num_zeros_in_grad": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_zeros_of_all_gradients_are_counted"),
-        "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_are_called_by_the_references_names"),
-        "timers": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_are_called_by_the_references_names"),
+        "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
+        "timers": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
         "config_logger_dir": FieldUse(
             "opt_stack.factory",
             "packages/opt-stack/tests/test_records.py"
-            "::test_the_resolved_configuration_and_the_plan_are_logged_where_asked",
+            "::test_the_resolved_configuration_and_the_plan_are_logged_if_requested",
         ),
         "optimizer_cuda_graph": FieldUse(
             "opt_stack.building.graphs",
@@ -145,10 +145,10 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
-        "soap_split_qkv": _effect("opt_stack.planning.planner", "test_soap_splits_fused_rows_where_asked"),
+        "soap_split_qkv": _effect("opt_stack.planning.planner", "test_soap_splits_fused_rows_if_requested"),
         "optimizer_options": _rule(),
         "muon_weight_decay_method": _rule(),
-        "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_lines_asked_for"),
+        "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_requested_lines"),
     }
 )
 
@@ -160,7 +160,7 @@ _FAULT_TESTS = f"{_WRAPPER_TESTS}/test_data_parallel_faults.py"
 
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "grad_reduce_in_fp32": _effect(_GROUPING, "test_a_wrapper_reduces_in_the_dtype_asked_for"),
+        "grad_reduce_in_fp32": _effect(_GROUPING, "test_a_wrapper_reduces_in_the_requested_dtype"),
         "overlap_grad_reduce": _effect(_WRAPPER, "test_gradients_are_reduced_in_the_step_or_in_backward"),
         "overlap_param_gather": _effect(_WRAPPER, "test_parameters_are_gathered_in_the_step_or_before_use"),
         "align_param_gather": FieldUse(
@@ -176,8 +176,8 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "check_for_large_grads": FieldUse(
             _BUFFERS, f"{_WRAPPER_TESTS}/test_large_grads.py::test_a_gradient_ten_times_the_first_hundred_is_refused"
         ),
-        "bucket_size": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
-        "num_buckets": _effect(_GROUPING, "test_buckets_close_as_asked_for_where_something_overlaps"),
+        "bucket_size": _effect(_GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
+        "num_buckets": _effect(_GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
         "pad_buckets_for_high_nccl_busbw": _effect(
             _GROUPING, "test_buckets_are_padded_to_the_size_at_which_links_are_fastest"
         ),

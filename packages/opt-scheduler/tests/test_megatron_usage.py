@@ -1,4 +1,4 @@
-"""Code written for the reference keeps working: a mocked optimizer, positional arguments, its attributes, its state."""
+"""Code written for Megatron-Core keeps working: a mocked optimizer, positional arguments, its attributes, its state."""
 
 import math
 from typing import Any

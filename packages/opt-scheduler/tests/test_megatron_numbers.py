@@ -1,4 +1,4 @@
-"""The reference's numbers: a table measured on it, and its formulas written down a second time."""
+"""Megatron-Core's numbers: a table measured on it, and its formulas written down a second time."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "constant": ({}, (0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3)),
     "linear": ({}, (0, 5e-4, 1e-3, 9.91e-4, 5.5e-4, 2.8e-4, 1.9e-4, 1e-4, 1e-4, 1e-4)),
     "cosine": ({}, (0, 5e-4, 1e-3, 9.99778e-4, 5.5e-4, 1.85942e-4, 1.22025e-4, 1e-4, 1e-4, 1e-4)),
-    # The reference drops to 1e-4 after step 110, a jump by a factor of three that is not wanted here.
+    # Megatron-Core drops to 1e-4 after step 110, a jump by a factor of three that is not wanted here.
     "inverse-square-root": (
         {},
         (0, 5e-4, 1e-3, 9.53463e-4, 4.08248e-4, 3.33333e-4, 3.16228e-4, 3.01511e-4, 3.01511e-4, 3.01511e-4),
@@ -48,7 +48,7 @@ def build(**arguments: Any) -> OptimizerParamScheduler:
 
 
 @pytest.mark.parametrize("style", GOLDEN)
-def test_the_learning_rate_is_the_reference_s_to_the_printed_digits(style: str) -> None:
+def test_the_learning_rate_is_megatron_cores_to_the_printed_digits(style: str) -> None:
     more, expected = GOLDEN[style]
     scheduler = build(lr_decay_style=style, **more)
     seen = []
@@ -59,7 +59,7 @@ def test_the_learning_rate_is_the_reference_s_to_the_printed_digits(style: str) 
 
 
 @pytest.mark.parametrize("style", WSD_TAIL)
-def test_the_anneal_is_the_reference_s_to_the_printed_digits(style: str) -> None:
+def test_the_anneal_is_megatron_cores_to_the_printed_digits(style: str) -> None:
     scheduler = build(lr_decay_style="WSD", wsd_decay_steps=20, lr_wsd_decay_style=style)
     seen = [scheduler.lr_at(step) * 1e4 for step in WSD_TAIL_STEPS]
     assert digits(seen) == digits(WSD_TAIL[style])
@@ -76,7 +76,7 @@ def test_the_peak_is_held_up_to_the_very_step_where_the_anneal_begins() -> None:
 
 
 def reference_lr(n: float, *, high: float, low: float, a: dict[str, Any]) -> float:
-    """The reference's learning rate, from its documentation; past its end the inverse square root is left out."""
+    """Megatron-Core's learning rate, from its documentation; past its end the inverse square root is left out."""
     init, warm, decay, style = a["init_lr"], a["lr_warmup_steps"], a["lr_decay_steps"], a["lr_decay_style"]
     if warm > 0 and n <= warm:
         return float(init + (high - init) * n / warm)
@@ -217,7 +217,7 @@ def test_the_ends_of_warmup_and_of_the_weight_decays_ramp_are_not_overshot(
         pytest.param("one", [0.25, 0.5, 0.75, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], id="no-wasted-update"),
     ],
 )
-def test_the_first_update_is_wasted_only_where_asked_for(first: Any, expected: list[float]) -> None:
+def test_the_first_update_is_wasted_only_if_requested(first: Any, expected: list[float]) -> None:
     scheduler = build(
         max_lr=1.0, min_lr=0.0, lr_warmup_steps=4, lr_decay_steps=10, lr_decay_style="linear", warmup_first=first
     )

@@ -1,4 +1,4 @@
-"""The reference's module names: all there, under its signatures and defaults, and the very objects of this package."""
+"""Megatron-Core's module names: all there, under its signatures and defaults, and the very objects of this package."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_name_is_the_packages_own(module: str) -> None:
         assert getattr(opt_checkpoint, name, getattr(found, name)) is getattr(found, name)
 
 
-def test_code_for_the_reference_runs_once_its_imports_are_changed() -> None:
+def test_code_for_megatron_core_runs_after_changing_its_imports() -> None:
     from opt_checkpoint.dist_checkpointing import ShardedTensor
     from opt_checkpoint.dist_checkpointing.core import CheckpointingException
     from opt_checkpoint.dist_checkpointing.optimizer import (
