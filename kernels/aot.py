@@ -26,7 +26,8 @@ from typing import Any
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
-from variants import Variant, all_variants
+from variant import Variant
+from variants import all_variants
 
 from opt_kernels.backends.triton.jit import INTERPRETED
 

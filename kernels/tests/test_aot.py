@@ -94,7 +94,8 @@ import sys
 import torch
 sys.path.insert(0, sys.argv[1])
 from opt_kernels.matrices.syrk.triton import SMALLEST_ROWS, halving_pays, input_precision
-from variants import all_variants, triton_dtype
+from opt_kernels.backends.triton.formats import triton_dtype
+from variants import all_variants
 compiled = {(v.constants["PRECISION"], v.name.split("-")[1]) for v in all_variants() if v.name.startswith("syrk/")}
 for setting in ("highest", "high", "medium"):
     torch.set_float32_matmul_precision(setting)
@@ -117,7 +118,8 @@ import sys
 from dataclasses import fields, replace
 sys.path.insert(0, sys.argv[1])
 import aot
-from variants import Widths, all_variants
+from variant import Widths
+from variants import all_variants
 variant = next(v for v in all_variants() if v.name == "adam/bf16-out")
 of_syrk = next(v for v in all_variants() if v.name == "syrk/descriptors-fp32-gram")
 SYRK = {field.name: getattr(of_syrk, field.name) for field in fields(of_syrk)}

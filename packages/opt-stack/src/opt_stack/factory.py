@@ -214,12 +214,7 @@ def _build(
     extra_group_keys: Collection[str],
 ) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
-    sizes = WorldSizes(
-        dense=roles.dense.dp.size,
-        expert=roles.expert.dp.size,
-        dense_tp=roles.dense.tp.size,
-        expert_tp=roles.expert.tp.size,
-    )
+    sizes = _world_sizes(roles)
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     check_patterns(chunks, roles.everyone)
     plan = agreed(
@@ -237,14 +232,7 @@ def _build(
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
     write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
-    model = Model(
-        params=params,
-        metas=metas,
-        group_of=group_index(groups),
-        device=_device(chunks, roles.everyone),
-        reduced=reduced_by_megatron(chunks, params),
-        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
-    )
+    model = _model(chunks, params, metas, groups, roles)
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     stepper.compare_groups(groups)
@@ -265,6 +253,32 @@ def _build(
     )
     optimizer.loaded_weights.watch(chunks)
     return optimizer
+
+
+def _world_sizes(roles: Roles) -> WorldSizes:
+    return WorldSizes(
+        dense=roles.dense.dp.size,
+        expert=roles.expert.dp.size,
+        dense_tp=roles.dense.tp.size,
+        expert_tp=roles.expert.tp.size,
+    )
+
+
+def _model(
+    chunks: Sequence[nn.Module],
+    params: Mapping[ParamId, nn.Parameter],
+    metas: Mapping[ParamId, ParamMeta],
+    groups: Groups,
+    roles: Roles,
+) -> Model:
+    return Model(
+        params=params,
+        metas=metas,
+        group_of=group_index(groups),
+        device=_device(chunks, roles.everyone),
+        reduced=reduced_by_megatron(chunks, params),
+        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
+    )
 
 
 def plan_of(
