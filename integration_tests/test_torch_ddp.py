@@ -11,15 +11,23 @@ from worlds import Job, run_jobs
 def two() -> dict[str, list[Ran]]:
     jobs = {f"{kind}, {ignores}": Job(train, (kind, ignores)) for kind in KINDS for ignores in (False, True)}
     jobs |= {f"{kind}, alone": Job(train, (kind, False, True)) for kind in KINDS}
+    jobs |= {f"{kind}, unfrozen": Job(train, (kind, False, False, True)) for kind in KINDS}
     return run_jobs(2, jobs)
 
 
-@pytest.mark.parametrize("wrapped", ["False", "True", "alone"], ids=["all", "all but the norm", "over each rank alone"])
+@pytest.mark.parametrize(
+    "wrapped",
+    ["False", "True", "alone", "unfrozen"],
+    ids=["all", "all but the norm", "over each rank alone", "all but the norm, unfrozen later"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(
     kind: str, wrapped: str, two: dict[str, list[Ran]]
 ) -> None:
-    """The step averages parameters that the wrapper was told to ignore, and all where it averages over other ranks."""
+    """The step averages parameters that the wrapper was told to ignore, and all where it averages over other ranks.
+
+    Parameters that were unfrozen after the model was wrapped had each rank's own gradients, and replicas diverged.
+    """
     want = train_alone(made_for(kind))
     for got in two[f"{kind}, {wrapped}"]:
         for name, weight in want.weights.items():

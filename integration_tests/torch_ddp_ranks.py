@@ -29,14 +29,16 @@ def made_for(kind: str) -> OptimizerConfig:
     return config(**KINDS[kind])
 
 
-def train(kind: str, ignores: bool, alone: bool = False) -> Ran:
-    """One rank of a model in torch's wrapper, which leaves the norm to its user where it `ignores` it, and averages
-    over this rank only where it is `alone`."""
+def train(kind: str, ignores: bool, alone: bool = False, unfreezes: bool = False) -> Ran:
+    """One rank of a model in torch's wrapper, which leaves the norm to its user where it `ignores` it or `unfreezes` it
+    only after the model was wrapped, and averages over this rank only where it is `alone`."""
     model = Mlp()
+    model.norm.requires_grad_(not unfreezes)
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()] if alone else None
     if ignores:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight", "norm.bias"])
     wrapper = DistributedDataParallel(model, process_group=group)
+    model.norm.requires_grad_(True)
     optimizer = get_optimizer(made_for(kind), [wrapper], {})
     numels: list[int] = []
     results = []

@@ -1,7 +1,7 @@
 """Chunks in torch's `DistributedDataParallel`, which has averaged the gradients already when `step` is called."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +18,8 @@ def averaged_by_torch(
 ) -> frozenset[ParamId]:
     """Return the parameters whose gradients torch's wrapper averages over exactly the ranks of `replicas`.
 
-    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores.
+    The step reduces all others: those of wrappers over other ranks, those that a wrapper ignores, and all of a wrapper
+    whose parameters were frozen or unfrozen since it was built.
     """
     wrappers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, DistributedDataParallel)]
     averaged = {id(param) for wrapper in wrappers if _is_over(wrapper, replicas) for param in _averaged(wrapper)}
@@ -35,6 +36,23 @@ def _is_over(wrapper: DistributedDataParallel, replicas: Comm) -> bool:
     return dist.get_process_group_ranks(wrapper.process_group) == ranks
 
 
-def _averaged(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
+def _averaged(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that `wrapper` averages: those that required gradients when the model was wrapped.
+
+    The wrapper does not list them, but records their number and bytes. If these are not those of today's trainable
+    parameters, some were frozen or unfrozen since. Then none is returned, and the step reduces all, which leaves
+    averaged gradients as they are.
+    """
     ignored = set(wrapper.parameters_to_ignore)
-    return (param for name, param in wrapper.module.named_parameters() if name not in ignored)
+    trainable = {
+        param: None
+        for prefix, module in wrapper.module.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param.requires_grad and f"{prefix}.{name}" not in ignored
+    }
+    recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    num_bytes = sum(param.numel() * param.element_size() for param in trainable)
+    if (recorded["num_parameter_tensors"], recorded["total_parameter_size_bytes"]) != (len(trainable), num_bytes):
+        logger.info("parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all")
+        return []
+    return list(trainable)
