@@ -417,7 +417,8 @@ def orders(session: nox.Session) -> None:
     install_packages(session, *PACKAGES)
     integration = [f"integration_tests/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")]
     wrapper = "packages/opt-distributed/tests/test_deferred_overlap.py"
-    tests = [wrapper, *integration, "integration_tests/test_offload_modes.py"]
+    offload = [f"integration_tests/test_offload_{name}.py" for name in ("layouts", "modes")]
+    tests = [wrapper, *integration, *offload]
     session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from modes import IN_FP8, MATRIX_RULES, REFUSALS, Values, config_of, every_mode
-from parity import Net, Wrapping, grads_of, roles_over
+from parity import Net, Wrapping, norms_while_training, roles_over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -139,17 +139,7 @@ def _train(case: Values, steps: int, comm: Comm) -> Trained:
     net, roles = make_net(config), roles_over(comm)
     model = wrap(net, config, wrapping, roles)
     optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
-    norms = []
-    for step in range(steps):
-        optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, SHAPES))).backward()
-        result = optimizer.step()
-        assert result.success
-        norms.append(result.grad_norm)
-        if isinstance(model, DistributedDataParallel):
-            model.zero_grad_buffer()
-        optimizer.zero_grad()
-    if isinstance(model, DistributedDataParallel):
-        model.finish_param_sync()
+    norms = norms_while_training(model, optimizer, range(steps), comm, SHAPES)
     params = dict(net.named_parameters())
     codes = {name: stored.codes.clone() for name, param in params.items() if (stored := quantized(param)) is not None}
     return Trained({name: param.detach().float().clone() for name, param in params.items()}, codes, norms)

@@ -17,7 +17,7 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_kernels.hooks import GivenHooks
-from opt_stack import get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
 STEPS = 3
@@ -216,22 +216,26 @@ def _train(case: Case, config: OptimizerConfig, hooks: GivenHooks, comm: Comm) -
         multiple = 128 if config.main_params_dtype is torch.float16 else SHARD_MULTIPLE  # 128 elements have one scale
         model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole, shard_multiple=multiple)
     optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
+    norms = norms_while_training(model, optimizer, range(STEPS), comm, shapes)
+    return Trained({name: p.detach().clone() for name, p in net.named_parameters()}, norms)
+
+
+def norms_while_training(
+    model: nn.Module, optimizer: Optimizer, steps: range, comm: Comm, shapes: Mapping[str, tuple[int, ...]]
+) -> list[float]:
+    """Train, and return the gradient norm of each step; every weight is there in the end."""
     norms = []
-    for step in range(STEPS):
+    for step in steps:
         optimizer.scale_loss(model(grads_of(step, comm.rank, comm.size, shapes))).backward()
         result = optimizer.step()
         assert result.success
         norms.append(result.grad_norm)
-        _zero(model, optimizer)
+        if isinstance(model, DistributedDataParallel):
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
     if isinstance(model, DistributedDataParallel):
         model.finish_param_sync()
-    return Trained({name: p.detach().clone() for name, p in net.named_parameters()}, norms)
-
-
-def _zero(model: nn.Module, optimizer: Any) -> None:
-    if isinstance(model, DistributedDataParallel):
-        model.zero_grad_buffer()
-    optimizer.zero_grad()
+    return norms
 
 
 def dtypes(case: Case) -> Iterator[tuple[str, torch.dtype]]:

@@ -81,24 +81,17 @@ def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_compiled_function_breaks_once_at_the_stacks_step_and_is_not_compiled_again() -> None:
+@pytest.mark.parametrize(("build", "fullgraph"), [(whole_stack, False), (drop_in, True)], ids=["stack", "drop-in"])
+def test_a_compiled_function_has_the_bits_of_the_step_and_two_graphs(
+    build: Callable[[nn.Module], Any], fullgraph: bool
+) -> None:
+    """The stack's: before and after its step. A drop-in's: for the first learning rate, and for any other."""
     torch._dynamo.reset()
     compiler = Counted()
-    model, optimizer = made(whole_stack)
-    found = trained(model, optimizer, torch.compile(within(model, optimizer), backend=compiler))
-    model, optimizer = made(whole_stack)
-    expected = trained(model, optimizer, within(model, optimizer))
-    assert all(map(torch.equal, found, expected))
-    assert compiler.num_graphs == 2
-
-
-def test_a_drop_in_steps_in_a_graph_without_breaks() -> None:
-    """Compiled once for the first learning rate and once for any other."""
-    torch._dynamo.reset()
-    compiler = Counted()
-    model, optimizer = made(drop_in)
-    found = trained(model, optimizer, torch.compile(within(model, optimizer), backend=compiler, fullgraph=True))
-    model, optimizer = made(drop_in)
+    model, optimizer = made(build)
+    run = torch.compile(within(model, optimizer), backend=compiler, fullgraph=fullgraph)
+    found = trained(model, optimizer, run)
+    model, optimizer = made(build)
     expected = trained(model, optimizer, within(model, optimizer))
     assert all(map(torch.equal, found, expected))
     assert compiler.num_graphs == 2

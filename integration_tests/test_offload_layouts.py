@@ -12,6 +12,7 @@ import test_laid_out
 import test_tensor_parallel
 import torch
 from laid_out_ranks import train_fsdp
+from on_device import NUM_ORDERS
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over, train
 from test_offload_on_device import built, iterate
 from test_step_on_device import SHAPES, SIZE, STEPS, Trained, equal, launched, outcome
@@ -200,7 +201,7 @@ def test_a_sharded_checkpoint_goes_on_with_another_fraction_and_on_other_ranks(
 # --- on a device ------------------------------------------------------------------------------------------------------
 
 
-def on_both_sides(case: Case, program: Any, *, seeds: int = 3, **fields: Any) -> None:
+def on_both_sides(case: Case, program: Any, **fields: Any) -> None:
     """`program(model, optimizer, comm)` returns the same on a CPU without offload and on devices with all of it."""
 
     def on_host(comm: Comm) -> Any:
@@ -215,7 +216,7 @@ def on_both_sides(case: Case, program: Any, *, seeds: int = 3, **fields: Any) ->
         return program(*built(case, one.comm, **ALL, **fields), one.comm)
 
     expected = run_threads(SIZE, on_host)
-    for seed in range(seeds):
+    for seed in range(NUM_ORDERS):
         found = run_deferred(SIZE, on_device, seed=seed)
         assert all(map(equal, found, expected)), f"seed {seed}"
 
@@ -378,6 +379,6 @@ def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[
         return test_tensor_parallel.train(replace(config, **ALL), Grid(tp=one.comm, dp=Alone(), world=one.comm))
 
     expected = run_threads(2, on_host)
-    for seed in range(3):
+    for seed in range(NUM_ORDERS):
         found = run_deferred(2, on_device, seed=seed)
         assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
