@@ -101,8 +101,8 @@ class GradientRelease:
                 yield piece.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def update_(self, unit: Unit, piece: OwnedPiece) -> None:
-        """Update one parameter, and free its gradient.
+    def update_(self, unit: Unit, piece: OwnedPiece, grad: Tensor) -> None:
+        """Update one parameter by its gradient, and free the gradient.
 
         Raises:
             RuntimeError: the parameter was updated in this iteration already, the optimizer is in evaluation mode, or
@@ -118,8 +118,6 @@ class GradientRelease:
             )
         if not self._updated:
             self.optimizer.stepper.check_groups(self.optimizer.param_groups)
-        grad = piece.read_grad()
-        assert grad is not None
         self._updated.add(piece.param)
         found = grad_stats([grad], count_zeros=False)
         self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)
@@ -142,6 +140,7 @@ class _Hook:
 
     def __init__(self, release: GradientRelease, unit: Unit, piece: OwnedPiece):
         self._release, self._unit, self._piece = release, unit, piece
+        self._read = piece.source.reader([(piece.id, piece.of_param)])
         self._is = (piece.param.dtype, piece.param.device)
 
     def __call__(self, param: Tensor) -> None:
@@ -150,7 +149,9 @@ class _Hook:
                 f"parameter {str(self._piece.id)!r} was converted or moved after the optimizer was built; convert and "
                 "move the model first, then build the optimizer"
             )
-        self._release.update_(self._unit, self._piece)
+        (grad,) = self._read()
+        assert grad is not None
+        self._release.update_(self._unit, self._piece, grad)
 
 
 def _problems(optimizer: Optimizer) -> Iterator[str]:

@@ -66,10 +66,10 @@ class SyncedBuffer:
         """A parameter that has left the buffer; None if all are in it."""
         return self.memory.moved()
 
-    def reader(self, id: ParamId, of_param: slice) -> Callable[[], Tensor]:
-        """Create a function that returns `grad(id, of_param)`, which is the same view in every step."""
-        view = self.grad(id, of_param)
-        return lambda: view
+    def reader(self, runs: Sequence[tuple[ParamId, slice]]) -> Callable[[], Sequence[Tensor]]:
+        """Create a function that returns `grad` of these runs: the same views in every step."""
+        views = [self.grad(id, of_param) for id, of_param in runs]
+        return lambda: views
 
     def grad(self, id: ParamId, of_param: slice) -> Tensor:
         """The reduced gradient of these flat elements, which this rank must own; in the parameter's shape if whole."""

@@ -17,7 +17,7 @@ from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.step.mains import Numbers
-from opt_distributed.step.sources import ReadGrad, Source
+from opt_distributed.step.sources import ReadGrads, Run, Source
 from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
 
@@ -246,9 +246,9 @@ class QuantizedSource:
         """See `Source`."""
         return self.inner.moved()
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
         """See `Source`."""
-        return self.inner.reader(id, of_param)
+        return self.inner.reader(runs)
 
 
 def extra_of(main: object) -> Mapping[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -18,11 +19,15 @@ from opt_distributed.comm.groups import Axes
 from opt_distributed.step.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId
 
-ReadGrad = Callable[[], Tensor | None]
-"""Returns the reduced gradient of one piece in this step, in its shape; None if it has none."""
+Run = tuple[ParamId, slice]
+"""Flat elements of a (local) parameter, which this rank owns."""
+
+ReadGrads = Callable[[], Sequence[Tensor | None]]
+"""Returns the reduced gradients of runs in this step, None for one without. It may return the same list every time."""
 
 ALONE = Alone()
 _NONE: frozenset[ParamId] = frozenset()
+_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 
 
 class Source(Protocol):
@@ -65,10 +70,10 @@ class Source(Protocol):
         """A parameter on this rank that is no longer in the memory that updates write to; None if all are."""
         ...
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
-        """Create the reader of the gradient of these flat elements, which this rank owns; called once for each piece.
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        """Create the reader of the gradients of these runs; called when a unit is built.
 
-        The gradient has the shape of the parameter if the elements are all of it, else it is flat.
+        A gradient has the shape of the parameter if the run is all of it, else it is flat.
         """
         ...
 
@@ -119,21 +124,36 @@ class OwnGrads:
             return self.memory.moved()
         return moved(self.params, dtype=self._dtype, device=self._device)
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
-        param = self.params[id]
-        is_whole = of_param == slice(0, param.numel())
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        params = [self.params[id] for id, _ in runs]
+        parts = [
+            (place, of_param)
+            for place, (param, (_, of_param)) in enumerate(zip(params, runs, strict=True))
+            if of_param != slice(0, param.numel())
+        ]
 
-        def read() -> Tensor | None:
-            grad = param.grad
-            if grad is not None and grad.layout is not torch.strided:
-                raise ValueError(_sparse_in_words(id, grad))
-            return grad if grad is None or is_whole else grad.reshape(-1)[of_param]
+        def read() -> list[Tensor | None]:
+            grads: list[Tensor | None] = list(map(_GRAD, params))
+            present = [grad for grad in grads if grad is not None]
+            if not set(map(_LAYOUT, present)) <= {torch.strided}:
+                raise ValueError(_first_sparse_in_words(runs, grads))
+            for place, of_param in parts:
+                grad = grads[place]
+                grads[place] = None if grad is None else grad.reshape(-1)[of_param]
+            return grads
 
         return read
 
     def publish_(self) -> None:
         if self.memory is not None:
             self.memory.gather_(self.comm)
+
+
+def _first_sparse_in_words(runs: Sequence[Run], grads: Sequence[Tensor | None]) -> str:
+    pairs = zip(runs, grads, strict=True)
+    return next(
+        _sparse_in_words(id, grad) for (id, _), grad in pairs if grad is not None and grad.layout is not torch.strided
+    )
 
 
 def _sparse_in_words(id: ParamId, grad: Tensor | None) -> str:
@@ -190,7 +210,11 @@ class LaidOutGrads:
         addresses = zip(self.params.items(), self._addresses, strict=True)
         return next((id for (id, param), address in addresses if local_address(param) != address), None)
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        reads = [self._reader_of(id) for id, _ in runs]
+        return lambda: [read() for read in reads]
+
+    def _reader_of(self, id: ParamId) -> Callable[[], Tensor | None]:
         if id in self._average_of:
             return self._average_of[id].reader(id)
         param = self.params[id]
@@ -240,7 +264,7 @@ class AveragedReplicas:
         self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
         self._all.div_(math.prod(comm.size for comm in self.comms))
 
-    def reader(self, id: ParamId) -> ReadGrad:
+    def reader(self, id: ParamId) -> Callable[[], Tensor | None]:
         """Create the reader of the mean, in the local part's shape; it returns None if no replica has a gradient."""
         return lambda: self._places[id] if id in self._used else None
 
@@ -293,9 +317,9 @@ class BufferedGrads:
     def moved(self) -> ParamId | None:
         return self.memory.moved()
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
-        view = self.reduced.piece(id, of_param)
-        return lambda: view
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        views = [self.reduced.piece(id, of_param) for id, of_param in runs]
+        return lambda: views
 
     def publish_(self) -> None:
         self.memory.gather_(self.axes.dp)

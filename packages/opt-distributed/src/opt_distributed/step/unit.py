@@ -21,7 +21,8 @@ from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.sources import ReadGrad, Source
+from opt_distributed.step.sources import ReadGrads, Source
+from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, MatrixSpec, Works
@@ -52,10 +53,6 @@ class OwnedPiece:
     count: StepCount = field(
         default_factory=StepCount
     )  # of updates; shared with pieces that are always updated with it
-    read_grad: ReadGrad = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.read_grad = self.source.reader(self.id, self.of_param)
 
     @property
     def moved(self) -> Main | CodedMain | QuantizedMain:
@@ -104,12 +101,16 @@ class Unit:
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
+    _read_grads: ReadGrads = field(init=False)  # of all pieces
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
+    def __post_init__(self) -> None:
+        self._read_grads = _reader(self.pieces)
+
     def ready(self) -> Ready:
         """The pieces that have a gradient in this step, before it is known whether any rank used the parameter."""
-        found = [piece.read_grad() for piece in self.pieces]
+        found = self._read_grads()
         grads = [grad for grad in found if grad is not None]
         if len(grads) == len(found):
             return Ready(self.pieces, grads)
@@ -230,15 +231,16 @@ class Unit:
             works = run.works(ready.grads)
             hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
-            batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
+            iterates = self.rule.needs is Needs.MATRICES and works.standing is None
+            batches.append(Batch(hyper, list(works) if iterates else works))
         return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list["_Run"]:
         """The runs of these pieces. Those of all pieces are cached while their pieces are always updated together."""
         if pieces is not self.pieces:
-            return _runs(pieces)
+            return _runs(pieces, self.rule)
         if not self._runs or not all(run.is_together for run in self._runs) or _may_join(self._runs):
-            self._runs = _runs(pieces)
+            self._runs = _runs(pieces, self.rule)
             self._memory = []
         return self._runs
 
@@ -283,6 +285,28 @@ def begin_units_(
     return begun
 
 
+def _reader(pieces: Sequence[OwnedPiece]) -> ReadGrads:
+    """The reader of the gradients of all pieces, in order."""
+    places: dict[Source, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        places.setdefault(piece.source, []).append(place)
+    reads = [
+        (source.reader([(pieces[place].id, pieces[place].of_param) for place in at]), at)
+        for source, at in places.items()
+    ]
+    if len(reads) == 1:
+        return reads[0][0]
+
+    def read() -> list[Tensor | None]:
+        grads: list[Tensor | None] = [None] * len(pieces)
+        for of_source, at in reads:
+            for place, grad in zip(at, of_source(), strict=True):
+                grads[place] = grad
+        return grads
+
+    return read
+
+
 _COUNT = attrgetter("count")
 
 
@@ -310,9 +334,11 @@ class _Run:
     key: _Key
     indices: Sequence[int]  # among the pieces that were ready
     pieces: Sequence[OwnedPiece]
+    rule: Rule  # that updates them
     count: StepCount = field(init=False)  # shared by its pieces from now on
     opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
+    kept: KeptWorks = field(init=False)
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
@@ -328,10 +354,22 @@ class _Run:
             remainders=_column([main.remainder for main in mains]),
             matrices=[piece.matrix for piece in self.pieces],
         )
+        self.kept = KeptWorks(
+            lambda: self.columns,
+            places=self.indices,
+            params=[main.target for main in mains],
+            states=self.columns.states,
+            mains=[tensor for main in mains for tensor in main.kept()],
+            is_possible=is_launched(self.rule, mains[0].target.device) and not self.opened,
+        )
 
     def works(self, grads: Sequence[Tensor]) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
-        of = self.columns
+        if not self.kept.hold(grads, states_may_change=True):
+            self.kept.begin(grads, states_may_change=True)
+        kept, of = self.kept.works(grads), self.columns
+        if kept is not None:
+            return kept
         return Works(
             [grads[index] for index in self.indices],
             mains=[main.open_() for main in self.opened] if self.opened else of.mains,
@@ -370,7 +408,7 @@ def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
     return found or None
 
 
-def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
+def _runs(pieces: Sequence[OwnedPiece], rule: Rule) -> list[_Run]:
     """Group pieces by key, in order: the same groups on every rank with the same pieces."""
     found: dict[_Key, list[int]] = {}
     num_decoded = 0
@@ -379,7 +417,7 @@ def _runs(pieces: Sequence[OwnedPiece]) -> list[_Run]:
         num_decoded += piece.main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
-    return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at]) for key, at in found.items()]
+    return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at], rule=rule) for key, at in found.items()]
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:

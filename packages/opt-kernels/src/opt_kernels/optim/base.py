@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from opt_kernels.backends.triton.places import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, spans
 from opt_kernels.formulas.formula import OF_HYPER
@@ -39,7 +40,6 @@ from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
-from opt_kernels.optim.places import are_plain
 from opt_kernels.optim.roster import Roster, params_of
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state

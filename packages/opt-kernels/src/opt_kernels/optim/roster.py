@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.optim.kept_works import KeptWorks
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
 from opt_kernels.optim.state import STEP
@@ -52,7 +51,7 @@ class Roster:
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
         self._distributed = any(map(is_dtensor, self._params))
-        self._kept = KeptWorks(self._rows, members)
+        self._kept = [row.kept() for row in self._rows]
 
     def gradients(
         self,
@@ -71,13 +70,14 @@ class Roster:
             return None  # a parameter has its first gradient; `hold` looks at those of members alone
         if states_may_change and not self._has_states_of(state):
             return None
-        if self._kept.hold(grads, states_may_change=states_may_change):
+        if self._kept and all(kept.hold(grads, states_may_change=states_may_change) for kept in self._kept):
             return grads
         if list(map(is_, grads, repeat(None))) != self._missing:
             return None
         if not all(row.holds(grads[row.places[0]]) for row in self._rows):
             return None
-        self._kept.begin(grads, states_may_change=states_may_change)
+        for kept in self._kept:
+            kept.begin(grads, states_may_change=states_may_change)
         return grads
 
     def _has_states_of(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
@@ -98,8 +98,10 @@ class Roster:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
         `Hyper`; `made` is passed to `Steps.count`. Without `write_steps`, call `write_steps_` to update the states."""
         found: dict[Sweep, list[Batch]] = {}
-        for row, works in zip(self._rows, self._kept.works(grads) or self._works(grads)):
-            batch = Batch(hyper(row.group, row.sweep, row.steps.count(made, write=write_steps)), works)
+        for row, kept in zip(self._rows, self._kept):
+            works = kept.works(grads)
+            step = row.steps.count(made, write=write_steps)
+            batch = Batch(hyper(row.group, row.sweep, step), self._works(row, grads) if works is None else works)
             found.setdefault(row.sweep, []).append(batch)
         return found
 
@@ -108,16 +110,13 @@ class Roster:
         for row in self._rows:
             row.steps.write_()
 
-    def _works(self, grads: Sequence[Tensor | None]) -> list[Works]:
-        """The works of each row, for tensors at any address."""
-        found = []
-        for row in self._rows:
-            params: list[Tensor] = row.params
-            of_row: list[Any] = [grads[place] for place in row.places]
-            if self._distributed:
-                params, of_row = list(map(local, params)), list(map(local, of_row))
-            found.append(row.works(params, of_row))
-        return found
+    def _works(self, row: Row, grads: Sequence[Tensor | None]) -> Works:
+        """The works of a row, for tensors at any address."""
+        params: list[Tensor] = row.params
+        of_row: list[Any] = [grads[place] for place in row.places]
+        if self._distributed:
+            params, of_row = list(map(local, params)), list(map(local, of_row))
+        return row.works(params, of_row)
 
 
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

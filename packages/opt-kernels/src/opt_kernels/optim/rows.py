@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.dtensor import Span
 from opt_kernels.optim.mains import REMAINDER
 from opt_kernels.optim.state import STEP
@@ -95,10 +96,15 @@ class Row(NamedTuple):
         """Whether all have the same step count, and are on the device of their first gradient."""
         return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
 
-    @property
-    def is_launched(self) -> bool:
-        """Whether kernels read addresses from a table, which can be kept."""
-        return self.sweep.device.type == "cuda" or getattr(self.sweep.rule, "backend", None) == "triton"
+    def kept(self) -> KeptWorks:
+        """Works of this row that steps can keep; none are kept yet."""
+        return KeptWorks(
+            lambda: self.columns(self.params),
+            places=self.places,
+            params=self.params,
+            states=self.states,
+            is_possible=self.spans is None and is_launched(*self.sweep),
+        )
 
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """The works of these tensors, which are the local shards of DTensors."""

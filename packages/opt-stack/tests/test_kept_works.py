@@ -1,0 +1,365 @@
+"""A step reuses the works of the last one only while they hold: every way to invalidate them, one by one.
+
+Each case runs twice: with an optimizer that keeps its works, and with a twin that makes new ones in every step.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.device import Host
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+Disturb = Callable[[Optimizer, list[nn.Parameter]], None]
+NAMES = ("square", "wide", "bias")
+SHAPES = ((4, 4), (3, 5), (5,))
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16 with mains": BF16,
+    "bfloat16 with remainders": {**BF16, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True},
+    "muon": {**BF16, "optimizer": "muon"},
+}
+
+
+class Asynchronous(Host):
+    """A CPU that is taken for an accelerator, so that the device decides and offloading moves state."""
+
+    is_asynchronous = True
+
+
+@pytest.fixture(params=["decided on the host", "decided on the device"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "decided on the device":
+        queues = Asynchronous()
+        monkeypatch.setattr(devices, "device_of", lambda device: queues)
+
+
+class Net(nn.Module):
+    """Two matrices and a vector; their gradients are set, not computed, except in wrapped models."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in zip(NAMES, SHAPES, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        factors = [torch.randn(shape, generator=generator) for shape in SHAPES]
+        return torch.stack([(p * f.to(p.dtype)).float().sum() for p, f in zip(self.parameters(), factors)]).sum()
+
+
+def new_grads(params: list[nn.Parameter], step: int) -> None:
+    """Gradients in place, where there are any of the same kind."""
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        value = torch.randn(param.shape, generator=generator).to(param.dtype)
+        if param.grad is None:
+            param.grad = value
+        else:
+            param.grad.copy_(value)
+
+
+def nothing(_: Optimizer, __: list[nn.Parameter]) -> None:
+    return None
+
+
+def grad_elsewhere(_: Optimizer, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad = params[0].grad.clone()
+
+
+def grad_transposed(_: Optimizer, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad.data = params[0].grad.detach().t()  # the same address
+
+
+def grad_of_another_dtype(_: Optimizer, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad.data = params[0].grad.detach().half()
+
+
+def grad_gone(_: Optimizer, params: list[nn.Parameter]) -> None:
+    params[2].grad = None
+    params[2].requires_grad_(False)
+
+
+def grads_gone_and_back(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.zero_grad()
+    new_grads(params, 77)
+
+
+def weight_elsewhere(_: Optimizer, params: list[nn.Parameter]) -> None:
+    params[0].data = params[0].detach().clone()
+
+
+def weight_transposed(_: Optimizer, params: list[nn.Parameter]) -> None:
+    params[0].data = params[0].detach().t()  # the same address
+
+
+def weight_of_another_dtype(_: Optimizer, params: list[nn.Parameter]) -> None:
+    params[1].grad = None
+    params[1].data = params[1].detach().half()
+
+
+def weight_replaced(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones_like(params[0]))
+
+
+def numbers_changed(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.03
+        group["weight_decay"] = 0.0
+
+
+def moment_of(optimizer: Optimizer, param: nn.Parameter) -> str:
+    return next(name for name in ("exp_avg", "momentum_buffer") if name in optimizer.state[param])
+
+
+def state_set(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    name = moment_of(optimizer, params[0])
+    optimizer.state[params[0]][name] = optimizer.state[params[0]][name].clone().neg_()
+
+
+def state_elsewhere(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    moment = optimizer.state[params[0]][moment_of(optimizer, params[0])]
+    moment.data = moment.clone().neg_()
+
+
+def state_transposed(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    moment = optimizer.state[params[0]][moment_of(optimizer, params[0])]
+    moment.data = moment.detach().t()  # the same address
+
+
+def state_emptied(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[1]] = {}
+
+
+def count_set(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(9.0)
+
+
+def memory_of_states_replaced(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
+    """Tensors of a state_dict share the memory of states, which a resize of their storage replaces."""
+    for state in optimizer.state_dict()["state"].values():
+        for tensor in state.values():
+            values = tensor.clone()
+            tensor.untyped_storage().resize_(1 << 16)
+            tensor.copy_(values)
+
+
+def mains_elsewhere(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
+    for main in optimizer.get_parameters():
+        main.data = main.detach().clone().mul_(2)
+
+
+def loaded(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    saved = deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"].fill_(11)
+        for name in ("exp_avg", "momentum_buffer"):
+            if name in state:
+                state[name].mul_(2)
+    optimizer.load_state_dict(saved)
+
+
+def weights_reloaded(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        params[0].fill_(0.5)
+    optimizer.reload_model_params()
+
+
+def weights_taken_from_a_dict(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    names = [id.name for id in optimizer._ids]
+    optimizer.reload_model_params({name: torch.full_like(p, 0.3) for name, p in zip(names, params, strict=True)})
+
+
+def offloaded_and_restored(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+
+
+def evaluated(optimizer: Optimizer, _: list[nn.Parameter]) -> None:
+    optimizer.eval()
+    optimizer.train()
+
+
+def group_added(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+DISTURBED: list[Disturb] = [
+    nothing, grad_elsewhere, grad_transposed, grad_of_another_dtype, grad_gone, grads_gone_and_back, weight_elsewhere,
+    weight_transposed, weight_of_another_dtype, weight_replaced, numbers_changed, state_set, state_elsewhere,
+    state_transposed, state_emptied, count_set, memory_of_states_replaced, mains_elsewhere, loaded, weights_reloaded,
+    weights_taken_from_a_dict, offloaded_and_restored, evaluated, group_added,
+]  # fmt: skip
+
+
+def build(form: str) -> tuple[Net, Optimizer]:
+    fields = FORMS[form]
+    model = Net(fields.get("params_dtype", torch.float32))
+    config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.1, "clip_grad": 1.0, **fields})
+    return model, on_triton(get_optimizer(config, [model]))
+
+
+def on_triton(optimizer: Optimizer) -> Optimizer:
+    for unit in optimizer.stepper.units:
+        rule: Any = unit.rule
+        unit.rule = replace(rule, backend="triton")
+    return optimizer
+
+
+def forget(optimizer: Optimizer) -> None:
+    for unit in optimizer.stepper.units:
+        unit._runs = []
+
+
+def outcome(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Any]:
+    """Weights, mains, states and counts."""
+    states = [tensor for param in params for tensor in optimizer.state[param].values()]
+    return [tensor.detach().clone() for tensor in (*params, *optimizer.get_parameters(), *states)]
+
+
+def run(form: str, disturb: Disturb, *, kept: bool, in_the_middle: bool = False) -> list[Any]:
+    """Weights, states and errors over steps, with `disturb` before one of them, or between its halves."""
+    model, optimizer = build(form)
+    params = list(model.parameters())
+    found: list[Any] = []
+    for step in range(4):
+        new_grads([param for param in params if param.requires_grad], step)
+        try:
+            if step == 2 and not in_the_middle:
+                disturb(optimizer, params)
+            if not kept:
+                forget(optimizer)
+            if step == 2 and in_the_middle:
+                assert not optimizer.prepare_grads()
+                disturb(optimizer, params)
+                if not kept:
+                    forget(optimizer)
+                optimizer.step_with_ready_grads()
+            else:
+                found.append(tuple(optimizer.step()))
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    return found + outcome(optimizer, params)
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("disturb", DISTURBED)
+def test_kept_works_are_used_only_while_they_hold(disturb: Disturb, device: None) -> None:
+    form = "bfloat16 with mains"
+    assert same(run(form, disturb, kept=True), run(form, disturb, kept=False))
+
+
+IN_EVERY_FORM = [
+    grad_elsewhere, grad_transposed, weight_elsewhere, weight_transposed, state_elsewhere, memory_of_states_replaced,
+    mains_elsewhere, loaded,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("disturb", IN_EVERY_FORM)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "bfloat16 with mains"])
+def test_the_same_in_every_form(form: str, disturb: Disturb) -> None:
+    assert same(run(form, disturb, kept=True), run(form, disturb, kept=False))
+
+
+IN_THE_MIDDLE = [nothing, weight_elsewhere, state_elsewhere, mains_elsewhere, loaded, offloaded_and_restored]
+
+
+@pytest.mark.parametrize("disturb", IN_THE_MIDDLE)
+def test_the_same_between_the_halves_of_a_step(disturb: Disturb, device: None) -> None:
+    form = "bfloat16 with mains"
+    assert same(run(form, disturb, kept=True, in_the_middle=True), run(form, disturb, kept=False, in_the_middle=True))
+
+
+@pytest.mark.parametrize("late", range(len(SHAPES)))
+@pytest.mark.parametrize("form", ["bfloat16 with mains", "muon"])
+def test_a_gradient_that_comes_late_is_used(form: str, late: int, device: None) -> None:
+    """One parameter has gradients only in the fourth and fifth of six steps."""
+
+    def train(*, kept: bool) -> tuple[list[Any], list[float]]:
+        model, optimizer = build(form)
+        params = list(model.parameters())
+        for step in range(6):
+            params[late].grad = None
+            new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
+            if not kept:
+                forget(optimizer)
+            optimizer.step()
+        return outcome(optimizer, params), [float(optimizer.state[param]["step"]) for param in params]
+
+    found, counts = train(kept=True)
+    assert counts == [2.0 if place == late else 6.0 for place in range(len(SHAPES))]
+    assert same(found, train(kept=False)[0])
+
+
+WRAPPED = [nothing, weight_elsewhere, state_elsewhere, mains_elsewhere, loaded, offloaded_and_restored]
+
+
+@pytest.mark.parametrize("disturb", WRAPPED)
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "bfloat16"])
+def test_the_same_where_gradients_live_in_buffers(wide: bool, disturb: Disturb, device: None) -> None:
+    """ZeRO-1 with overlapping collectives, whose gradient buffers are freed and allocated again."""
+
+    def train(*, kept: bool) -> list[Any]:
+        fields = {**(BF16 if wide else {}), "use_distributed_optimizer": True}
+        net = Net(fields.get("params_dtype", torch.float32))  # type: ignore[arg-type]
+        wrapped = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), net)
+        config = OptimizerConfig(lr=0.1, weight_decay=0.1, clip_grad=1.0, **fields)  # type: ignore[arg-type]
+        optimizer = on_triton(get_optimizer(config, [wrapped]))
+        params = list(net.parameters())
+        found: list[Any] = []
+        for step in range(5):
+            if step == 3:
+                for memory in [buffer.memory for buffer in buffers_of(optimizer)]:
+                    memory.release_grads_()
+            wrapped.zero_grad_buffer()
+            wrapped(step).backward()
+            try:
+                if step == 2:
+                    disturb(optimizer, params)
+                if not kept:
+                    forget(optimizer)
+                found.append(tuple(optimizer.step()))
+            except ValueError as error:
+                found.append(str(error))
+        return found + outcome(optimizer, params)
+
+    assert same(train(kept=True), train(kept=False))
+
+
+def buffers_of(optimizer: Optimizer) -> list[Any]:
+    return [source for family in optimizer.stepper.families for source in family.sources]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_works_are_kept_at_all(form: str) -> None:
+    """Otherwise the tests above compare a thing with itself."""
+    model, optimizer = build(form)
+    params, standings = list(model.parameters()), []
+    for step in range(3):
+        new_grads(params, step)
+        optimizer.step()
+        kept = [run.kept for unit in optimizer.stepper.units for run in unit._runs]
+        assert kept
+        assert all(one._places is not None for one in kept)
+        standings.append([one._standing for one in kept])
+    assert standings[0] == standings[1] == standings[2]
