@@ -1,4 +1,4 @@
-"""The clip coefficient, by which all gradients of a norm slot are multiplied."""
+"""The clip coefficient, by which all gradients of a norm slot are multiplied, and other factors."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,11 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     meaningless: a step with such a norm updates nothing.
     """
     return min(max_norm / (norm + 1e-6), 1.0) if max_norm > 0 else 1.0
+
+
+def times(numbers: Tensor, factor: float | Tensor) -> Tensor:
+    """`numbers * factor`; without an operation on the device if the host knows that it would change nothing."""
+    return numbers if isinstance(factor, float) and factor == 1.0 else numbers * factor
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

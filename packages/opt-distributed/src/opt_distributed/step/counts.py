@@ -51,7 +51,7 @@ class StepCount:
 
     def advance(self, proceeds: Tensor | None) -> None:
         """Count an update, if `proceeds` (a 0-d bool on the device) is true; None stands for true."""
-        made = 1 if proceeds is None else proceeds.to(torch.int64)
+        made = 1 if proceeds is None else proceeds
         if self._stays:
             assert self._on_device is not None
             self._on_device.add_(made)

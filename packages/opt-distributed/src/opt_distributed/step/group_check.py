@@ -51,6 +51,11 @@ class GroupCheck:
         self._keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
         self._applied = [key in applied_here for key in self._keys]
 
+    @property
+    def compares(self) -> bool:
+        """Whether any group is compared. The same on every rank."""
+        return bool(self._keys)
+
     def flags(self, groups: Groups) -> list[float]:
         """This rank's summands: 1, the checksum and its square for each compared group that it applies, else zeros."""
         flags: list[float] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
+from opt_distributed.step.clip import times
 from opt_distributed.step.sources import Source
 from opt_distributed.step.unit import Ready
 from opt_kernels.backends.grad_stats import grad_stats
@@ -77,12 +78,7 @@ def reduce_stats(
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
-    swept = torch.zeros(num_slots + 2, dtype=torch.float64, device=device)  # squares by slot, non-finite, zeros
-    for source, of_slots in _by_source(ready).items():
-        for slot, grads in of_slots.items():
-            _add_sweep_(swept, grads, slot=slot, scale=source.grad_scale, count_zeros=count_zeros)
-    if copies := _uncounted_copies(ready):
-        swept[-2] += grad_stats(copies, count_zeros=False).nonfinite.to(device)
+    swept = _swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros)
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
@@ -223,11 +219,19 @@ def _sum_(x: Tensor, comm: Comm) -> None:
         raise CollectiveError(f"sum of the statistics: {error}") from error
 
 
-def _add_sweep_(swept: Tensor, grads: list[Tensor], *, slot: int, scale: float, count_zeros: bool) -> None:
-    found = grad_stats(grads, count_zeros=count_zeros)
-    swept[slot] += found.sum_of_squares.to(swept.device) * scale**2
-    swept[-2] += found.nonfinite.to(swept.device)
-    swept[-1] += found.zeros.to(swept.device)
+def _swept(ready: Sequence[Ready], *, device: torch.device, num_slots: int, count_zeros: bool) -> Tensor:
+    """(num_slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
+    entries: list[list[Tensor]] = [[] for _ in range(num_slots + 2)]  # whose sums are the numbers
+    for source, of_slots in _by_source(ready).items():
+        for slot, grads in of_slots.items():
+            found = grad_stats(grads, count_zeros=count_zeros)
+            entries[slot].append(times(found.sum_of_squares.to(device), source.grad_scale**2))
+            entries[-2].append(found.nonfinite.to(device))
+            entries[-1].append(found.zeros.to(device))
+    if copies := _uncounted_copies(ready):
+        entries[-2].append(grad_stats(copies, count_zeros=False).nonfinite.to(device))
+    sums = [sum(of_entry[1:], of_entry[0]).double() if of_entry else None for of_entry in entries]
+    return torch.stack([torch.zeros((), dtype=torch.float64, device=device) if s is None else s for s in sums])
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.step.clip import times
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
@@ -221,7 +222,7 @@ class Unit:
             # Whether two tensors have the same value is unknown to the host.
             key = (slot, by) if isinstance(scale, Tensor) else scale * by
             if key not in found:
-                found[key] = _Scaled(scale * by, [])
+                found[key] = _Scaled(times(scale, by) if isinstance(scale, Tensor) else scale * by, [])
             found[key].runs.append(run)
         return list(found.values())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.device import Device, HostCopy
-from opt_distributed.step.clip import clip_coefficient, clip_coefficients
+from opt_distributed.step.clip import clip_coefficient, clip_coefficients, times
 from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.stats import Sums
 from opt_paramgroups import ParamId
@@ -130,21 +130,22 @@ class Decided(NamedTuple):
         """Decide by the rules of `Verdict.findings`."""
         sums = Sums.of(numbers, num_slots=terms.num_slots)
         norms = sums.squares.sqrt()  # NaN if a sum is negative or NaN
-        norms = torch.where((sums.num_nonfinite > 0) & norms.isfinite(), torch.inf, norms)
-        overflow = ~norms.isfinite().all()
-        has_error = (sums.num_refused > 0) | (sums.num_moved > 0)
-        if group_check is not None:
+        norms = torch.where(sums.num_nonfinite > 0, norms + torch.inf, norms)
+        overflow = ~(norms < torch.inf).all()  # a NaN is not below
+        has_error = (sums.num_refused + sums.num_moved) > 0
+        if group_check is not None and group_check.compares:
             has_error |= group_check.differ(sums.flags).any()
-        norms = norms * terms.inv_scale
-        return cls(
-            numbers, terms.inv_scale, norms, overflow, has_error, overflow | has_error | (norms[0] > terms.skip_above)
-        )
+        norms = times(norms, terms.inv_scale)
+        skip = overflow | has_error
+        if terms.skip_above < math.inf:
+            skip |= norms[0] > terms.skip_above
+        return cls(numbers, terms.inv_scale, norms, overflow, has_error, skip)
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
         """As `Verdict.scales`."""
         coefficients = clip_coefficients(self.norms, max_norm).unbind()
         by_slot = zip(coefficients, clips, strict=True)
-        return [(one if clips else torch.ones_like(one)) * self.inv_scale for one, clips in by_slot]
+        return [times(one if clips else torch.ones_like(one), self.inv_scale) for one, clips in by_slot]
 
 
 class DeviceVerdict(Verdict):

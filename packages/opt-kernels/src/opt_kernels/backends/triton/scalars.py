@@ -171,6 +171,8 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     if len(tensors) < len(values):
         values = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in values]
         tensors = [torch.as_tensor(v) for v in values]
+    if len(tensors) == 1:
+        return tensors[0].reshape(1).to(device)
     # One dtype, so that the stack is one launch: float64 holds every step and rate exactly.
     same = all(t.dtype is tensors[0].dtype for t in tensors)
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
