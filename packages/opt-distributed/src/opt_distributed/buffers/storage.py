@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.fp8_memory import move_fp8_in
 from opt_distributed.buffers.fp8_through_grads import through_grads
+from opt_distributed.buffers.moved import Converted, Left
 from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
 from opt_distributed.buffers.stored import FP8, StorageError, address, is_quantized, stored_dtype
 from opt_distributed.buffers.wire import InFlight, sum_over
@@ -19,8 +19,6 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
 from opt_paramgroups import ParamId
-
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class _Range(NamedTuple):
@@ -71,7 +69,8 @@ class ParamAndGradBuffer:
             self.wire = through_grads(layout, self.params, self.grad_data)
         elif sharded:
             self.param_data, self.wire = self._move_params_in(allocate)
-        self._addresses = [address(param) for param in self.params.values()]
+        self._converted = Converted(self.params, dtype=param_dtype, device=device)
+        self._left = Left(self.params)
 
     def grad_view(self, id: ParamId) -> Tensor:
         """The gradient of a parameter, in its shape. A view."""
@@ -175,10 +174,7 @@ class ParamAndGradBuffer:
 
         Fast enough for every step: one comparison of integers, or of dtype and device, for each parameter.
         """
-        if self.param_data is None:
-            return moved(self.params, dtype=self.param_dtype, device=self.device)
-        addresses = zip(self.params.items(), self._addresses, strict=True)
-        return next((id for (id, param), before in addresses if address(param) != before), None)
+        return self._converted.first() if self.param_data is None else self._left.first()
 
     def check_in_place(self) -> None:
         """Raise StorageError if a parameter has left the buffer, so that updates would not reach it."""
@@ -218,16 +214,6 @@ class ParamAndGradBuffer:
         if self.param_data is None:
             raise StorageError("this buffer holds gradients only; its parameters are not sharded")
         return self.param_data
-
-
-def moved(params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device) -> ParamId | None:
-    """The first of `params` that no longer has this dtype and device; None if all have."""
-    # Each step checks hundreds of parameters: ordinary ones are checked at once.
-    values = list(params.values())
-    is_plain = set(map(type, values)) <= {nn.Parameter}
-    if is_plain and set(map(_DTYPE, values)) <= {dtype} and set(map(_DEVICE, values)) <= {device}:
-        return None
-    return next((id for id, p in params.items() if stored_dtype(p) is not dtype or p.device != device), None)
 
 
 def _check(

@@ -236,7 +236,7 @@ class _StableGrads:
         torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
         for at in moving:
             grads[at] = self._copies[at]
-        return Ready(ready.pieces, grads)
+        return ready._replace(grads=grads)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.moved import Converted
 from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.storage import ParamAndGradBuffer, moved
+from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import stored_dtype
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
@@ -105,7 +106,7 @@ class OwnGrads:
         self.params, self.memory, self.comm = params, memory, comm
         self.grad_scale = 1.0 / num_replicas
         first = next(iter(params.values()))
-        self._dtype, self._device = stored_dtype(first), first.device
+        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
 
     def reduce_(self) -> None:
         return None
@@ -122,7 +123,7 @@ class OwnGrads:
     def moved(self) -> ParamId | None:
         if self.memory is not None:
             return self.memory.moved()
-        return moved(self.params, dtype=self._dtype, device=self._device)
+        return self._converted.first()
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         params = [self.params[id] for id, _ in runs]

@@ -1,10 +1,9 @@
 """The statistics of a step: norms, overflow and zeros, with every element counted once, in one reduction."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.clip import times
 from opt_distributed.step.sources import Source
-from opt_distributed.step.unit import Ready
+from opt_distributed.step.unit import Kind, Ready, kinds_of
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
 
@@ -139,37 +138,27 @@ def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
     return sum(everyone.gather_objects(local))
 
 
-_COUNTED = attrgetter("counted")
-_COUNTED_AS = attrgetter("counted", "source", "norm_slot")
-
 Counted = Mapping[Source, Mapping[int, list[Tensor]]]
 """The gradients that this rank counts, by source and norm slot."""
 
 
 def _by_source(ready: Iterable[Ready]) -> Counted:
     found: dict[Source, dict[int, list[Tensor]]] = {}
-    for pieces, grads in ready:
-        counted = list(map(_COUNTED_AS, pieces))
-        if len(set(counted)) == 1:  # all of one kind, as they mostly are: no loop over hundreds
-            is_counted, source, slot = counted[0]
-            if is_counted:
-                found.setdefault(source, {}).setdefault(slot, []).extend(grads)
-            continue
-        for (is_counted, source, slot), grad in zip(counted, grads, strict=True):
-            if is_counted:
-                found.setdefault(source, {}).setdefault(slot, []).append(grad)
+    for of_kind, grads in _by_kind(ready):
+        if of_kind.counted:
+            found.setdefault(of_kind.source, {}).setdefault(of_kind.norm_slot, []).extend(grads)
     return found
 
 
 def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
     """Gradients of which another rank counts a copy. The local copy may differ, so it is checked for NaNs, too."""
-    return [
-        grad
-        for pieces, grads in ready
-        if not all(map(_COUNTED, pieces))
-        for piece, grad in zip(pieces, grads, strict=True)
-        if piece.inspected and not piece.counted
-    ]
+    return [grad for of_kind, grads in _by_kind(ready) if of_kind.inspected and not of_kind.counted for grad in grads]
+
+
+def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
+    for pieces, grads, kinds in ready:
+        for kind, places in (kinds_of(pieces) if kinds is None else kinds).items():
+            yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
 
 
 class _Resolved(NamedTuple):
@@ -199,7 +188,7 @@ def _resolve_with_(sources: Sequence[Source], comms: Sequence[Comm], numbers: Te
 
 def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
     """The number of elements that this rank counts of each unresolved parameter."""
-    counted = {p.id: g.numel() for pieces, grads in ready for p, g in zip(pieces, grads, strict=True) if p.counted}
+    counted = {p.id: g.numel() for pieces, grads, _ in ready for p, g in zip(pieces, grads, strict=True) if p.counted}
     return [counted.get(id, 0) for source in sources for id in source.unresolved]
 
 

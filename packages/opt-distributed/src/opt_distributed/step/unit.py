@@ -2,8 +2,6 @@
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,17 +31,28 @@ DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
 
 
+@dataclass(slots=True)
+class Touched:
+    """What was done to the pieces of a unit outside of its updates."""
+
+    states: bool = False  # other code has had access to main values or state, and may move them at any time
+    counts: int = 0  # how often pieces were given another count of updates
+
+
 @dataclass(slots=True, kw_only=True)
 class OwnedPiece:
-    """The part of one parameter that this rank owns: gradient source, main values and state."""
+    """The part of one parameter that this rank owns: gradient source, main values and state.
+
+    Outside of the unit, read `main` and `state`, which let the unit check in every later step where these are.
+    """
 
     id: ParamId
     param: nn.Parameter
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # of its gradient
-    main: Main | CodedMain | HostMain | QuantizedMain
-    state: dict[str, Tensor]
+    own_main: Main | CodedMain | HostMain | QuantizedMain
+    own_state: dict[str, Tensor]
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts
@@ -54,11 +63,24 @@ class OwnedPiece:
     count: StepCount = field(
         default_factory=StepCount
     )  # of updates; shared with pieces that are always updated with it
+    touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
+
+    @property
+    def main(self) -> Main | CodedMain | HostMain | QuantizedMain:
+        """The main values."""
+        self.touched.states = True
+        return self.own_main
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The rule's state, by name."""
+        self.touched.states = True
+        return self.own_state
 
     @property
     def moved(self) -> Main | CodedMain | QuantizedMain:
         """The main values that the rule updates: those in host memory if the unit is there."""
-        return self.main.moved if isinstance(self.main, HostMain) else self.main
+        return self.own_main.moved if isinstance(self.own_main, HostMain) else self.own_main
 
     @property
     def step(self) -> int:
@@ -67,12 +89,30 @@ class OwnedPiece:
 
     @step.setter
     def step(self, value: int) -> None:
-        self.count = StepCount(value)
+        self.take_count(StepCount(value))
+
+    def take_count(self, count: StepCount) -> None:
+        """Count updates with `count` from now on."""
+        self.count = count
+        self.touched.counts += 1
 
     @property
     def is_whole(self) -> bool:
         """Whether it is everything that this rank stores of the parameter."""
         return self.of_param == slice(0, local_numel(self.param))
+
+
+class Kind(NamedTuple):
+    """What the statistics must know of a piece; see `OwnedPiece`."""
+
+    source: Source
+    norm_slot: int
+    counted: bool
+    inspected: bool
+
+
+Kinds = Mapping[Kind, Sequence[int]]
+"""Pieces by kind, as places among them."""
 
 
 class Ready(NamedTuple):
@@ -83,6 +123,7 @@ class Ready(NamedTuple):
 
     pieces: Sequence[OwnedPiece]
     grads: Sequence[Tensor]
+    kinds: "Kinds | None" = None  # of the pieces, if they are known
 
     def without(self, unused: Collection[ParamId]) -> "Ready":
         """Drop the pieces of these parameters."""
@@ -103,18 +144,25 @@ class Unit:
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     _read_grads: ReadGrads = field(init=False)  # of all pieces
+    _kinds: Kinds = field(init=False)  # of all pieces
+    _touched: Touched = field(init=False)
     _runs: list["_Run"] = field(init=False, default_factory=list)  # of all pieces
+    _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
     def __post_init__(self) -> None:
         self._read_grads = _reader(self.pieces)
+        self._kinds = kinds_of(self.pieces)
+        self._touched = Touched(states=any(piece.touched.states for piece in self.pieces))
+        for piece in self.pieces:
+            piece.touched = self._touched
 
     def ready(self) -> Ready:
         """The pieces that have a gradient in this step, before it is known whether any rank used the parameter."""
         found = self._read_grads()
         grads = [grad for grad in found if grad is not None]
         if len(grads) == len(found):
-            return Ready(self.pieces, grads)
+            return Ready(self.pieces, grads, self._kinds)
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @torch.no_grad()
@@ -229,7 +277,7 @@ class Unit:
     def _batches(self, runs: Sequence["_Run"], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
         batches = []
         for run in runs:
-            works = run.works(ready.grads)
+            works = run.works(ready.grads, states_may_change=self._touched.states)
             hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             iterates = self.rule.needs is Needs.MATRICES and works.standing is None
@@ -240,8 +288,9 @@ class Unit:
         """The runs of these pieces. Those of all pieces are cached while their pieces are always updated together."""
         if pieces is not self.pieces:
             return _runs(pieces, self.rule)
-        if not self._runs or not all(run.is_together for run in self._runs) or _may_join(self._runs):
+        if not self._runs or self._num_counts != self._touched.counts or _may_join(self._runs):
             self._runs = _runs(pieces, self.rule)
+            self._num_counts = self._touched.counts
             self._memory = []
         return self._runs
 
@@ -253,12 +302,12 @@ class Unit:
     def memory(self) -> Sequence[Tensor]:
         """All tensors that an update of all pieces writes."""
         if not self._memory:
-            self._memory = [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
+            self._memory = [tensor for piece in self.pieces for tensor in (piece.own_main.target, *_kept(piece))]
         return self._memory
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces before the first step."""
-        return init_state(self.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
+        return init_state(self.rule, piece.own_main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
@@ -276,7 +325,7 @@ def begin_units_(
     device: torch.device,  # of tensors that are sent between ranks
 ) -> list[HookedStep | None]:
     """Call `Unit.begin_` on all units, and reduce sums of cut parameters. Raises CollectiveError if a peer is lost."""
-    held = [Held(unit.cut_rows, *of_unit) for unit, of_unit in zip(units, ready, strict=True)]
+    held = [Held(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)]
     means = means_over_ranks(held, device=device)
     begun = [
         unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip, row_means=means)
@@ -284,6 +333,15 @@ def begin_units_(
     ]
     add_over_ranks_(begun, device=device)
     return begun
+
+
+def kinds_of(pieces: Sequence[OwnedPiece]) -> Kinds:
+    """The kinds of these pieces."""
+    found: dict[Kind, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        kind = Kind(piece.source, piece.norm_slot, piece.counted, piece.inspected)
+        found.setdefault(kind, []).append(place)
+    return found
 
 
 def _reader(pieces: Sequence[OwnedPiece]) -> ReadGrads:
@@ -306,9 +364,6 @@ def _reader(pieces: Sequence[OwnedPiece]) -> ReadGrads:
         return grads
 
     return read
-
-
-_COUNT = attrgetter("count")
 
 
 class _Scaled(NamedTuple):
@@ -344,13 +399,13 @@ class _Run:
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
         for piece in self.pieces:
-            piece.count = self.count
+            piece.take_count(self.count)
         mains = [piece.moved for piece in self.pieces]
         self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
-            states=[piece.state for piece in self.pieces],
+            states=[piece.own_state for piece in self.pieces],
             outs=_column([main.out for main in mains]),
             remainders=_column([main.remainder for main in mains]),
             matrices=[piece.matrix for piece in self.pieces],
@@ -364,10 +419,10 @@ class _Run:
             is_possible=is_launched(self.rule, mains[0].target.device) and not self.opened,
         )
 
-    def works(self, grads: Sequence[Tensor]) -> Works:
+    def works(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
-        if not self.kept.hold(grads, states_may_change=True):
-            self.kept.begin(grads, states_may_change=True)
+        if not self.kept.hold(grads, states_may_change=states_may_change):
+            self.kept.begin(grads, states_may_change=states_may_change)
         kept, of = self.kept.works(grads), self.columns
         if kept is not None:
             return kept
@@ -390,11 +445,6 @@ class _Run:
         """Whether its mains use additional memory while they are open."""
         return any(isinstance(main, CodedMain) for main in self.opened)
 
-    @property
-    def is_together(self) -> bool:
-        """Whether all its pieces still share its count."""
-        return all(map(is_, map(_COUNT, self.pieces), repeat(self.count)))
-
 
 def _may_join(runs: Sequence[_Run]) -> bool:
     """Whether two runs now have equal keys, because their numbers of updates have become equal."""
@@ -415,12 +465,12 @@ def _runs(pieces: Sequence[OwnedPiece], rule: Rule) -> list[_Run]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
+        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at], rule=rule) for key, at in found.items()]
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
-    yield from piece.state.values()
-    yield from piece.main.kept()
+    yield from piece.own_state.values()
+    yield from piece.own_main.kept()
