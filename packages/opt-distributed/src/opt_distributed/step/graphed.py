@@ -25,7 +25,7 @@ from opt_distributed.step.hyper import FIELDS
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads
-from opt_distributed.step.stats import Family, Upload, host_numbers, reduce_stats
+from opt_distributed.step.stats import Family, Known, Upload, reduce_stats
 from opt_distributed.step.unit import Ready, Unit, begin_units_
 from opt_distributed.step.verdict import Decided, Terms
 from opt_kernels.hooks import bare
@@ -97,7 +97,7 @@ class GraphedStep:
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
         self._table = HyperTable((*FIELDS, *own), device=device, upload=self._queues.upload, choosing=choosing)
         self._constants = _Constants(self._queues)
-        self._known = _Known(self._queues)
+        self._known = Known(self._queues)
         self._grads = [_StableGrads() for _ in units]
 
     def lacking(self, ready: Sequence[Ready]) -> ParamId | None:
@@ -198,24 +198,6 @@ class _Constants:
             return upload
 
         return begin
-
-
-class _Known:
-    """The host's part of the statistics, in memory that the graph reads."""
-
-    def __init__(self, device: Device):
-        self._device = device
-        self._numbers: Sequence[float] = ()
-        self._place: Tensor | None = None
-
-    def write_(self, numbers: Sequence[float]) -> Tensor:
-        """Return (len(numbers),) float64: the same tensor at every call. The length must not change."""
-        if self._place is None:
-            self._place = self._device.upload(host_numbers(numbers)).clone()
-        elif numbers != self._numbers:
-            self._place.copy_(self._device.upload(host_numbers(numbers)))
-        self._numbers = numbers
-        return self._place
 
 
 class _StableGrads:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.clip import times
 from opt_distributed.step.sources import Source
@@ -102,6 +103,24 @@ def known_numbers(*, refused: bool, moved: bool, flags: Sequence[float] = ()) ->
     write to, and `flags`, whose number is equal on every rank.
     """
     return [float(refused), float(moved), *flags]
+
+
+class Known:
+    """The host's part of the statistics on the device, copied there when it changes: the same memory at every step."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._numbers: Sequence[float] = ()
+        self._place: Tensor | None = None
+
+    def write_(self, numbers: Sequence[float]) -> Tensor:
+        """Return (len(numbers),) float64: the same tensor at every call, unless the length has changed."""
+        if self._place is None or len(numbers) != len(self._numbers):
+            self._place = self._device.upload(host_numbers(numbers)).clone()
+        elif numbers != self._numbers:
+            self._place.copy_(self._device.upload(host_numbers(numbers)))
+        self._numbers = numbers
+        return self._place
 
 
 def moved_parameter(families: Iterable[Family]) -> ParamId | None:

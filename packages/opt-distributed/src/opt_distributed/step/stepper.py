@@ -33,7 +33,7 @@ from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import (
     Family,
-    host_numbers,
+    Known,
     known_numbers,
     moved_parameter,
     reduce_norm,
@@ -81,6 +81,7 @@ class Stepper:
         self.objection: UnusableGradientError | None = None  # the caller's, for which all ranks refuse the next step
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
+        self._known = Known(self._queues)
         self._ready: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the last step
         self._is_unread = False  # whether errors of it have not been raised yet
@@ -275,7 +276,7 @@ class Stepper:
                 device=self.device,
                 num_slots=len(self.limits.slots),
                 count_zeros=self.limits.count_zeros,
-                known=self._queues.upload(host_numbers(self._known_numbers(objections))),
+                known=self._known.write_(self._known_numbers(objections)),
                 upload=lambda make: self._queues.upload(make()),
             )
             verdict = judge(
