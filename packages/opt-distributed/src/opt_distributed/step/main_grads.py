@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import GradientError
-from opt_distributed.buffers.storage import moved
+from opt_distributed.buffers.moved import Converted
 from opt_distributed.buffers.stored import stored_dtype
-from opt_distributed.step.sources import ReadGrad
+from opt_distributed.step.sources import ReadGrads, Run
 from opt_paramgroups import ParamId
 
 
@@ -25,7 +25,7 @@ class ReducedMainGrads:
     def __init__(self, params: Mapping[ParamId, nn.Parameter]):
         self.params = params
         first = next(iter(params.values()))
-        self._dtype, self._device = stored_dtype(first), first.device
+        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
 
     def reduce_(self) -> None:
         return None
@@ -40,22 +40,20 @@ class ReducedMainGrads:
         return frozenset()
 
     def moved(self) -> ParamId | None:
-        return moved(self.params, dtype=self._dtype, device=self._device)
+        return self._converted.first()
 
-    def reader(self, id: ParamId, of_param: slice) -> ReadGrad:
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        return lambda: [self._grad(id, of_param) for id, of_param in runs]
+
+    def _grad(self, id: ParamId, of_param: slice) -> Tensor:
         param = self.params[id]
-        is_whole = of_param == slice(0, param.numel())
-
-        def read() -> Tensor:
-            grad: Tensor | None = getattr(param, "main_grad", None)
-            if grad is None or grad.shape != param.shape:
-                raise GradientError(
-                    f"main_grad of {id} is {None if grad is None else tuple(grad.shape)}; the wrapper of this "
-                    f"parameter must hold its gradient of shape {tuple(param.shape)}"
-                )
-            return grad if is_whole else grad.reshape(-1)[of_param]
-
-        return read
+        grad: Tensor | None = getattr(param, "main_grad", None)
+        if grad is None or grad.shape != param.shape:
+            raise GradientError(
+                f"main_grad of {id} is {None if grad is None else tuple(grad.shape)}; the wrapper of this "
+                f"parameter must hold its gradient of shape {tuple(param.shape)}"
+            )
+        return grad if of_param == slice(0, param.numel()) else grad.reshape(-1)[of_param]
 
     def publish_(self) -> None:
         return None

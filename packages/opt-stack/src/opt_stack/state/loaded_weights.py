@@ -100,12 +100,12 @@ def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
 
 def _is_copied(piece: OwnedPiece) -> bool:
     """Whether main values are a copy of the parameter in other numbers. fp8 codes depend on their scales as well."""
-    return piece.main.numbers in _COPIES and not isinstance(piece.main, QuantizedMain)
+    return piece.own_main.numbers in _COPIES and not isinstance(piece.own_main, QuantizedMain)
 
 
 def _agrees(piece: OwnedPiece) -> bool:
     """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
-    main = piece.main
+    main = piece.own_main
     assert not isinstance(main, QuantizedMain)
     target = main.device.to_host(main.target) if isinstance(main, HostMain) else main.target
     rounded: Tensor = main.value().to(target.dtype)
