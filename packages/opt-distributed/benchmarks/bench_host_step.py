@@ -1,6 +1,6 @@
 """Host time of one step of the whole stack on a device, without the launches of kernels.
 
-    python packages/opt-distributed/benchmarks/bench_host_step.py [--params 290] [--steps 2000]
+    python packages/opt-distributed/benchmarks/bench_host_step.py [--params 290] [--steps 2000] [--calls]
 
 bf16 parameters with fp32 mains, AdamW, clipping at 1.0, one process. No GPU is needed: the tensors are small ones in
 CPU memory, the step takes the path of an accelerator, where the host reads nothing, and Triton kernels are replaced by
@@ -9,7 +9,9 @@ the median time of a step. Needs opt_stack, which builds the step; nothing here 
 """
 
 import argparse
+import cProfile
 import os
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -68,15 +70,28 @@ def step_of(num_params: int, numel: int) -> Callable[[], object]:
     return optimizer.step
 
 
+def num_calls(step: Callable[[], object]) -> int:
+    """The number of functions that a step calls, after the first ones."""
+    for _ in range(3):
+        step()
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=290)
     parser.add_argument("--numel", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--calls", action="store_true", help="count calls of functions instead of time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     take_for_an_accelerator()
     step = step_of(options.params, options.numel)
+    if options.calls:
+        print(f"{options.params} parameters: {num_calls(step)} calls in a step")
+        return
     times = []
     for _ in range(options.steps + 3):
         begin = time.perf_counter()

@@ -3,9 +3,12 @@
 Each case runs twice: with an optimizer that keeps its works, and with a twin that makes new ones in every step.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -363,3 +366,44 @@ def test_works_are_kept_at_all(form: str) -> None:
         assert all(one._places is not None for one in kept)
         standings.append([one._standing for one in kept])
     assert standings[0] == standings[1] == standings[2]
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_was_taken_once_may_be_moved_at_any_time(name: str) -> None:
+    model, optimizer = build("bfloat16 with mains")
+    params = list(model.parameters())
+    taken = optimizer.state_dict()["state"][0][name]
+    for step in range(4):
+        if step == 3:
+            taken.data = torch.zeros_like(taken)
+            before = taken.data_ptr()
+        new_grads(params, step)
+        optimizer.step()
+    assert taken.data_ptr() == before
+    assert taken.any()  # the update has written the new memory
+
+
+def test_training_alone_is_no_access_to_the_states() -> None:
+    """Otherwise every step would compare the addresses of all states."""
+    model, optimizer = build("bfloat16 with mains")
+    params = list(model.parameters())
+    for step in range(2):
+        new_grads(params, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    touched = [unit._touched for unit in optimizer.stepper.units]
+    assert not any(one.states for one in touched)
+    optimizer.state_dict()
+    assert all(one.states for one in touched)
+
+
+def calls_of_a_step(num_params: int) -> int:
+    """Calls of Python functions in a step on a device, whose kernels are not launched."""
+    script = Path(__file__).parents[2] / "opt-distributed" / "benchmarks" / "bench_host_step.py"
+    command = [sys.executable, str(script), "--params", str(num_params), "--calls"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return int(printed.split()[2])
+
+
+def test_a_step_on_a_device_calls_as_many_functions_for_few_parameters_as_for_many() -> None:
+    assert abs(calls_of_a_step(16) - calls_of_a_step(48)) < 8
