@@ -1,4 +1,4 @@
-"""One rank of a gloo world, run as a program: `python gloo_rank.py SCENARIO RANK SIZE PORT`; prints what it found."""
+"""One rank of a gloo world, as the main function of a process; prints what it found."""
 
 import os
 import sys
@@ -194,5 +194,8 @@ def main(scenario: str, rank: int, size: int, port: int) -> None:
     os._exit(0)  # all is told; gloo's threads may abort a process that takes its time to end
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+def run(scenario: str, rank: int, size: int, port: int, output: str) -> None:
+    """Run a scenario as this rank. Write what it prints to `output`.out and `output`.err."""
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(output + suffix, os.O_WRONLY | os.O_CREAT), stream)
+    main(scenario, rank, size, port)
