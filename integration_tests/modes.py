@@ -50,6 +50,7 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
         "bf16, remainders": _aware(bf16=True),
         "bf16, bf16 gradients": _aware(bf16=True, main_grads_dtype=BF16, store_param_remainders=False),
         "bf16, fp16 mains": _aware(bf16=True, main_params_dtype=FP16),
+        "bf16, 24-bit mains": _aware(bf16=True, main_params_dtype=torch.int8),
         "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
         **{name: {"bf16": True, "fp8_recipe": recipe} for name, recipe in IN_FP8.items()},
     },

@@ -26,7 +26,10 @@ MODES = [
 # How far a moment may be from the saved one, as a fraction of its tensor's largest value: half a step of the dtype,
 # and twice that where the root of a second moment is kept.
 MOMENT_ERROR = {"fp32": 0.0, "bf16": 2.0**-8, "scaled fp16": 2.0**-10, "scaled fp8": 2.0**-3}
-MAIN_ERROR = {"bf16, fp16 mains": 2.0**-11}  # the same of a main value; 0 in other numbers
+MAIN_ERROR = {
+    "bf16, fp16 mains": 2.0**-11,
+    "bf16, 24-bit mains": 2.0**-16,
+}  # the same of a main value; 0 in other numbers
 
 State = dict[str, dict[str, Tensor]]  # by parameter and key, in fp32
 

@@ -38,6 +38,7 @@ MODES = [
     Mode("bf16, Adam, 16-bit remainders, bf16 moments", {**AWARE, **BF16}),
     Mode("bf16, Adam, 16-bit remainders, scaled fp16 moments", {**AWARE, **FP16}),
     Mode("bf16, Adam, 16-bit remainders, fp8 moments", {**AWARE, **FP8}),
+    Mode("bf16, Adam, 8-bit remainders, fp8 moments", {**AWARE, "main_params_dtype": torch.int8, **FP8}),
     Mode("bf16, Lion, 16-bit remainders", {**AWARE, "optimizer": "lion"}),
     Mode("bf16, SGD with momentum, fp32 main parameters", {"bf16": True, "optimizer": "sgd"}),
     Mode("bf16, AdEMAMix, fp32 main parameters", {"bf16": True, "optimizer": "ademamix"}),

@@ -73,6 +73,7 @@ def weights(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return [value.detach().clone() for value in (*model.parameters(), *state) if isinstance(value, Tensor)]
 
 
+NARROWEST = {"main_params_dtype": torch.int8, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "adam": (torch.float32, {}),
     "bf16 with fp32 mains": (BF16, {"bf16": True}),
@@ -82,6 +83,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 with scaled fp16 mains": (
         BF16, {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
     ),
+    "bf16 with 8-bit remainders and moments": (BF16, {**AWARE, **NARROWEST}),
     "sgd": (torch.float32, {"optimizer": "sgd"}),
     "lion": (BF16, {"bf16": True, "optimizer": "lion"}),
     "schedule_free": (torch.float32, {"optimizer": "schedule_free"}),
@@ -169,9 +171,9 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return peak
 
 
-def peak_of_backward(*, releases: bool, depth: int, width: int) -> int:
+def peak_of_backward(*, releases: bool, depth: int, width: int, state_bytes: int = 4, **changes: Any) -> int:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(BF16)
-    fields = {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    fields = {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, **changes}
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **fields), [model])
     if releases:
         release_gradients(optimizer)
@@ -181,7 +183,8 @@ def peak_of_backward(*, releases: bool, depth: int, width: int) -> int:
         optimizer.step()
         optimizer.zero_grad()
     state = sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    assert state == pytest.approx(4 * depth * width**2, rel=0.05)  # remainders and moments, beside two bytes of weights
+    # Remainders and moments; weights are two more bytes.
+    assert state == pytest.approx(state_bytes * depth * width**2, rel=0.05)
     return peak
 
 
@@ -190,6 +193,15 @@ def test_gradients_take_the_memory_of_two_layers_rather_than_of_all() -> None:
     one = 2 * width**2
     assert peak_of_backward(releases=False, depth=depth, width=width) >= depth * one
     assert peak_of_backward(releases=True, depth=depth, width=width) <= 2 * one + (1 << 14)
+
+
+def test_training_in_five_bytes_a_parameter() -> None:
+    """bf16 weights, 8-bit remainders and moments; fp32 main values and the gradient of one layer at a time."""
+    depth, width = 16, 256
+    options = {"depth": depth, "width": width, "state_bytes": 3, "main_params_dtype": torch.int8}
+    one = 2 * width**2
+    assert peak_of_backward(releases=True, **options) <= 8 * one
+    assert peak_of_backward(releases=False, **options) >= depth * one
 
 
 # --- one step off the road --------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ class OptimizerConfig(Configuration):
     main_grads_dtype: torch.dtype = torch.float32
     """Dtype in which gradients of bf16 parameters are reduced over ranks and read by the rule: float32 or bfloat16."""
     main_params_dtype: torch.dtype = torch.float32
-    """Dtype of the mains of 16-bit parameters: float32, or float16 with one scale per 128 elements."""
+    """Dtype of the mains of 16-bit parameters: float32, float16 with one scale per 128 elements, or int8: a bf16
+    parameter with 8 more bits, which is a main value of 24 bits."""
     exp_avg_dtype: torch.dtype = torch.float32
     """Dtype of the first moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
     exp_avg_sq_dtype: torch.dtype = torch.float32

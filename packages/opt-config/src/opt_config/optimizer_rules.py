@@ -64,7 +64,7 @@ CHOICES = MappingProxyType(
         "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"),
         "params_dtype": (torch.float32, torch.float16, torch.bfloat16),
         "main_grads_dtype": (torch.float32, torch.bfloat16),
-        "main_params_dtype": (torch.float32, torch.float16),
+        "main_params_dtype": (torch.float32, torch.float16, torch.int8),
         "exp_avg_dtype": _MOMENTS,
         "exp_avg_sq_dtype": _MOMENTS,
         "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw", "mup"),
@@ -174,6 +174,12 @@ def _dtypes(config: "OptimizerConfig") -> Iterator[Problem]:
             "is allowed for 16-bit parameters only, since fp32 parameters have no mains; set bf16=True or fp16=True"
         )
         yield Problem("main_params_dtype", config.main_params_dtype, f"{reason}, or leave it out")
+    if config.main_params_dtype is torch.int8 and config.precision.params is not torch.bfloat16:
+        reason = "is an 8-bit remainder of bf16 parameters; set bf16=True, or leave it out"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
+    if config.main_params_dtype is torch.int8 and not config.store_param_remainders:
+        reason = "is an 8-bit remainder, but store_param_remainders=False; set only one of them"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
 
 
 def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:
@@ -187,7 +193,7 @@ def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload:
         reason = "excludes optimizer_cpu_offload: mains of fp8 parameters must stay on the device; set only one of them"
         yield Problem("fp8_recipe", recipe, reason)
-    if config.main_params_dtype is torch.float16:
+    if config.main_params_dtype is not torch.float32:
         reason = "excludes fp8_recipe: mains of fp8 parameters are fp32; leave it out"
         yield Problem("main_params_dtype", config.main_params_dtype, reason)
     if config.optimizer_cuda_graph:

@@ -1,9 +1,10 @@
 """Gradient release: update each parameter in backward as soon as its gradient is complete, then free the gradient.
 
 As in torch's optimizer-in-backward tutorial and FlashOptim, only gradients in flight need memory, so bf16 parameters
-with 16-bit remainders and 8-bit moments take six bytes per element in all. Weights are bit-equal to the ordinary step,
-except with stochastic rounding. Decisions that need all gradients (a clip coefficient, a skipped step) are not
-available, and configurations that ask for them are refused.
+with 16-bit remainders and 8-bit moments take six bytes per element in all, and five with 8-bit remainders
+(`main_params_dtype=torch.int8`). Weights are bit-equal to the ordinary step, except with stochastic rounding. Decisions
+that need all gradients (a clip coefficient, a skipped step) are not available, and configurations that ask for them are
+refused.
 """
 
 from collections.abc import Iterator

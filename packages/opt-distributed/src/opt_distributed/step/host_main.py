@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device
-from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.mains import Main, Numbers
+from opt_distributed.step.short_main import DecodedMain
 
-MakeMain = Callable[[Numbers, Tensor], Main | CodedMain]
+MakeMain = Callable[[Numbers, Tensor], Main | DecodedMain]
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class HostMain:
     """
 
     target: Tensor  # on the device
-    moved: Main | CodedMain  # on the host
+    moved: Main | DecodedMain  # on the host
     device: Device
 
     @classmethod
@@ -50,7 +50,7 @@ class HostMain:
     @property
     def reads_param(self) -> bool:
         """Whether an update reads the parameter, because its bits are the main values or a half of them."""
-        return self.numbers in (Numbers.DIRECT, Numbers.REMAINDER)
+        return self.numbers in (Numbers.DIRECT, Numbers.REMAINDER, Numbers.SHORT_REMAINDER)
 
     def stage_in(self, memory: Tensor) -> None:
         """Use `memory`, contiguous in the parameter's shape, as `staged` from now on."""

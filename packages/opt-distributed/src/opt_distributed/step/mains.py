@@ -15,6 +15,7 @@ class Numbers(Enum):
     DIRECT = auto()  # the parameter itself
     FP32_COPY = auto()  # an fp32 copy, which is rounded to the parameter
     REMAINDER = auto()  # the bf16 parameter and the lower 16 bits of the fp32 value
+    SHORT_REMAINDER = auto()  # the bf16 parameter and 8 more bits; see `short_main`
     FP16_SCALED = auto()  # fp16 codes with a scale for each block; see `coded_main`
 
 
@@ -87,5 +88,5 @@ def make_main(numbers: Numbers, target: Tensor) -> Main:
             if target.dtype != torch.bfloat16:
                 raise ValueError(f"remainders are for bf16 parameters, and this one is {target.dtype}")
             return Main(numbers, target, remainder=torch.zeros_like(target, dtype=torch.int16))
-        case Numbers.FP16_SCALED:
-            raise ValueError("scaled fp16 main values are made by coded_main.CodedMain.of")
+        case Numbers.FP16_SCALED | Numbers.SHORT_REMAINDER:
+            raise ValueError("main values that are decoded are made by CodedMain.of and ShortMain.of")

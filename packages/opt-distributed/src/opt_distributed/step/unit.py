@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.step.clip import times
-from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
@@ -20,6 +19,7 @@ from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import ReadGrads, Source
 from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.hooks import HookedUpdate
@@ -51,7 +51,7 @@ class OwnedPiece:
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # of its gradient
-    own_main: Main | CodedMain | HostMain | QuantizedMain
+    own_main: Main | DecodedMain | HostMain | QuantizedMain
     own_state: dict[str, Tensor]
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
@@ -66,7 +66,7 @@ class OwnedPiece:
     touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
 
     @property
-    def main(self) -> Main | CodedMain | HostMain | QuantizedMain:
+    def main(self) -> Main | DecodedMain | HostMain | QuantizedMain:
         """The main values."""
         self.touched.states = True
         return self.own_main
@@ -78,7 +78,7 @@ class OwnedPiece:
         return self.own_state
 
     @property
-    def moved(self) -> Main | CodedMain | QuantizedMain:
+    def moved(self) -> Main | DecodedMain | QuantizedMain:
         """The main values that the rule updates: those in host memory if the unit is there."""
         return self.own_main.moved if isinstance(self.own_main, HostMain) else self.own_main
 
@@ -392,7 +392,7 @@ class _Run:
     pieces: Sequence[OwnedPiece]
     rule: Rule  # that updates them
     count: StepCount = field(init=False)  # shared by its pieces from now on
-    opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
+    opened: Sequence[DecodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
     kept: KeptWorks = field(init=False)
 
@@ -401,7 +401,7 @@ class _Run:
         for piece in self.pieces:
             piece.take_count(self.count)
         mains = [piece.moved for piece in self.pieces]
-        self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
+        self.opened = [main for main in mains if isinstance(main, DecodedMain | QuantizedMain)]
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
@@ -443,7 +443,7 @@ class _Run:
     @property
     def is_decoded(self) -> bool:
         """Whether its mains use additional memory while they are open."""
-        return any(isinstance(main, CodedMain) for main in self.opened)
+        return any(isinstance(main, DecodedMain) for main in self.opened)
 
 
 def _may_join(runs: Sequence[_Run]) -> bool:
@@ -465,7 +465,7 @@ def _runs(pieces: Sequence[OwnedPiece], rule: Rule) -> list[_Run]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
+        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, DecodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(_Key(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [_Run(key=key, indices=at, pieces=[pieces[index] for index in at], rule=rule) for key, at in found.items()]

@@ -29,11 +29,18 @@ NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
         Numbers.DIRECT: "updated in place",
         Numbers.FP32_COPY: "fp32 mains",
         Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+        Numbers.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
         Numbers.FP16_SCALED: "scaled fp16 mains",
     }
 )
 _MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
-    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.FP16_SCALED: 2}
+    {
+        Numbers.DIRECT: 0,
+        Numbers.FP32_COPY: 4,
+        Numbers.REMAINDER: 2,
+        Numbers.SHORT_REMAINDER: 1,
+        Numbers.FP16_SCALED: 2,
+    }
 )
 
 

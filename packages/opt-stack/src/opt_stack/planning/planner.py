@@ -87,6 +87,8 @@ def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
         return Numbers.DIRECT
     if dtype == torch.bfloat16 and config.precision.remainder:
         return Numbers.REMAINDER
+    if dtype == torch.bfloat16 and config.precision.mains is torch.int8:
+        return Numbers.SHORT_REMAINDER
     return Numbers.FP16_SCALED if config.precision.mains is torch.float16 else Numbers.FP32_COPY
 
 

@@ -1,0 +1,89 @@
+"""The 8-bit remainder: 24 bits of a float32 number in a bf16 weight and an int8, against its definition."""
+
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs.short_remainder import join_short, split_short_
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38]
+INF_WORD = 0x7F800000
+
+
+def words(*, count: int = 200_000) -> Tensor:
+    """float32 numbers of every exponent, among them ties of both roundings."""
+    generator = torch.Generator().manual_seed(0)
+    word = torch.randint(-(2**31), 2**31, (count,), generator=generator)
+    ties = word.clone()
+    ties[::2] = (ties[::2] & ~0xFF) | 0x80
+    ties[::3] = (ties[::3] & ~0xFFFF) | 0x8000
+    found = torch.cat([word, ties]).to(torch.int32).view(torch.float32)
+    return torch.cat([found, torch.tensor(SPECIAL)])
+
+
+def split(main: Tensor) -> tuple[Tensor, Tensor]:
+    weight, bits = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int8)
+    split_short_(weight, bits, main)
+    return weight, bits
+
+
+def expected(value: float) -> float:
+    """`value` to nearest even in 24 bits, with integers of Python."""
+    (word,) = struct.unpack("<I", struct.pack("<f", value))
+    sign, magnitude = word >> 31, word & 0x7FFFFFFF
+    if magnitude > INF_WORD:
+        return float("nan")
+    low, upper = magnitude & 0xFF, magnitude >> 8
+    upper += low > 0x80 or (low == 0x80 and upper % 2)
+    return struct.unpack("<f", struct.pack("<I", sign << 31 | upper << 8))[0]
+
+
+def test_joined_values_are_those_rounded_to_24_bits() -> None:
+    main = words(count=5000)
+    want = torch.tensor([expected(value) for value in main.tolist()])
+    assert torch.equal(join_short(*split(main)).nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+
+
+def test_values_are_split_into_the_bits_that_they_were_joined_from() -> None:
+    weight, bits = split(words())
+    again, bits_again = split(join_short(weight, bits))
+    assert torch.equal(again.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(bits_again, bits)
+
+
+def test_the_weight_is_the_main_value_to_nearest() -> None:
+    main = words()
+    weight, bits = split(main)
+    value = join_short(weight, bits)
+    keeps = weight.isfinite() & main.isfinite()
+    off, unit = (weight.float() - value)[keeps].abs(), torch.frexp(weight[keeps].float())[1] - 8
+    assert (off <= torch.ldexp(torch.tensor(0.5), unit.clamp(min=-133))).all()
+
+
+def test_the_error_of_a_normal_number_is_below_two_to_the_minus_16() -> None:
+    main = words()
+    main = main[main.isfinite() & (main.abs() >= 2.0**-126) & (main.abs() < 3e38)]
+    assert ((join_short(*split(main)) - main).abs() <= 2.0**-16 * main.abs()).all()
+
+
+def test_nan_and_infinity_stay_in_the_weight() -> None:
+    weight, bits = split(torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf]))
+    assert weight.isnan().tolist() == [True, True, False, False]
+    assert weight[2:].tolist() == [torch.inf, -torch.inf]
+    assert not bits.any()
+    payload = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert split(payload)[0].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (5, 7)], ids=str)
+def test_any_shape_and_order_of_dimensions(shape: tuple[int, ...]) -> None:
+    main = torch.randn(shape)
+    flat = join_short(*split(main.reshape(-1))).view(shape)
+    assert torch.equal(join_short(*split(main)), flat)
+    if main.dim() == 2:
+        weight = torch.empty(shape[::-1], dtype=torch.bfloat16).t()
+        bits = torch.empty(shape, dtype=torch.int8)
+        split_short_(weight, bits, main)
+        assert torch.equal(join_short(weight, bits), flat)
