@@ -94,7 +94,7 @@ def iterate(chunk: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range
     return norms, rates
 
 
-def trained(**settings: Any) -> tuple[Trained, Trained]:
+def trained(settings: dict[str, Any]) -> tuple[Trained, Trained]:
     """An unbroken run, and one that resumes from a state dict after half of the steps."""
     initialize()
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float32

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp8_training import Stored, fp8_params, stored
-from test_tensor_parallel import run_grid
 from torch import Tensor, nn
-from tp_model import Grid, cut
+from tp_model import Grid, cut, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity import Held
 from torch import Tensor, nn
-from tp_model import Grid, cut
+from tp_model import Grid, cut, run_grid
 
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
@@ -30,17 +30,6 @@ SHAPES: Mapping[str, tuple[tuple[int, ...], int | None]] = {
     "norm": ((65,), None),
 }
 QKV = (6, 3, 3)  # four query groups: two on each tensor-parallel rank
-
-
-def run_grid(rank_main: Any, *, tp: int = TP, dp: int = DP) -> list[Any]:
-    """Runs `rank_main(grid)` on every rank."""
-    tp_worlds, dp_worlds = [World(tp) for _ in range(dp)], [World(dp) for _ in range(tp)]
-
-    def start(world: ThreadComm) -> Any:
-        of_dp, of_tp = divmod(world.rank, tp)
-        return rank_main(Grid(ThreadComm(tp_worlds[of_dp], of_tp), ThreadComm(dp_worlds[of_tp], of_dp), world))
-
-    return run_threads(tp * dp, start)
 
 
 class Net(nn.Module):

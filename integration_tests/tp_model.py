@@ -4,6 +4,7 @@ Column- and row-parallel matrices with biases, a fused gate, an embedding and a 
 every rank has. Whole weights come from a seed and are cut afterwards, so that every grid begins at the same model.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from opt_checkpoint import Segment, ShardedBase, ShardedTensor, ShardedTensorFactory
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_kernels.quantized import QuantizedTensor
 
 DIM, HEADS, FFN, VOCAB, CONTEXT, LAYERS = 24, 12, 48, 36, 8, 1  # 1, 2, 3 and 4 ranks divide all that is cut
@@ -28,6 +30,17 @@ class Grid(NamedTuple):
     def roles(self) -> Roles:
         dense = Axes(dp=self.dp, tp=self.tp)
         return Roles(dense=dense, expert=dense, everyone=self.world)
+
+
+def run_grid(rank_main: Callable[[Grid], Any], *, tp: int = 2, dp: int = 2) -> list[Any]:
+    """Run `rank_main(grid)` on every rank; ranks are threads."""
+    tp_worlds, dp_worlds = [World(tp) for _ in range(dp)], [World(dp) for _ in range(tp)]
+
+    def start(world: ThreadComm) -> Any:
+        of_dp, of_tp = divmod(world.rank, tp)
+        return rank_main(Grid(ThreadComm(tp_worlds[of_dp], of_tp), ThreadComm(dp_worlds[of_tp], of_dp), world))
+
+    return run_threads(tp * dp, start)
 
 
 class _Copied(torch.autograd.Function):

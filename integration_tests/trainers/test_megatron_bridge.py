@@ -65,11 +65,7 @@ def train_plain(settings: dict[str, Any]) -> bridge_ranks.Trained:
 
 @pytest.fixture(scope="module")
 def of_two_ranks() -> dict[str, list[Any]]:
-    return run_jobs(2, {name: Job(_train, (settings,)) for name, settings in SETTINGS.items()})
-
-
-def _train(settings: dict[str, Any]) -> Any:
-    return bridge_ranks.trained(**settings)
+    return run_jobs(2, {name: Job(bridge_ranks.trained, (settings,)) for name, settings in SETTINGS.items()})
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -142,7 +142,7 @@ def test_yaml_is_read_with_its_extra(tmp_path):
 
 def test_yaml_without_its_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r"^YAML needs the package pyyaml; install opt-config\[yaml\]$"):
+    with pytest.raises(ConfigError, match=r"^YAML needs the package pyyaml: python -m pip install pyyaml$"):
         OptimizerConfig.from_yaml("lr: 1")
 
 

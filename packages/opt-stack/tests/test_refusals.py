@@ -250,3 +250,23 @@ def test_fields_assigned_after_construction_are_checked_when_something_is_built(
     ddp_config.bucket_size = -1
     with pytest.raises(ConfigError, match="bucket_size=-1"):
         DistributedDataParallel(ddp_config, make_model())
+
+
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "a dict": (lambda model: get_optimizer({"lr": 0.1}, [model]), "config is a dict; pass opt_stack.OptimizerConfig"),
+    "swapped": (
+        lambda model: get_optimizer([model], OptimizerConfig(lr=0.1)),
+        r"config is a list; pass .* as the first argument",
+    ),
+    "parameters": (
+        lambda model: get_optimizer(OptimizerConfig(lr=0.1), model.parameters()),
+        "model_chunks holds a Parameter; pass the model, or a list of its modules",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_of_other_types_are_refused_in_a_sentence(call: Any, message: str) -> None:
+    """An AttributeError of the internals did not say what to pass."""
+    with pytest.raises(ConfigError, match=message):
+        call(nn.Linear(2, 2))

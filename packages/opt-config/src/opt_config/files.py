@@ -127,7 +127,7 @@ def _parse_yaml(text: str) -> object:
     try:
         yaml = import_module("yaml")
     except ImportError as error:
-        raise ConfigError("YAML needs the package pyyaml; install opt-config[yaml]") from error
+        raise ConfigError("YAML needs the package pyyaml: python -m pip install pyyaml") from error
     try:
         document: object = yaml.safe_load(text)
         return document

@@ -56,7 +56,7 @@ def show(rows: Sequence[GroupRow], form: str) -> None:
     try:
         rich_table = import_module("opt_paramgroups.rich_table")
     except ImportError as error:
-        raise ConfigError("the rich table needs the package rich; install opt-paramgroups[rich]") from error
+        raise ConfigError("the rich table needs the package rich: python -m pip install rich") from error
     rich_table.print_rich(rows)
 
 

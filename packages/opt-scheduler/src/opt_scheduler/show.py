@@ -39,7 +39,7 @@ def save_png(schedules: Mapping[str, Schedule], path: Path, *, steps: float) -> 
     try:
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise ScheduleError("a PNG needs matplotlib: pip install 'opt-scheduler[plot]'") from error
+        raise ScheduleError("a PNG needs matplotlib: python -m pip install matplotlib") from error
     # Not pyplot, which keeps figures in global state and may look for a display.
     figure = figure_module.Figure(figsize=(7, 2.4 * len(schedules)), layout="constrained")
     columns = [steps * i / 1000 for i in range(1001)]

@@ -93,7 +93,7 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    chunks = _chunks(model_chunks)
+    chunks = _chunks(config, model_chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
     known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     overrides = agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
@@ -152,7 +152,7 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    chunks = _chunks(model_chunks)
+    chunks = _chunks(config, model_chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
     known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     groups = agreed(
@@ -346,8 +346,20 @@ def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Given, 
     return find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
 
 
-def _chunks(model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    return [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+def _chunks(config: OptimizerConfig, model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the chunks as a list. Raises ConfigError for arguments of other types."""
+    if not isinstance(config, OptimizerConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass opt_stack.OptimizerConfig(...) as the first argument (from a "
+            "dict: OptimizerConfig.from_dict), and the model as the second"
+        )
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    other = next((chunk for chunk in chunks if not isinstance(chunk, nn.Module)), None)
+    if other is not None:
+        raise ConfigError(
+            f"model_chunks holds a {type(other).__name__}; pass the model, or a list of its modules, not parameters"
+        )
+    return chunks
 
 
 def _device(chunks: Sequence[nn.Module], everyone: Comm) -> torch.device:

@@ -103,7 +103,10 @@ def _with_placeholders(value: Any) -> Any:
         return type(value)(_with_placeholders(v) for v in value)
     if isinstance(value, set | frozenset):
         return {_with_placeholders(v) for v in value}
-    return value
+    # A class that another library has made loadable, as megatron.core does, may have attributes of an unknown class.
+    attributes = {} if isinstance(value, torch.Tensor | type) else getattr(value, "__dict__", {})
+    incomplete = next(not_loaded_in(_with_placeholders(dict(attributes))), None)
+    return value if incomplete is None else NotLoaded(incomplete)
 
 
 def not_loaded_in(value: Any) -> Iterator[str]:

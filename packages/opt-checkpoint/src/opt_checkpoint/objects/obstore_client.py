@@ -117,7 +117,7 @@ def _first_line(error: Exception) -> str:
 def _require_obstore() -> None:
     if not _INSTALLED:
         raise CheckpointingException(
-            "checkpoints in object stores need obstore, which is not installed: pip install 'opt-checkpoint[cloud]'"
+            "checkpoints in object stores need obstore, which is not installed: python -m pip install obstore"
         )
 
 
