@@ -321,14 +321,14 @@ def test_several_numbers_are_for_betas_alone() -> None:
         Number("etas", (0.5, 1.2))
 
 
-def own_adam(p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any, *, lr: Any) -> Any:
-    return p - lr, exp_avg, exp_avg_sq, max_exp_avg_sq
+def own_adam(p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, *, lr: Any) -> Any:
+    return p - lr, exp_avg, exp_avg_sq
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_rule_of_ones_own_may_have_the_name_of_ours(backend: str) -> None:
     # It ran as torch's fused AdamW.
-    formula = replace(ADAM, scalars=no_scalars, update=own_adam)
+    formula = Formula(name="adam", states=ADAM.states, scalars=no_scalars, update=own_adam)
     rule = elementwise(formula, backend=backend)
     main = torch.zeros(4)
     rule.update_([Batch(HYPER, [Work(grad=torch.ones(4), main=main, state=rule.init_state(main))])])

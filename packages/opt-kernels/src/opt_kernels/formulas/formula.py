@@ -24,11 +24,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberValue, unknown
+from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
 from opt_kernels.formulas.syntax import FormulaError, body_of, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Hyper
@@ -73,6 +74,7 @@ class Formula:
     declared: tuple[State, ...] = ()  # all states, once built
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         chosen = dict(self.constants)
         values = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
         declared = self.declared or self.states
@@ -83,9 +85,14 @@ class Formula:
             states=tuple(state for state in declared if state.when is None or values.get(state.when) is True),
             numbers=_completed(self.numbers),
         )
-        self._check_names(chosen)
-        check_scalars(self.scalars, dict(self.constants))
-        check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+        try:
+            self._check_names(chosen)
+            check_scalars(self.scalars, dict(self.constants))
+            check(self.update, self.result_names, frozenset(self.scalar_names), dict(self.constants))
+            self._check_unread()
+        except FormulaError as error:
+            named = f"formula {self.name!r}"
+            raise FormulaError(f"{error}" if named in f"{error}" else f"{named}: {error}") from None
 
     def __repr__(self) -> str:
         """Equal in all processes with the same source, because ranks compare it."""
@@ -93,6 +100,17 @@ class Formula:
         choices = "".join(f", {name}={value!r}" for name, value in self.constants)
         source = _digest(self.scalars, self.update, *(self.evaluation or ()))
         return f"Formula({self.name!r}, {numbers}{choices}, source={source})"
+
+    def _check_kinds(self) -> None:
+        """Raise FormulaError for a name that cannot be one of a class or state, and for values of other types."""
+        kinds = {"states": State, "numbers": Number, "choices": Choice}
+        for name, kind in kinds.items():
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+                raise FormulaError(f"{name}={values!r} of formula {self.name!r}; give a tuple of {kind.__name__}(...)")
+        for name in (self.name, self.title or self.name, *(state.name for state in self.states)):
+            if not isinstance(name, str) or not name.isidentifier():
+                raise FormulaError(f"formula {self.name!r} has the name {name!r}; give letters, digits and underscores")
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -126,6 +144,9 @@ class Formula:
                         f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
                     )
                 taken[name] = kind
+        for state in self.declared:
+            if state.when is not None and state.when not in choices:
+                raise FormulaError(f"formula {self.name!r}: {state!r} depends on a choice that is not declared")
         self._check_reads(named)
 
     def _check_reads(self, named: tuple[str, ...]) -> None:
@@ -143,16 +164,34 @@ class Formula:
                 f"numbers=(Number({missing[0]!r}, 1.0, low=0.0),)"
             )
 
+    def _check_unread(self) -> None:
+        """Raise FormulaError for what is declared, but has no effect."""
+        named = parameters_of(self.update)[1]
+        numbers = {*self.number_names, *chain.from_iterable(parameters_of(f)[1] for f in self.evaluation or ())}
+        switches = {choice.off_at_zero for choice in self.choices}
+        unread = {
+            "scalar": {*self.scalar_names} - {*named},
+            "choice": {choice.name for choice in self.choices} - {*named} - numbers,
+            "number": {
+                number.name
+                for number in self.numbers
+                if numbers.isdisjoint(_parts(number)) and number.name not in switches | {"lr", "weight_decay"}
+            },
+        }
+        readers = {"scalar": "`update`", "choice": "`scalars` or `update`", "number": "`scalars`"}
+        for kind, names in unread.items():
+            if names:
+                raise FormulaError(
+                    f"formula {self.name!r} declares the {kind} {min(names)!r}, which {readers[kind]} does not read; "
+                    "remove it, or make it a keyword-only parameter"
+                )
+        if unknown_switches := switches - {None} - {number.name for number in self.numbers}:
+            raise FormulaError(f"formula {self.name!r}: off_at_zero={min(map(str, unknown_switches))!r} is no number")
+
     @property
     def _readable(self) -> set[str]:
         """The possible arguments of `scalars`: step, numbers (beta1, beta2, ... for a tuple `betas`) and choices."""
-        names = {"step", *dict(self.constants)}
-        for number in self.numbers:
-            if isinstance(number.default, tuple):
-                names |= {f"{number.name.removesuffix('s')}{i + 1}" for i in range(len(number.default))}
-            else:
-                names.add(number.name)
-        return names
+        return {"step", *dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
 
     @property
     def result_names(self) -> tuple[str, ...]:
@@ -209,7 +248,13 @@ class Formula:
         for name in self.number_names:
             value = number_of(hyper, name, self)
             numbers[name] = value if isinstance(value, bool | str) else float(value)
-        return {name: float(value) for name, value in self.scalars(**numbers).items()}
+        try:
+            return {name: float(value) for name, value in self.scalars(**numbers).items()}
+        except (ArithmeticError, ValueError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
+            raise NumberError(
+                f"the scalars of formula {self.name!r} cannot be computed from {given}: {error}"
+            ) from None
 
     def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
         """The weights for evaluation, from the trained weights `p` and the states. With `back`, the reverse."""
@@ -229,6 +274,13 @@ class Formula:
         new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
         return [results[name] for name in self.result_names]
+
+
+def _parts(number: Number) -> set[str]:
+    """The names by which scalars read a number: beta1, beta2, ... of `betas`."""
+    if not isinstance(number.default, tuple):
+        return {number.name}
+    return {f"{number.name.removesuffix('s')}{i + 1}" for i in range(len(number.default))}
 
 
 def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:

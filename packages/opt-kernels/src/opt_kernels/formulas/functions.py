@@ -4,7 +4,8 @@ On float32 tensors each is rounded once, so that torch's operations give the bit
 """
 
 import math
-from typing import Any, TypeVar, cast
+from fractions import Fraction
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ Number = TypeVar("Number", float, Tensor)
 TERMS = 64  # number of terms of the series in `q_pochhammer`
 
 
-def fma(a: Any, b: Any, c: Tensor) -> Tensor:
-    """Return a * b + c, rounded once."""
-    if c.dtype is torch.float64:
-        return cast("Tensor", a * b + c)
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c, rounded once. For float64 tensors the product is rounded, too."""
+    like = next((x for x in (c, a, b) if isinstance(x, Tensor)), None)
+    if like is None:
+        is_finite = all(map(math.isfinite, (a, b, c)))
+        return float(Fraction(a) * Fraction(b) + Fraction(c)) if is_finite else a * b + c
+    if like.dtype is torch.float64:
+        return a * b + c
     # The product of two float32 numbers is exact in float64; rounding the sum twice matters once in 2^29 elements.
-    return cast("Tensor", _wide(a) * _wide(b) + c.double()).to(c.dtype)
+    return (_wide(a) * _wide(b) + _wide(c)).to(like.dtype)
 
 
 def _wide(x: Any) -> Any:
@@ -98,5 +103,7 @@ def _tensors(a: Any, b: Any) -> tuple[Tensor, Tensor]:
 def where(condition: Any, a: Any, b: Any) -> Any:
     """Return a if the condition holds, else b; elementwise for a tensor."""
     if isinstance(condition, Tensor):
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):  # torch would give them its default dtype
+            a = torch.tensor(a, dtype=torch.float32, device=condition.device)
         return torch.where(condition, a, b)
     return a if condition else b

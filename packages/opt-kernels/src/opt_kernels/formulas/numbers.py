@@ -84,6 +84,9 @@ class Choice:
     allowed: tuple[Constant, ...] = (False, True)
     off_at_zero: str | None = None
 
+    def __post_init__(self) -> None:
+        self.check(self.default)
+
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""
         if not any(value is one or (not isinstance(one, bool) and value == one) for one in self.allowed):

@@ -3,8 +3,9 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from opt_kernels.formulas import functions
@@ -24,9 +25,14 @@ class FormulaError(ValueError):
     """A formula that cannot be translated."""
 
 
+ARITIES = {name: len(inspect.signature(function).parameters) for name, function in _FUNCTIONS.items()}
+
+
 @cache
 def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the positional and of the keyword-only parameters."""
+    """Names of the positional and of the keyword-only parameters. Raises FormulaError for anything but a function."""
+    if not inspect.isfunction(function):
+        raise FormulaError(f"{function!r} is not a function; define it with `def` in a file")
     parameters = inspect.signature(function).parameters.values()
     named = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
@@ -44,6 +50,7 @@ def _parsed(function: Callable[..., Any], source: str) -> ast.stmt:
 @cache
 def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
     """The statements of a function, without its docstring. Raises FormulaError if it has no source."""
+    parameters_of(function)
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except OSError as error:
@@ -53,7 +60,7 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
     definition = _parsed(function, source)
     if not isinstance(definition, ast.FunctionDef):
         raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
-    body = definition.body
+    body: list[ast.stmt] = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
     _check_names(function, body)
@@ -61,7 +68,13 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
 
 
 def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
-    """Raise FormulaError for a call of anything but the functions of `opt_kernels.formulas`."""
+    """Raise FormulaError for a call of anything but the functions of `opt_kernels.formulas`, for a variable of the name
+    of one, and for a wrong number of arguments."""
+    shadowing = {*chain.from_iterable(parameters_of(function)), *assigned(body)} & {*FUNCTIONS}
+    if shadowing:
+        raise FormulaError(
+            f"{function.__qualname__} has a variable {min(shadowing)!r}, which is the name of a function; rename it"
+        )
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
@@ -71,6 +84,11 @@ def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
                     f"{function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
                     "opt_kernels.formulas, by these names and with positional arguments"
                 )
+            if len(node.args) != ARITIES[name] and not any(isinstance(one, ast.Starred) for one in node.args):
+                raise FormulaError(
+                    f"{function.__qualname__} calls {ast.unparse(node)} with {len(node.args)} arguments; {name} takes "
+                    f"{ARITIES[name]}"
+                )
 
 
 @cache
@@ -78,12 +96,15 @@ def scalar_expressions(
     function: Callable[..., Any],
 ) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
     """The assignments of `scalars`, and the expressions of its scalars. Raises FormulaError for any other form."""
-    *statements, last = body_of(function)
+    *statements, last = body_of(function) or (ast.Pass(),)
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):
         raise FormulaError(f'{function.__qualname__} must end with `return {{"name": expression, ...}}`')
     names = [key.value for key in last.value.keys if isinstance(key, ast.Constant)]
     if len(names) != len(last.value.keys):
         raise FormulaError(f"{function.__qualname__} must name its scalars with string literals")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise FormulaError(f"{function.__qualname__} returns {twice[0]!r} twice; rename one of them")
     return tuple(statements), tuple(zip(map(str, names), last.value.values))
 
 
@@ -128,5 +149,21 @@ def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:
 def evaluated(node: ast.expr, constants: Mapping[str, Constant]) -> Constant:
     """The value of a constant expression."""
     code = compile(ast.Expression(node), "<formula>", "eval")
-    value: Constant = eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(constants))
+    try:
+        value: Constant = eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(constants))
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise FormulaError(f"the constant {ast.unparse(node)!r} cannot be computed: {error}") from None
+    if not isinstance(value, bool | int | float | str):
+        raise FormulaError(f"the constant {ast.unparse(node)!r} is neither a number nor a string")
     return value
+
+
+def assigned(body: Sequence[ast.stmt]) -> list[str]:
+    """Names that the statements assign, in order."""
+    found = [
+        node.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    return list(dict.fromkeys(found))

@@ -3,12 +3,14 @@
 import ast
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from opt_kernels.formulas.numbers import Constant
 from opt_kernels.formulas.syntax import (
     OF_SCALARS,
     FormulaError,
+    assigned,
     body_of,
     decided,
     evaluated,
@@ -21,6 +23,7 @@ from opt_kernels.formulas.syntax import (
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="
 }  # fmt: skip
+TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127  # the smallest and the largest float32 number
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
@@ -80,6 +83,10 @@ class Dialect(ABC):
         match node:
             case ast.BinOp(left, ast.Pow(), right):
                 return self.raised(left, right)
+            case ast.BinOp(_, ast.Div(), right) if is_constant(right, self.constants) and not evaluated(
+                right, self.constants
+            ):
+                raise FormulaError(f"{ast.unparse(node)!r} divides by zero")
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
                 return self.operation(OPERATORS[type(op)], self.expression(left), self.expression(right))
             case ast.UnaryOp(ast.USub(), operand):
@@ -124,7 +131,7 @@ class Dialect(ABC):
                     new = ast.BinOp(ast.Name(name), op, value)
                     lines.append(self.assignment(name, self.expression(new)))
                 case ast.If(test, yes, no):
-                    _check_branch(test, scalars | self.constants.keys())
+                    check_branch(test, scalars | self.constants.keys())
                     lines += self.branch(
                         self.condition(test), self.statements(yes, scalars), self.statements(no, scalars)
                     )
@@ -138,7 +145,7 @@ class Dialect(ABC):
         return lines
 
 
-def _check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
+def check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
     """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
     wrong = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} - allowed
     if wrong:
@@ -152,7 +159,7 @@ def body_and_results(
     update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Constant]
 ) -> tuple[list[ast.stmt], list[ast.expr]]:
     """The statements of an update, and the expressions of its results in `names`: the new main and states."""
-    *body, last = folded(body_of(update), constants)
+    *body, last = folded(body_of(update), constants) or [ast.Pass()]
     value = last.value if isinstance(last, ast.Return) else None
     results = list(value.elts) if isinstance(value, ast.Tuple) else [] if value is None else [value]
     main, _, *states = parameters_of(update)[0]
@@ -166,7 +173,7 @@ def check(
 ) -> None:
     """Raise FormulaError for an update that cannot be translated, or reads an undefined name."""
     body, results = body_and_results(update, names, constants)
-    dialect = Check(constants, {*names, "g", *scalars, *constants, *assigned(body)}, update.__qualname__, scalars)
+    dialect = Check(constants, {*names, "g", *scalars, *constants}, update.__qualname__, scalars)
     dialect.statements(body, scalars)
     for result in results:
         dialect.expression(result)
@@ -175,9 +182,10 @@ def check(
 def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
     """Raise FormulaError for scalars that cannot be translated, or read an undefined name."""
     body, values = scalar_expressions(scalars)
-    known = frozenset(parameters_of(scalars)[1]) | {*assigned(body)}
-    dialect = _CheckScalars(constants, known, scalars.__qualname__, known)
-    dialect.statements(body, known)
+    known = frozenset(parameters_of(scalars)[1])
+    numbers = known | {*assigned(body)}
+    dialect = _CheckScalars(constants, known, scalars.__qualname__, numbers)
+    dialect.statements(body, numbers)
     for _, value in values:
         dialect.expression(value)
 
@@ -189,29 +197,53 @@ class Check(Dialect):
         self, constants: Mapping[str, Constant], known: Collection[str], function: str, scalars: frozenset[str]
     ) -> None:
         super().__init__(constants)
-        self.known = known
+        self.known = {*known}  # names that have a value, whichever branches ran
         self.function = function
         self.scalars = scalars | constants.keys()
 
     def expression(self, node: ast.expr) -> str:
         if isinstance(node, ast.IfExp):
-            _check_branch(node.test, self.scalars)
+            check_branch(node.test, self.scalars)
         return super().expression(node)
 
     def condition(self, node: ast.expr) -> str:
         if isinstance(node, ast.BoolOp | ast.UnaryOp):  # a tensor of elements has no single truth value in Python
-            _check_branch(node, self.scalars)
+            check_branch(node, self.scalars)
         return super().condition(node)
 
     def name(self, name: str) -> str:
         if name not in self.known:
             raise FormulaError(
-                f"{self.function} reads {name}, which is not defined; allowed are {', '.join(sorted(self.known))}. "
-                "Read a state that depends on a choice inside an `if` on it; write module constants as literals"
+                f"{self.function} reads {name}, which is not defined there; allowed are "
+                f"{', '.join(sorted(self.known)) or 'keyword-only parameters'}. Assign a variable in both branches of "
+                "an `if`, read a state that depends on a choice inside an `if` on it, and write module constants as "
+                "literals"
             )
         return ""
 
+    def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
+        for statement in folded(list(body), self.constants):
+            if isinstance(statement, ast.If):
+                self._check_branches(statement, scalars)
+            else:
+                super().statements([statement], scalars)
+        return []
+
+    def _check_branches(self, statement: ast.If, scalars: frozenset[str]) -> None:
+        """Check both branches. Afterwards the names are known that both assign."""
+        check_branch(statement.test, scalars | self.constants.keys())
+        self.condition(statement.test)
+        before = self.known
+        ends: list[set[str]] = []
+        for branch in (statement.body, statement.orelse):
+            self.known = {*before}
+            self.statements(branch, scalars)
+            ends.append(self.known)
+        self.known = ends[0] & ends[1]
+
     def literal(self, value: float) -> str:
+        if not TINY <= abs(value) <= HUGE and value != 0:
+            raise FormulaError(f"{self.function} has the constant {value!r}, which is not a float32 number")
         return ""
 
     def call(self, function: str, arguments: list[str]) -> str:
@@ -232,6 +264,7 @@ class Check(Dialect):
         return ""
 
     def assignment(self, name: str, value: str) -> str:
+        self.known.add(name)
         return ""
 
     def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
@@ -239,18 +272,12 @@ class Check(Dialect):
 
 
 class _CheckScalars(Check):
-    """The check of scalars, which may call all functions."""
+    """The check of scalars, which are float64 and may call all functions."""
+
+    def literal(self, value: float) -> str:
+        if not isfinite(value):
+            raise FormulaError(f"{self.function} has the constant {value!r}; constants are finite")
+        return ""
 
     def call(self, function: str, arguments: list[str]) -> str:
         return ""
-
-
-def assigned(body: Sequence[ast.stmt]) -> list[str]:
-    """Names that the statements assign, in order."""
-    found = [
-        node.id
-        for statement in body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    return list(dict.fromkeys(found))

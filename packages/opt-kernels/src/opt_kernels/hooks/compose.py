@@ -88,7 +88,7 @@ def _scalars_source(formula: Formula, parts: _Parts) -> list[str]:
     statements, scalars = scalar_expressions(formula.scalars)
     names = dict.fromkeys((*formula.number_names, "lr", "weight_decay"))
     pairs = [f"{name!r}: {ast.unparse(value)}" for name, value in scalars]
-    pairs += ["'hook_scalar': hook_scalar", "'hook_zero': 0.0"]
+    pairs += ["'hook_scalar': hook_scalar", *([] if parts.kept is None else ["'hook_zero': 0.0"])]
     lines = [f"hook_scalar = {parts.scalar}", "weight_decay = 0.0", *_lines(statements)]
     return [f"def scalars(*, {', '.join(names)}):", *_indented([*lines, f"return {{{', '.join(pairs)}}}"])]
 

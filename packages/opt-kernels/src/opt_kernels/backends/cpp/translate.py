@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.translate import Dialect, assigned, body_and_results
+from opt_kernels.formulas.syntax import assigned
+from opt_kernels.formulas.translate import Dialect, body_and_results
 
 
 class Cpp(Dialect):

@@ -11,8 +11,8 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from opt_kernels.formulas.formula import Formula, number_of
-from opt_kernels.formulas.syntax import scalar_expressions
-from opt_kernels.formulas.translate import Dialect, assigned, body_and_results
+from opt_kernels.formulas.syntax import assigned, scalar_expressions
+from opt_kernels.formulas.translate import Dialect, body_and_results
 from opt_kernels.works import Hyper
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
