@@ -4,10 +4,12 @@ A gradient here is the number that a parameter's sum is multiplied with, so that
 wrong by whole units. Ranks are threads whose collectives block: two groups in different orders would be a deadlock.
 """
 
+import gc
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -353,6 +355,44 @@ def test_a_training_forward_on_one_rank_alone_is_an_error_on_all() -> None:
     assert isinstance(first, GradientError)
     assert "dropped the gradients of different iterations" in str(first)
     assert second is not None
+
+
+def test_a_wrapped_model_that_nobody_uses_is_freed() -> None:
+    """Hooks of its parameters kept it, its buffers and its share of the process groups for ever."""
+    axes = Axes(dp=Alone(), tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=Alone())
+    ddp = DistributedDataParallel(SHARDED, Sums({"dense0": 3}), groups=roles)
+    ddp("dense0", 1.0).backward()
+    ddp.finish_grad_sync()
+    alive = ref(ddp)
+    del ddp
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_that_one_rank_keeps_disturbs_no_dropped_iteration() -> None:
+    """Only the rank that had dropped the other model launched reductions early; the next iteration met these."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        ddp, other = (DistributedDataParallel(REPLICATED, Sums({"dense0": 3, "dense1": 4}), groups=roles) for _ in "12")
+        kept = [other] if comm.rank == 0 else []
+        del other
+        gc.collect()
+        comm.gather_objects(None)
+        for iteration in range(4):
+            for name in ("dense1", "dense0"):
+                ddp(name, 1.0 + comm.rank + iteration).backward()
+            if iteration != 2:
+                ddp.finish_grad_sync()
+                check_owned(ddp, "dense0", 1.5 + iteration)
+                check_owned(ddp, "dense1", 1.5 + iteration)
+            ddp.zero_grad_buffer()
+        assert ddp.grad_sync.launch_order.may_launch_early == (not kept)
+
+    with pytest.warns(UserWarning, match="1 more wrapped model chunks"):
+        run_threads(2, rank_main)
 
 
 def test_chunks_with_one_number_have_no_order() -> None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -342,15 +341,28 @@ class DistributedDataParallel(nn.Module):
             for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, id, accumulator))  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(_OnGrad(self, id, accumulator))  # type: ignore[no-untyped-call]
 
-    def _on_grad(self, id: ParamId, accumulator: Tensor, param: Tensor) -> None:
-        """Hook that runs in backward when the gradient of a parameter is complete."""
+
+class _OnGrad:
+    """Hook that runs in backward when the gradient of a parameter is complete.
+
+    Python's garbage collector does not see through hooks of tensors, so this one must not keep the wrapper alive.
+    """
+
+    def __init__(self, chunk: DistributedDataParallel, id: ParamId, accumulator: Tensor):
+        self._chunk = ref(chunk)
+        self._id, self._accumulator = id, accumulator
+
+    def __call__(self, param: Tensor) -> None:
         assert isinstance(param, nn.Parameter)
-        self.grad_sync.check_accumulating(id)
-        adopt_main_grad_(param, accumulator, str(id))
-        take_grad_(param, str(id))
-        self.grad_sync.note(id)
+        chunk = self._chunk()
+        if chunk is None:
+            return
+        chunk.grad_sync.check_accumulating(self._id)
+        adopt_main_grad_(param, self._accumulator, str(self._id))
+        take_grad_(param, str(self._id))
+        chunk.grad_sync.note(self._id)
 
 
 def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:

@@ -148,7 +148,7 @@ class GradSync:
         Raises:
             GradientError: another rank drops another iteration.
         """
-        if self._has_run and self.launch_order.may_launch_early:
+        if self._has_run and self.launch_order.any_may_launch_early:
             self.launch_order.launch_through(self)
             self._check_dropped()
         for index in self.order:

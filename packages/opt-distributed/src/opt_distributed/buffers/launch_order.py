@@ -72,8 +72,16 @@ class LaunchOrder:
 
     @property
     def may_launch_early(self) -> bool:
-        """Whether complete buckets are launched during backward; the same on all ranks."""
-        return all(chunk.may_launch_early for chunk in self.chunks) and self._has_its_groups_alone()
+        """Whether complete buckets are launched during backward on this rank.
+
+        Another rank may keep a model alive that this one has dropped, and so launch nothing early.
+        """
+        return self.any_may_launch_early and self._has_its_groups_alone()
+
+    @property
+    def any_may_launch_early(self) -> bool:
+        """Whether any rank may launch complete buckets during backward; the same on all ranks."""
+        return all(chunk.may_launch_early for chunk in self.chunks)
 
     def launch_ready(self) -> None:
         """Launch, in order, complete buckets and those of started chunks, up to the first that is neither."""
