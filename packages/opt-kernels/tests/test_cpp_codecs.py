@@ -38,7 +38,7 @@ def no_scalars(*, lr: float) -> dict[str, float]:
     return {"lr": lr}
 
 
-def swap(p: Any, g: Any, x: Any) -> Any:
+def swap(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     """Reads the state into the main, and writes the gradient to the state."""
     return x, g
 
