@@ -215,7 +215,7 @@ def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False, bui
         if step == 2:
             disturb(optimizer, params)
         if not kept:
-            optimizer._forget_roster()
+            optimizer._forget_rows()
         try:
             optimizer.step()
         except ValueError as error:
@@ -264,7 +264,7 @@ def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Paramet
         params[late].grad = None
         new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
         if not kept:
-            optimizer._forget_roster()
+            optimizer._forget_rows()
         optimizer.step()
     return params, [float(optimizer.state[param]["step"]) for param in params]
 

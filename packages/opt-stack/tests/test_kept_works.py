@@ -357,15 +357,15 @@ def buffers_of(optimizer: Optimizer) -> list[Any]:
 def test_works_are_kept_at_all(form: str) -> None:
     """Otherwise the tests above compare a thing with itself."""
     model, optimizer = build(form)
-    params, standings = list(model.parameters()), []
+    params, unchanged = list(model.parameters()), []
     for step in range(3):
         new_grads(params, step)
         optimizer.step()
         kept = [run.kept for unit in optimizer.stepper.units for run in unit._runs]
         assert kept
-        assert all(one._places is not None for one in kept)
-        standings.append([one._standing for one in kept])
-    assert standings[0] == standings[1] == standings[2]
+        assert all(one._snapshot is not None for one in kept)
+        unchanged.append([one._unchanged for one in kept])
+    assert unchanged[0] == unchanged[1] == unchanged[2]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -115,7 +115,7 @@ class Work:
     )
 
 
-class Standing:
+class Unchanged:
     """A caller's guarantee that the tensors of its works have not moved since the last call with this object.
 
     All columns except the gradients have the same tensors, addresses and layouts as in every earlier `Works` with this
@@ -123,10 +123,10 @@ class Standing:
     moved.
     """
 
-    __slots__ = ("found",)
+    __slots__ = ("cache",)
 
     def __init__(self) -> None:
-        self.found: dict[Hashable, Any] = {}
+        self.cache: dict[Hashable, Any] = {}
 
 
 class Works(Sequence[Work]):
@@ -136,7 +136,7 @@ class Works(Sequence[Work]):
     host's work. A column that none of the works has is None.
     """
 
-    __slots__ = ("firsts", "grads", "grads_at", "mains", "matrices", "outs", "remainders", "standing", "states")
+    __slots__ = ("firsts", "grads", "grads_at", "mains", "matrices", "outs", "remainders", "states", "unchanged")
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Works(Sequence[Work]):
         remainders: Sequence[Tensor] | None = None,
         matrices: Sequence[MatrixSpec] | None = None,
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
-        standing: Standing | None = None,  # None: tensors may have moved since the last call
-        grads_at: tuple[int, ...] = (),  # with `standing`, the addresses of the gradients
+        unchanged: Unchanged | None = None,  # None: tensors may have moved since the last call
+        grads_at: tuple[int, ...] = (),  # with `unchanged`, the addresses of the gradients
     ) -> None:
         self.grads = grads
         self.mains = mains
@@ -158,14 +158,14 @@ class Works(Sequence[Work]):
         self.remainders = remainders
         self.matrices = matrices
         self.firsts = firsts
-        self.standing = standing
+        self.unchanged = unchanged
         self.grads_at = grads_at
 
-    def with_grads(self, grads: Sequence[Tensor], *, standing: Standing | None, grads_at: tuple[int, ...]) -> "Works":
+    def with_grads(self, grads: Sequence[Tensor], *, unchanged: Unchanged | None, grads_at: tuple[int, ...]) -> "Works":
         """The same columns with these gradients."""
         return Works(
             grads, mains=self.mains, states=self.states, outs=self.outs, remainders=self.remainders,
-            matrices=self.matrices, firsts=self.firsts, standing=standing, grads_at=grads_at,
+            matrices=self.matrices, firsts=self.firsts, unchanged=unchanged, grads_at=grads_at,
         )  # fmt: skip
 
     def __len__(self) -> int:

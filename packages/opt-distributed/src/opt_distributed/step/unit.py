@@ -280,7 +280,7 @@ class Unit:
             works = run.works(ready.grads, states_may_change=self._touched.states)
             hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
-            iterates = self.rule.needs is Needs.MATRICES and works.standing is None
+            iterates = self.rule.needs is Needs.MATRICES and works.unchanged is None
             batches.append(Batch(hyper, list(works) if iterates else works))
         return batches
 
@@ -412,7 +412,7 @@ class _Run:
         )
         self.kept = KeptWorks(
             lambda: self.columns,
-            places=self.indices,
+            positions=self.indices,
             params=[main.target for main in mains],
             states=self.columns.states,
             mains=[tensor for main in mains for tensor in main.kept()],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.backends.triton.places import are_plain
+from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.dtensor import Span, spans
 from opt_kernels.formulas.formula import OF_HYPER
@@ -40,7 +40,7 @@ from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
-from opt_kernels.optim.roster import Roster, params_of
+from opt_kernels.optim.param_rows import ParamRows, params_of
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Rule
@@ -99,7 +99,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         check_names(self.hooks, self.rules)
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
-        self._roster: Roster | None = None  # rebuilt whenever parameters, gradients or states changed
+        self._param_rows: ParamRows | None = None  # rebuilt whenever parameters, gradients or states changed
         self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
         self._states_may_change = False  # True once `state` was read
         self._fits_graphs = True  # whether torch.compile can take a step as one operation
@@ -117,19 +117,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, dict[str, Tensor]]) -> None:
-        self._forget_roster()
+        self._forget_rows()
         self.__dict__["state"] = value
 
-    def _forget_roster(self) -> None:
-        if self._roster is not None:
-            self._roster.write_steps_()
-        self._roster = None
+    def _forget_rows(self) -> None:
+        if self._param_rows is not None:
+            self._param_rows.write_steps_()
+        self._param_rows = None
 
     @property
     def _states(self) -> defaultdict[Tensor, dict[str, Tensor]]:
         """The states, for callers that only read values."""
-        if self._roster is not None:
-            self._roster.write_steps_()
+        if self._param_rows is not None:
+            self._param_rows.write_steps_()
         states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
         return states
 
@@ -190,7 +190,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self._adopt_changes()
         self._on_device.upload(self.param_groups)
         if self._on_device.is_captured:
-            grads = self._enrolled_gradients()
+            grads = self._current_gradients()
             if grads is None or addresses(grads) != self._captured_at:
                 raise CaptureError(
                     "gradients or states moved since the step was captured: other parameters have gradients, "
@@ -273,9 +273,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self._entries.accept(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_roster" in self.__dict__:
-            self._forget_roster()
-        super().__setstate__({"_states_may_change": True} | state | {"_roster": None})
+        if "_param_rows" in self.__dict__:
+            self._forget_rows()
+        super().__setstate__({"_states_may_change": True} | state | {"_param_rows": None})
         self.defaults.pop("differentiable", None)  # added by torch; no group has it
         self._entries = GroupEntries(list(self.defaults), self.param_groups)
         self._fits_graphs = are_plain(params_of(self.param_groups))
@@ -283,7 +283,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
-        own |= {"hooks": self.hooks, "_roster": None, "capturable": self.capturable, "_on_device": None}
+        own |= {"hooks": self.hooks, "_param_rows": None, "capturable": self.capturable, "_on_device": None}
         own |= {"_captured_at": []}
         return super().__getstate__() | own
 
@@ -307,7 +307,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 self._check_changed(group, {**self.defaults, **before})
                 for param in group["params"]:
                     self._check_param(group, param)
-                self._forget_roster()
+                self._forget_rows()
         if changes:
             self._entries.accept(self.param_groups)
 
@@ -334,7 +334,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _update_(self) -> None:
         self._adopt_changes()
         if not self.__dict__["state"] and only_makes_state(self.param_groups):
-            self._roster = Roster(self.param_groups, self._states, self._enrolled, steps_on_device=self.capturable)
+            self._param_rows = ParamRows(
+                self.param_groups, self._states, self._member_of, steps_on_device=self.capturable
+            )
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -371,34 +373,34 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each
         parameter, unless `made` (0-d, on the device) is zero."""
-        grads = self._enrolled_gradients()
-        if self._roster is None or grads is None:
-            self._roster = Roster(
-                self.param_groups, self._states, self._enrolled, steps_on_device=self._on_device is not None
+        grads = self._current_gradients()
+        if self._param_rows is None or grads is None:
+            self._param_rows = ParamRows(
+                self.param_groups, self._states, self._member_of, steps_on_device=self._on_device is not None
             )
             grads = [param.grad for param in params_of(self.param_groups)]
-        return self._roster.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
+        return self._param_rows.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
 
-    def _enrolled_gradients(self) -> list[Tensor | None] | None:
-        """The gradients of all parameters. None without a roster, or with an outdated one."""
-        if self._roster is None:
+    def _current_gradients(self) -> list[Tensor | None] | None:
+        """The gradients of all parameters. None if there are no rows yet, or outdated ones."""
+        if self._param_rows is None:
             return None
         states = self.__dict__["state"]
-        return self._roster.gradients(self.param_groups, states, states_may_change=self._states_may_change)
+        return self._param_rows.gradients(self.param_groups, states, states_may_change=self._states_may_change)
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
         if self._on_device is None:
             return self._hyper(self.param_groups[group], sweep.rule, step)
         return self._hyper(self._on_device.of(sweep.device, self.param_groups)[group], sweep.rule, step)
 
-    def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
-        """The roster entry of `param`, whose state is created if it has none."""
+    def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
+        """The row entry of `param`, whose state is created if it has none."""
         of_group = self.param_groups[group]
         rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
         state = self._states[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix))
-        return Member(place, group, param, state, rule, matrix, first, self._spans(rule, param))
+        return Member(position, group, param, state, rule, matrix, first, self._spans(rule, param))
 
     def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
         """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""

@@ -24,7 +24,7 @@ class Sweep(NamedTuple):
 class Member(NamedTuple):
     """One parameter that has a gradient."""
 
-    place: int  # among all parameters
+    position: int  # among all parameters
     group: int
     param: Tensor
     state: dict[str, Tensor]
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     sweep: Sweep
     group: int
     kind: str | None  # MAIN, REMAINDER, or None
-    places: tuple[int, ...]  # among all parameters
+    positions: tuple[int, ...]  # among all parameters
     params: list[Tensor]
     states: list[dict[str, Tensor]]
     matrices: list[MatrixSpec]
@@ -100,7 +100,7 @@ class Row(NamedTuple):
         """Works of this row that steps can keep; none are kept yet."""
         return KeptWorks(
             lambda: self.columns(self.params),
-            places=self.places,
+            positions=self.positions,
             params=self.params,
             states=self.states,
             is_possible=self.spans is None and is_launched(*self.sweep),
@@ -110,7 +110,7 @@ class Row(NamedTuple):
         """The works of these tensors, which are the local shards of DTensors."""
         if self.spans is not None:
             return self._works_by_span(params, grads, self.spans)
-        return self.columns(params).with_grads(grads, standing=None, grads_at=())
+        return self.columns(params).with_grads(grads, unchanged=None, grads_at=())
 
     def columns(self, params: Sequence[Tensor]) -> Works:
         """All columns except the gradients."""

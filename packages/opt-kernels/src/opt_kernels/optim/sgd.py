@@ -42,11 +42,11 @@ class MomentumOptimizer(FormulaOptimizer):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
-            self._forget_roster()
+            self._forget_rows()
             self._have_momentum = have_momentum
         return super()._batches(made)
 
-    def _enrolled(self, place: int, group: int, param: Tensor, first: int) -> Member:
+    def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
         state, of_group = self._states[param], self.param_groups[group]
         if state and of_group["momentum"] and MOMENTUM not in state:
@@ -57,4 +57,4 @@ class MomentumOptimizer(FormulaOptimizer):
                     "before the first step, or build the optimizer with dampening=0"
                 )
             state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
-        return super()._enrolled(place, group, param, first)
+        return super()._member_of(position, group, param, first)

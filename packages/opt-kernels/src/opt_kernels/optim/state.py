@@ -35,7 +35,7 @@ def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[
     shard = local(param).detach()
     # Aliases, so that callers do not depend on the tensors in which the optimizer stores its states.
     saved = {name: tensor.detach() for name, tensor in state.items() if name != REMAINDER}
-    saved[STEP] = state[STEP].clone()  # a view of the tensor in which the roster counts
+    saved[STEP] = state[STEP].clone()  # a view of the tensor in which steps are counted
     for name, codec in codecs.items():
         if codec.block:
             values = torch.empty_like(shard, dtype=torch.float32)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.places import Places, are_plain
-from opt_kernels.works import Standing, Works
+from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
+from opt_kernels.works import Unchanged, Works
 
 _VALUES: Callable[[Any], Iterable[Tensor]] = dict.values
 
@@ -22,55 +22,55 @@ class KeptWorks:
         self,
         columns: Callable[[], Works],  # all columns except the gradients, as they are now
         *,
-        places: Sequence[int],  # of the gradients, among those given in each step
+        positions: Sequence[int],  # of the gradients, among those given in each step
         params: Sequence[Tensor],  # what other code may move at any time
         states: Sequence[Mapping[str, Tensor]],  # what it may move or replace once it had access
         mains: Sequence[Tensor] = (),  # likewise, where they are not among the states
         is_possible: bool,  # False: nothing is ever kept
     ) -> None:
         self._make_columns = columns
-        self._pick = _picker(places)
+        self._pick = _picker(positions)
         self._params, self._states, self._mains = params, states, mains
         self._is_possible = (
-            is_possible and len(places) > 0 and are_plain(params) and all(type(state) is dict for state in states)
+            is_possible and len(positions) > 0 and are_plain(params) and all(type(state) is dict for state in states)
         )
-        self._places: Places | None = None  # None: nothing is kept
-        self._with_states = False  # whether the places of states and mains are among them
+        self._snapshot: Snapshot | None = None  # None: nothing is kept
+        self._with_states = False  # whether the positions of states and mains are among them
         self._names: list[str] = []  # of these states
         self._columns: Works | None = None
-        self._standing = Standing()
+        self._unchanged = Unchanged()
 
     def hold(self, grads: Sequence[Tensor | None], *, states_may_change: bool) -> bool:
         """Whether works are kept and still valid. `grads` are those of all parameters."""
-        if self._places is None:
+        if self._snapshot is None:
             return False
         is_held = (
             self._with_states == states_may_change
             and self._names_of(states_may_change) == self._names
-            and self._places.hold(self._pick(grads), self._others(states_may_change))
+            and self._snapshot.hold(self._pick(grads), self._others(states_may_change))
         )
         if not is_held:
-            self._places = None
+            self._snapshot = None
         return is_held
 
     def begin(self, grads: Sequence[Tensor | None], *, states_may_change: bool) -> None:
         """Keep the works from now on, if possible."""
-        self._places = None
+        self._snapshot = None
         if not self._is_possible:
             return
         others, present = self._others(states_may_change), self._pick(grads)
         if not are_plain([*present, *others]):
             return
-        self._places = Places(present, others)
+        self._snapshot = Snapshot(present, others)
         self._with_states, self._names = states_may_change, self._names_of(states_may_change)
         self._columns = self._make_columns()
-        self._standing = Standing()
+        self._unchanged = Unchanged()
 
     def works(self, grads: Sequence[Tensor | None]) -> Works | None:
         """The works with these gradients; None if nothing is kept."""
-        if self._places is None or self._columns is None:
+        if self._snapshot is None or self._columns is None:
             return None
-        return self._columns.with_grads(self._pick(grads), standing=self._standing, grads_at=self._places.grads_at)
+        return self._columns.with_grads(self._pick(grads), unchanged=self._unchanged, grads_at=self._snapshot.grads_at)
 
     def _others(self, with_states: bool) -> Sequence[Tensor]:
         if not with_states:
@@ -86,11 +86,11 @@ def is_launched(rule: object, device: torch.device) -> bool:
     return device.type == "cuda" or getattr(rule, "backend", None) == "triton"
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that returns the entries of a sequence at these indices. If they are all indices in order, it returns
     the sequence itself."""
-    if len(places) == 1:
-        return lambda entries: (entries[places[0]],)
-    pick = itemgetter(*places) if places else lambda entries: ()
-    in_order = list(places) == list(range(len(places)))
-    return lambda entries: entries if in_order and len(entries) == len(places) else pick(entries)
+    if len(positions) == 1:
+        return lambda entries: (entries[positions[0]],)
+    pick = itemgetter(*positions) if positions else lambda entries: ()
+    in_order = list(positions) == list(range(len(positions)))
+    return lambda entries: entries if in_order and len(entries) == len(positions) else pick(entries)

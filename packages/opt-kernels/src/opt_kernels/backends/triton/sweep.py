@@ -174,8 +174,8 @@ def cut_sweeps(
     cut_by: Hashable = None,  # what `cutting` depends on, apart from the sizes of the works
 ) -> list[Launch] | None:
     """As `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
-    if pieces and all(works.standing is not None and len(works) > 0 for _, works in pieces):
-        return _standing_sweeps(pieces, codecs, cutting, cut_by)
+    if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
+        return _unchanged_sweeps(pieces, codecs, cutting, cut_by)
     call = _call(pieces, codecs)
     if not call.grads:
         return []
@@ -189,14 +189,14 @@ def cut_sweeps(
     return launches.sweeps
 
 
-def _standing_sweeps(
+def _unchanged_sweeps(
     pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
 ) -> list[Launch] | None:
     """As `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
     device = first.grads[0].device
-    found = first.standing.found if first.standing is not None else {}
-    which = (tuple([(row, works.standing) for row, works in pieces]), tuple(codecs.items()), cut_by)
+    found = first.unchanged.cache if first.unchanged is not None else {}
+    which = (tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cut_by)
     placed: _Placed | None = found.get(which)
     key = _key(_call(pieces, codecs), codecs, cut_by) if placed is None else placed.key
     known = known_calls(device).get(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from opt_kernels.backends.triton.sweep import lies_in_order, uniform
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.rounds import Round, alike_tasks, rounds
-from opt_kernels.works import Batch, Standing, Work, Works
+from opt_kernels.works import Batch, Unchanged, Work, Works
 
 
 class _Piece(NamedTuple):
@@ -17,14 +17,14 @@ class _Piece(NamedTuple):
 
     row: int
     columns: Works
-    standing: Standing
+    unchanged: Unchanged
     indices: list[int]  # of its works among all
 
     def with_grads(self, grads: Sequence[Any], grads_at: Sequence[int]) -> tuple[int, Works]:
         pick: Callable[[Sequence[Any]], Any] = itemgetter(*self.indices)
         if len(self.indices) == 1:
             pick = lambda entries: (entries[self.indices[0]],)
-        return self.row, self.columns.with_grads(pick(grads), standing=self.standing, grads_at=pick(grads_at))
+        return self.row, self.columns.with_grads(pick(grads), unchanged=self.unchanged, grads_at=pick(grads_at))
 
 
 class _Kept(NamedTuple):
@@ -37,15 +37,15 @@ class _Kept(NamedTuple):
 def kept_rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> list[Round] | None:
     """The result of `rounds`, for callers that read layouts only. None if works are not kept, or a gradient is not in
     C order."""
-    columns = [works for _, works in batches if isinstance(works, Works) and works.standing is not None]
+    columns = [works for _, works in batches if isinstance(works, Works) and works.unchanged is not None]
     if not columns or len(columns) < len(batches):
         return None
-    first = columns[0].standing
+    first = columns[0].unchanged
     assert first is not None
-    key = (kept_rounds, tuple([works.standing for works in columns]), inputs, factors)
-    if key not in first.found:
-        first.found[key] = _found(batches, columns, inputs, factors)
-    kept: list[_Kept] | None = first.found[key]
+    key = (kept_rounds, tuple([works.unchanged for works in columns]), inputs, factors)
+    if key not in first.cache:
+        first.cache[key] = _found(batches, columns, inputs, factors)
+    kept: list[_Kept] | None = first.cache[key]
     if kept is None:
         return None
     grads = list(chain.from_iterable([works.grads for works in columns]))
@@ -64,7 +64,7 @@ def _found(
     kept = []
     for one in rounds(without, inputs, factors):
         pieces = [
-            _Piece(row, uniform([task.work for task in alike])[0], Standing(), [number[id(t.work)] for t in alike])
+            _Piece(row, uniform([task.work for task in alike])[0], Unchanged(), [number[id(t.work)] for t in alike])
             for row, alike in alike_tasks(one, hypers)
         ]
         kept.append(_Kept(one, pieces))

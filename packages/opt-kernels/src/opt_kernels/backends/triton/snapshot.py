@@ -11,7 +11,7 @@ ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
 PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
 
 
-class Places:
+class Snapshot:
     """Addresses and layouts of tensors in one step, for comparison in the next."""
 
     def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:

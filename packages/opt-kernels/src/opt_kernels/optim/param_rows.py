@@ -1,7 +1,7 @@
 """The parameters that are updated together, determined once and kept until something about them changes.
 
 A step over hundreds of parameters would otherwise spend more time on grouping them than on launching the update. A
-roster stores columns with one entry per parameter, and processes whole columns at a time.
+row stores columns with one entry per parameter, and processes whole columns at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,30 +22,30 @@ _GRAD = attrgetter("grad")
 _PARAMS = itemgetter("params")
 
 
-class Roster:
+class ParamRows:
     """The parameters that currently have gradients, grouped into rows."""
 
     def __init__(
         self,
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, dict[str, Tensor]],
-        enrol: Callable[[int, int, Tensor, int], Member],  # from place, group, parameter, first
+        member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
         *,
         steps_on_device: bool = False,
     ) -> None:
-        """`enrol` creates the state of a parameter without one. Raises ValueError for a sparse or complex gradient."""
+        """`member_of` creates the state of a parameter if needed. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
-        self._without_grad = [place for place, is_missing in enumerate(self._missing) if is_missing]
+        self._without_grad = [position for position, is_missing in enumerate(self._missing) if is_missing]
         members = []
-        place = first = 0
+        position = first = 0
         for index, group in enumerate(groups):
             for param in group["params"]:
                 if param.grad is not None:
                     _refuse(param.grad)
-                    members.append(enrol(place, index, param, first))
-                place, first = place + 1, first + param.numel()
+                    members.append(member_of(position, index, param, first))
+                position, first = position + 1, first + param.numel()
         self._rows = _rows(members, steps_on_device=steps_on_device)
         self._states = list(state.values())
         self._of_members = [member.state for member in members]
@@ -60,13 +60,13 @@ class Roster:
         *,
         states_may_change: bool = True,  # False: no other code had access to them
     ) -> list[Tensor | None] | None:
-        """The gradients of all parameters; None if the roster is outdated: other parameters, gradients or
+        """The gradients of all parameters; None if the rows are outdated: other parameters, gradients or
         states."""
         params = params_of(groups)
         if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
             return None
         grads: list[Any] = list(map(_GRAD, params))
-        if any(grads[place] is not None for place in self._without_grad):
+        if any(grads[position] is not None for position in self._without_grad):
             return None  # a parameter has its first gradient; `hold` looks at those of members alone
         if states_may_change and not self._has_states_of(state):
             return None
@@ -74,7 +74,7 @@ class Roster:
             return grads
         if list(map(is_, grads, repeat(None))) != self._missing:
             return None
-        if not all(row.holds(grads[row.places[0]]) for row in self._rows):
+        if not all(row.holds(grads[row.positions[0]]) for row in self._rows):
             return None
         for kept in self._kept:
             kept.begin(grads, states_may_change=states_may_change)
@@ -113,7 +113,7 @@ class Roster:
     def _works(self, row: Row, grads: Sequence[Tensor | None]) -> Works:
         """The works of a row, for tensors at any address."""
         params: list[Tensor] = row.params
-        of_row: list[Any] = [grads[place] for place in row.places]
+        of_row: list[Any] = [grads[position] for position in row.positions]
         if self._distributed:
             params, of_row = list(map(local, params)), list(map(local, of_row))
         return row.works(params, of_row)
@@ -155,7 +155,7 @@ def _row(
         sweep=sweep,
         group=group,
         kind=kind,
-        places=tuple(member.place for member in members),
+        positions=tuple(member.position for member in members),
         params=[member.param for member in members],
         states=[member.state for member in members],
         matrices=[member.matrix for member in members],
