@@ -150,8 +150,8 @@ class TieredCheckpointManager(Closing):
     def save(self, step: int, state: ShardedStateDict) -> bool:
         """Save a step to the local tier, and to the durable one if it is due; in the background.
 
-        Waits for the previous local save, and raises its failure. Later local steps are removed: the run went back to
-        before them.
+        Waits for the previous local save, and raises its failure. Later local steps are removed, because the run has
+        gone back to an earlier step.
 
         Args:
             step: number of the step, not negative.

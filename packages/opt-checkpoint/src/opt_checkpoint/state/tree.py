@@ -151,7 +151,7 @@ def lookup(state: Any, path: Path) -> Any:
 
 
 def sharded_values(state: Any) -> Iterator[ShardedBase]:
-    """Everything sharded in a state, wherever it is."""
+    """All sharded values in a state, at any depth."""
     return (leaf.value for leaf in leaves(state) if isinstance(leaf.value, ShardedBase))
 
 

@@ -39,8 +39,8 @@ from opt_kernels.optim.hooks import (
 from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
-from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.param_rows import ParamRows, params_of
+from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
 from opt_kernels.rules.base import Rule

@@ -33,7 +33,7 @@ class ParamRows:
         *,
         steps_on_device: bool = False,
     ) -> None:
-        """`member_of` creates the state of a parameter if needed. Raises ValueError for a sparse or complex gradient."""
+        """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
