@@ -1,5 +1,6 @@
 """What is published: one version, siblings pinned exactly, links that an index can follow, one command to install."""
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -116,3 +117,25 @@ def test_the_readme_installs_the_package_from_a_checkout_by_one_command(package:
     assert "\npip install opt-" not in readme
     assert package != "opt-stack" or f"./packages/opt-{joined}\n" in (ROOT / "README.md").read_text()
     assert package != "opt-stack" or f"./packages/opt-{joined}\n" in (ROOT / "docs" / "install.md").read_text()
+
+
+def test_workflows_run_sessions_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = set(re.findall(r"^@nox\.session.*\n(?:@.*\n)*def (\w+)\(", noxfile, re.MULTILINE))
+    (pythons,), (torches,) = (
+        re.findall(rf"^{name} = (\[.*\])$", noxfile, re.MULTILINE) for name in ("PYTHONS", "TORCHES")
+    )
+    named: set[str] = set()
+    for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for job in jobs.values():
+            values = job.get("strategy", {}).get("matrix", {})
+            named |= set(values.get("session", ()))
+            assert set(values.get("python", ())) <= set(ast.literal_eval(pythons))
+            assert set(values.get("torch", ())) <= set(ast.literal_eval(torches))
+            runs = "\n".join(step.get("run", "") for step in job["steps"])
+            named |= set(re.findall(r'nox -s "?([a-z]\w*)', runs))
+            assert set(job.get("needs", "").split()) <= set(jobs)
+    assert named >= {"tests", "docs", "release", "matrix"}
+    assert named <= sessions
