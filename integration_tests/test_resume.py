@@ -20,6 +20,7 @@ WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muo
 BF16 = {"bf16": True}
 NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 MUON = {**WHOLE, "use_layer_wise_distributed_optimizer": False}
+SHORT = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 TORCH = {FSDP2: True}
 FP8 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
 CASES = {
@@ -28,6 +29,8 @@ CASES = {
     "flat to replicated, bf16": Case(ZERO | BF16, BF16, torch.bfloat16, near=0.02),
     "remainders to copies, narrow moments to wide": Case(ZERO | BF16 | NARROW, ZERO | BF16, torch.bfloat16, near=0.02),
     "8-bit moments to wide": Case(ZERO | BF16 | FP8, ZERO | BF16, torch.bfloat16, near=0.02),
+    "24-bit mains, flat to fully_shard": Case(ZERO | BF16 | SHORT, TORCH | BF16 | SHORT, torch.bfloat16, near=0.02),
+    "24-bit mains, fully_shard to copies": Case(TORCH | BF16 | SHORT, BF16, torch.bfloat16, near=0.02),
     "layer-wise to replicated muon": Case(WHOLE, MUON),
     "fully_shard": Case(TORCH, TORCH),
     "fully_shard to flat, bf16": Case(TORCH | BF16 | NARROW, ZERO | BF16, torch.bfloat16, near=0.02),
