@@ -210,7 +210,6 @@ class Unit:
             calls.append(ScaledBatches(scale, batches, [piece.id for piece in pieces], means))
         return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip, on_host_of=host)
 
-    @torch.no_grad()
     def update_(
         self,
         ready: Ready,
@@ -220,7 +219,7 @@ class Unit:
         skip: Tensor | None = None,  # 0-d bool on the device; if it is set, nothing is written or counted
         begun: HookedStep | None = None,  # the result of `begin_`, with the sums of cut parameters reduced
     ) -> None:
-        """Update the ready pieces by one step of the rule."""
+        """Update the ready pieces by one step of the rule. The caller has turned gradients off."""
         if self.host is None:
             self._update_(ready, groups, scale_of_slot, skip, begun)
             return
@@ -314,7 +313,6 @@ class Unit:
         return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
 
 
-@torch.no_grad()
 def begin_units_(
     units: Sequence[Unit],
     ready: Sequence[Ready],
