@@ -33,8 +33,8 @@ class Wire(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SumEverywhere:
-    """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
+class _PlainSum:
+    """Fields of the sums in the gradients' dtype: within an optimizer instance, then over the instances."""
 
     comm: Comm
     across: Comm  # the other instances; a world of one if there are none
@@ -43,6 +43,11 @@ class SumEverywhere:
     def is_staged(self) -> bool:
         """Only with several instances."""
         return self.across.size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class SumEverywhere(_PlainSum):
+    """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
         """Write `full`."""
@@ -52,16 +57,8 @@ class SumEverywhere:
 
 
 @dataclass(frozen=True, slots=True)
-class SumToShards:
+class SumToShards(_PlainSum):
     """A reduce-scatter in one instance of the optimizer, then an all-reduce of the shard over the other instances."""
-
-    comm: Comm
-    across: Comm  # the other instances; a world of one if there are none
-
-    @property
-    def is_staged(self) -> bool:
-        """Only with several instances."""
-        return self.across.size > 1
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
         """Write `shard`. Leaves the rest of `full` undefined."""
