@@ -4,9 +4,8 @@
 # ///
 """Every check of the repository, one session each: `nox -l` lists them, `nox -s NAME` runs one.
 
-Where torch comes from is decided here and nowhere else. TORCH_SOURCE says which way: `local` (a wheel in a folder of
-UV_FIND_LINKS or PIP_FIND_LINKS), `cpu` (PyTorch's CPU index), `pypi`, or `auto`, the default: local where there is one,
-else cpu.
+TORCH_SOURCE selects where torch is installed from: `local` (a wheel in a folder of UV_FIND_LINKS or PIP_FIND_LINKS),
+`cpu` (PyTorch's CPU index), `pypi`, or `auto`, the default: local if there is a wheel, else cpu.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # many small processes; more thre
 
 
 def wheel_dirs() -> list[str]:
-    """Folders of wheels the machine offers: uv's variable (commas), else pip's (blanks)."""
+    """Folders of wheels on this machine, from uv's variable (comma-separated), else pip's (separated by blanks)."""
     if (value := os.environ.get("UV_FIND_LINKS")) is not None:
         return [folder for folder in value.split(",") if folder]
     return os.environ.get("PIP_FIND_LINKS", "").split()
 
 
 def local_torch(session: nox.Session, spec: str) -> tuple[str, str] | None:
-    """(folder, exact version) of the newest torch wheel on offer that fits the session's interpreter."""
+    """(folder, exact version) of the newest local torch wheel that fits the session's interpreter."""
     out = session.run("python", "-c", "import sys; print(*sys.version_info[:2])", silent=True)
     major, minor = map(int, str(out).split())
     tags: set[Tag] = set(cpython_tags((major, minor), platforms={tag.platform for tag in sys_tags()}))
@@ -89,7 +88,7 @@ def local_torch(session: nox.Session, spec: str) -> tuple[str, str] | None:
 
 
 def install_torch(session: nox.Session, spec: str = ">=2.6") -> None:
-    """Puts torch into the session first; what is installed later finds its requirement met and keeps it."""
+    """Install torch before other packages, which then find their requirement met and keep it."""
     source = os.environ.get("TORCH_SOURCE", "auto")
     found = local_torch(session, spec) if source in ("auto", "local") else None
     if found:
@@ -108,7 +107,7 @@ def install_torch(session: nox.Session, spec: str = ">=2.6") -> None:
 
 
 def requirements(package: str) -> list[str]:
-    """`package` and those of ours that it stands on, lowest first."""
+    """`package` and the packages of this repository that it depends on, lowest first."""
     declared = nox.project.load_toml(f"packages/{package}/pyproject.toml")["project"]["dependencies"]
     below = {line.split(">=")[0] for line in declared}
     return [name for name in PACKAGES if name == package or name in below]
@@ -117,7 +116,7 @@ def requirements(package: str) -> list[str]:
 def install_packages(
     session: nox.Session, *names: str, options: tuple[str, ...] = (), groups: tuple[str, ...] = ("test",)
 ) -> None:
-    """Each by its own -e: a sibling that only a requirement names would come as a frozen copy."""
+    """Install each package with -e. Packages that are installed only as requirements would be copies."""
     editable = [part for name in names for part in ("-e", f"packages/{name}")]
     session.install(*options, *(line for group in groups for line in GROUPS[group]), *editable)
 
@@ -134,7 +133,7 @@ def report(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
 def tests(session: nox.Session, package: str) -> None:
-    """The tests: each package beside only what it declares, then everything together."""
+    """The tests: each package with only its declared dependencies, then everything together."""
     if package == "all":
         install_torch(session)
         install_packages(session, *PACKAGES, groups=("test", "kernels", "lint", "extras", "docs"))
@@ -160,7 +159,7 @@ def bare(session: nox.Session) -> None:
 
 @nox.session
 def layers(session: nox.Session) -> None:
-    """Imports point down: the contracts between packages, and what each may not know."""
+    """Check import contracts: imports between and inside packages only point down."""
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("lint", "test"))
     session.run("lint-imports", "--no-cache")
@@ -213,7 +212,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
-    """The main job: trains a small GPT on two ranks, stops, resumes, and draws what happened."""
+    """Train a small GPT on two ranks, stop, resume, and draw the losses."""
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("examples",))
     session.run("python", "examples/quickstart.py", *session.posargs)
@@ -225,7 +224,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session(python=PYTHONS, default=False, tags=["matrix"])
 @nox.parametrize("torch", TORCHES)
 def matrix(session: nox.Session, torch: str) -> None:
-    """All packages' tests on every python and torch; what cannot be had is skipped with the reason."""
+    """All packages' tests on every python and torch. Versions that cannot be installed are skipped with the reason."""
     try:
         install_torch(session, ">=2.6" if torch == "newest" else f"=={torch}")
     except CommandFailed as failure:
@@ -264,9 +263,10 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Builds what is published into dist/. `-- --check` inspects and tries it, `--tag v0.1.0` compares the version.
+    """Build the files to publish into dist/. `-- --check` inspects and installs them, `--tag v0.1.0` checks the
+    version.
 
-    On a CI of GitHub, links in READMEs and project URLs point to the repository's page; OPT_STACK_URL says another.
+    On GitHub's CI, links in READMEs and project URLs point to the repository's page; OPT_STACK_URL sets another one.
     """
     arguments = [word for word in session.posargs if word != "--check"]
     work, dist = Path(session.create_tmp()), ROOT / "dist"

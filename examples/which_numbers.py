@@ -138,7 +138,7 @@ def report(directory: Path, folder: Path) -> None:
 def table(rows: list[dict[str, Any]], baseline: float, spread: float) -> str:
     lines = [
         f"AdamW, held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters, and how far they "
-        f"are from fp32's; three seeds of fp32 lie {spread:.3f} apart. Bytes of a parameter's weights, and of main "
+        f"are from fp32's; three seeds of fp32 differ by {spread:.3f}. Bytes of a parameter's weights, and of main "
         "values and moments; gradients are not counted.",
         "",
         "| numbers | weights, bytes | state, bytes | bits | from fp32 |",

@@ -125,7 +125,7 @@ def _save_and_go_on(grid: Grid, job: Job) -> Run:
 
 
 def _resume(grid: Grid, job: Job) -> Run:
-    """Values before the load come from another seed, so that a missing load cannot go unnoticed."""
+    """Resume from values of another seed, so that a missing load is detected."""
     going = begin(grid, job.numbers, seed=1)
     loaded = load(going.sharded(), job.path, process_group=grid.world.group).state
     going.optimizer.load_state_dict(loaded["optimizer"])

@@ -282,7 +282,7 @@ AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Where main values live, and the dtypes of the moments."""
+    """Where main values are stored, and the dtypes of the moments."""
 
     param: torch.dtype
     copy: torch.dtype | None = None

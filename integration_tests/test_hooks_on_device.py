@@ -118,7 +118,7 @@ def on_device(name: str, case: Case, one: DeferredRank) -> Trained:
 
 @pytest.mark.parametrize(("name", "case"), list(cases()), ids=str)
 def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(name: str, case: Case) -> None:
-    """One of the steps overflows."""
+    """In one of the steps gradients overflow."""
     expected = run_threads(SIZE, partial(on_host, name, case))
     assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
     for seed in range(NUM_ORDERS):

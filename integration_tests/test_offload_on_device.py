@@ -41,7 +41,7 @@ NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "2"))
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece travels alone, so that copies and updates interleave."""
+    """Copy each piece separately, so that copies and updates interleave."""
     monkeypatch.setattr(host_units, "PART_NUMEL", 1)
 
 

@@ -156,7 +156,7 @@ def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(sav
     model.frozen.weight.requires_grad_(True)
     other, again = begin("replicated fp32", model=model)
     train(other, again, range(2))
-    with pytest.raises(CheckpointKeyError, match=r"3 key\(s\) asked for are not in .*exp_avg\.frozen\.weight"):
+    with pytest.raises(CheckpointKeyError, match=r"3 requested key\(s\) are not in .*exp_avg\.frozen\.weight"):
         load(state_of(other, again), path)
     report = resume(other, again, path, {"strict": "return_unexpected"})
     assert sorted(report.missing) == [f"optimizer.state.{s}.{FROZEN}" for s in ("exp_avg", "exp_avg_sq", "step")]

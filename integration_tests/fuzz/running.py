@@ -129,7 +129,7 @@ def _of_rank(case: Case, wanted: ExpectedStep, before: Weights, seen: SeenStep, 
 
 
 def _worst(value: Tensor, main: Tensor, slack: Tensor) -> str:
-    """How far a stored value is from the rounding of what it should be; empty where it is right."""
+    """The largest difference of a stored value from the rounded expected value, as text; empty if they are equal."""
     low, high = ((main + sign * slack).to(value.dtype).double() for sign in (-1, 1))
     found = value.double()
     excess = torch.maximum(low - found, found - high)

@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class FaultyClient:
-    """Passes requests on to another client, and lets a test decide what becomes of each.
+    """Forwards requests to another client, and lets a test make any of them fail.
 
     Args:
-        client: carries the requests out.
-        before: called with the method's name and the key before each request; what it raises, the request raises.
-        after: the same once the request was carried out: its answer is lost.
-        times: how often requests that write arrive.
+        client: executes the requests.
+        before: called with the method's name and the key before each request. Its exceptions are raised by the request.
+        after: called in the same way after the request was executed; an exception stands for a lost response.
+        times: how often requests that write are executed.
     """
 
     def __init__(

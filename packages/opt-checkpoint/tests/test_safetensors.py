@@ -339,7 +339,7 @@ def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_pa
     assert first == second
     expected = [
         "u",
-        "asked for by no rank: v",
+        "requested by no rank: v",
         "no rule names v",
         "global shape",
         "would round",

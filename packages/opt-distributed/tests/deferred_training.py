@@ -66,7 +66,7 @@ def backward(loss: Tensor) -> None:
 
 
 def wrapped(config: Config, *, num_microbatches: int = 1) -> Program:
-    """Plain gradient descent of a wrapped model."""
+    """Train a wrapped model by plain gradient descent."""
 
     def train(replicas: Replicas) -> list[Tensor]:
         net = Net()
@@ -98,7 +98,7 @@ def _descend(ddp: DistributedDataParallel, net: Net, rank: int) -> None:
 
 
 def in_the_step(replicas: Replicas) -> list[Tensor]:
-    """Plain gradient descent of a model that is not wrapped: one bucket at a time is reduced to this rank's shards."""
+    """Train a plain model by gradient descent: one bucket at a time is reduced to this rank's shards."""
     net = Net()
     params = {ParamId(0, name): param for name, param in net.named_parameters()}
     shapes = [ParamShape(id=id, shape=tuple(param.shape)) for id, param in params.items()]

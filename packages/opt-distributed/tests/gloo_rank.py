@@ -139,7 +139,7 @@ def finalizes(dp: dist.ProcessGroup, others: dist.ProcessGroup) -> bool:
 
 
 def trains_compiled() -> None:
-    """Overlap in both directions, in code that torch.compile made of the wrapper, the module or its blocks."""
+    """Overlap in both directions, with the wrapper, the module or its blocks compiled by torch.compile."""
     print("wrapper", largest_difference(OVERLAP, None, after=compiled) < 1e-12)
     print("module", largest_difference(OVERLAP, None, before=compiled) < 1e-12)
     print("blocks", largest_difference(OVERLAP, None, before=compiled_blocks) < 1e-12)

@@ -24,7 +24,8 @@ Config = DistributedDataParallelConfig
 
 
 class Net(nn.Module):
-    """Awkward sizes, a tied weight, a norm, and a layer that some inputs skip. Float64: sums then agree to 1e-12."""
+    """A model with odd sizes, a tied weight, a norm, and a layer that some inputs skip. In float64 sums agree to
+    1e-12."""
 
     def __init__(self) -> None:
         super().__init__()

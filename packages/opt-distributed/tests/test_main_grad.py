@@ -109,7 +109,7 @@ def rebind(ddp: DistributedDataParallel) -> None:
 
 
 class Unfinished(Alone):
-    """A world of one whose reductions stay under way until somebody waits."""
+    """A world of one rank whose reductions complete only when they are awaited."""
 
     def all_to_all_(self, out: Tensor, x: Tensor, **kwargs: object) -> Pending:
         return Waiting()

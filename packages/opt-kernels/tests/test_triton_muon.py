@@ -37,7 +37,7 @@ HALF_UNIT = 2.0**-24  # of float32, relative
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """In which numbers a work is kept."""
+    """The dtypes in which a work is stored."""
 
     grad: torch.dtype = torch.float32
     main: torch.dtype | None = torch.float32  # None: remainder

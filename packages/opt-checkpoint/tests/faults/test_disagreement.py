@@ -241,7 +241,7 @@ def extra_object(state: dict[str, Any]) -> None:
 
 
 MISFITS = {
-    "extra tensor": (extra_tensor, CheckpointKeyError, "1 key.s. asked for are not in .*: more;"),
+    "extra tensor": (extra_tensor, CheckpointKeyError, "1 requested key.s. are not in .*: more;"),
     "extra value": (extra_value, CheckpointKeyError, "more.deep"),
     "extra object": (extra_object, CheckpointKeyError, "more/shard_0_1"),
     "narrower dtype": (narrower, CheckpointMismatchError, "stored as torch.float32, asked for as torch.bfloat16"),

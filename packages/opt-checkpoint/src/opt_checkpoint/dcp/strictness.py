@@ -72,7 +72,7 @@ def judge_missing(mode: StrictHandling, missing: Sequence[str], stored: Sequence
     """
     if not missing:
         return
-    text = f"{len(missing)} key(s) asked for are not in {where}: {_some(missing)}{_hint(missing, stored)}"
+    text = f"{len(missing)} requested key(s) are not in {where}: {_some(missing)}{_hint(missing, stored)}"
     if mode.raises_missing:
         raise CheckpointKeyError(f"{text}; load with strict='return_missing' to go on without them")
     if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
@@ -87,7 +87,7 @@ def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], where: str
     """
     if not unexpected:
         return
-    text = f"{len(unexpected)} key(s) of {where} are asked for by no rank: {_some(unexpected)}"
+    text = f"{len(unexpected)} key(s) of {where} are requested by no rank: {_some(unexpected)}"
     if mode is StrictHandling.RAISE_ALL:
         raise CheckpointKeyError(f"{text}; load with strict='return_all' to go on without them")
     if mode is StrictHandling.LOG_ALL:
