@@ -1,6 +1,8 @@
 """Gradient release: the bits of the ordinary step without the memory of gradients, or a refusal that says why."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -346,3 +348,18 @@ def test_ranks_and_wrapped_chunks_are_refused() -> None:
 
     run_threads(2, lambda comm: rank_main(comm, wraps=False))
     rank_main(Alone(), wraps=True)
+
+
+def test_an_optimizer_that_nobody_uses_is_freed() -> None:
+    """Hooks of the parameters kept it and its state for ever."""
+    net = nn.Linear(3, 2)
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, clip_grad=0.0), [net], {})
+    release_gradients(optimizer)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    net(torch.ones(1, 3)).sum().backward()
+    assert net.weight.grad is not None

@@ -8,6 +8,7 @@ refused.
 """
 
 from collections.abc import Iterator
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,10 @@ class GradientRelease:
         self._device = optimizer.stepper.device
         self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
         self._begin()
-        self._handles = list(self._hooks())
+        self._updates = [
+            _Update(self, unit, piece) for unit in optimizer.stepper.units for piece in unit.pieces
+        ]  # which the hooks do not keep alive
+        self._handles = [update.register() for update in self._updates]
         optimizer.in_backward = self
 
     def remove(self) -> None:
@@ -95,12 +99,6 @@ class GradientRelease:
         self._squares = torch.zeros(len(slots), dtype=torch.float64, device=self._device)  # one sum for each norm
         self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
 
-    def _hooks(self) -> Iterator[RemovableHandle]:
-        for unit in self.optimizer.stepper.units:
-            for piece in unit.pieces:
-                hook = _Hook(self, unit, piece)
-                yield piece.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
     @torch.no_grad()
     def update_(self, unit: Unit, piece: OwnedPiece, grad: Tensor) -> None:
         """Update one parameter by its gradient, and free the gradient.
@@ -137,12 +135,31 @@ class GradientRelease:
 
 
 class _Hook:
-    """Runs in backward when the gradient of a parameter is complete."""
+    """Calls an update in backward, when the gradient of its parameter is complete.
+
+    Python's garbage collector does not see through hooks of tensors, so this one must not keep the optimizer alive.
+    """
+
+    def __init__(self, update: "_Update"):
+        self._update = ref(update)
+
+    def __call__(self, param: Tensor) -> None:
+        if (update := self._update()) is not None:
+            update(param)
+
+
+class _Update:
+    """The update of one parameter."""
 
     def __init__(self, release: GradientRelease, unit: Unit, piece: OwnedPiece):
         self._release, self._unit, self._piece = release, unit, piece
         self._read = piece.source.reader([(piece.id, piece.of_param)])
         self._is = (piece.param.dtype, piece.param.device)
+
+    def register(self) -> RemovableHandle:
+        """Run when the gradient is complete, from now on."""
+        handle: RemovableHandle = self._piece.param.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]
+        return handle
 
     def __call__(self, param: Tensor) -> None:
         if (param.dtype, param.device) != self._is:
