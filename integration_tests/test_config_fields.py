@@ -366,7 +366,7 @@ def test_gradients_are_summed_in_the_requested_dtype(dtype: torch.dtype, total: 
         return set(mains.tolist()), max(call.num_bytes for call in recording.of("all_reduce"))
 
     for mains, num_bytes in run_threads(2, rank_main):
-        assert [*mains] == pytest.approx([total], rel=2.0**-22)  # lr is no power of two
+        assert [*mains] == pytest.approx([total], rel=2.0**-22)  # lr is not a power of two
         assert num_bytes == 128 * dtype.itemsize
 
 

@@ -183,7 +183,7 @@ def test_a_skip_decided_on_the_device_changes_nothing_on_any_rank(recipe: str) -
         for skips in (True, False):
             before = everything(model)
             for main in mains:
-                # The device would have left them; here they are moved, to see that nobody looks at them.
+                # The device would have left them; here they are moved, to check that they are not read.
                 main.open_().mul_(3.0)
                 main.close_(skip=torch.tensor(skips))
             optimizer.stepper.publish_set_()

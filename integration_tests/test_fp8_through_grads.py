@@ -1,4 +1,5 @@
-"""mxfp8 parameters gathered through the gradient buffer: equal codes on any ranks, and gradients nobody uses twice."""
+"""mxfp8 parameters gathered through the gradient buffer: equal codes on any number of ranks, and no gradient is used
+twice."""
 
 from typing import Any
 

@@ -70,7 +70,7 @@ def defined() -> dict[str, set[str]]:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether an absolute dotted name can be imported, whatever part of it is a module."""
+    """Whether an absolute dotted name can be imported, regardless of which part of it is a module."""
     first, *rest = dotted.split(".")
     try:
         here: object = importlib.import_module(first)

@@ -50,7 +50,7 @@ def test_its_output_has_whole_lines_a_table_and_pictures(quickstart) -> None:
     assert "\r" not in ran.stdout + ran.stderr
     assert re.search(r"^step 10/10  loss [\d.]+ .* s a step$", ran.stdout, re.MULTILINE)
     assert re.search(r"^gradients +1,783,808 +1,783,808$", ran.stdout, re.MULTILINE)  # fp32, as torch's
-    assert re.search(r"^weights +891,904 +1,783,808$", ran.stdout, re.MULTILINE)  # bf16 beside fp32
+    assert re.search(r"^weights +891,904 +1,783,808$", ran.stdout, re.MULTILINE)  # bf16 and fp32
     for name in ("loss.png", "schedule.png"):
         assert (directory / name).read_bytes().startswith(b"\x89PNG")
 

@@ -39,7 +39,7 @@ EXPECTED = [[[w] * 5, [m] * 3, [m] * 3] for w, m in zip(WEIGHTS, MOMENTS, strict
 
 
 def snapshots(seed: int) -> list[list[list[float]]]:
-    """In the order that the seed stands for."""
+    """Snapshots in the order that the seed determines."""
 
     def rank_main(one: DeferredRank) -> list[list[list[float]]]:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a step does whatever the layout: norms and clips, what travels, in which order, several instances and chunks."""
+"""What a step does on any layout: norms, clipping, collectives and their order, several instances and chunks."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -95,7 +95,7 @@ def test_clip_grad_of_a_group_is_yes_or_no() -> None:
 @every_spread
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf], ids=["1", "3", "inf"])
 def test_other_norms_are_those_of_the_mean_gradient(spread: str, norm_type: float) -> None:
-    """Of unscaled gradients, each element counted once, whatever the layout."""
+    """They are of unscaled gradients, and each element counts once on any layout."""
 
     def norm(comm: ThreadComm) -> float:
         net = Net(torch.float32)

@@ -24,7 +24,8 @@ def two() -> dict[str, list[Ran]]:
 def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(
     kind: str, wrapped: str, two: dict[str, list[Ran]]
 ) -> None:
-    """The step averages parameters that the wrapper was told to ignore, and all where it averages over other ranks.
+    """The step averages parameters that the wrapper ignores, and all parameters if the wrapper averages over other
+    ranks.
 
     Parameters that were unfrozen after the model was wrapped had each rank's own gradients, and replicas diverged.
     """

@@ -63,7 +63,7 @@ class Grid:
         )
 
     def place(self, rank: int) -> "Place":
-        """Where a rank stands on every axis."""
+        """The coordinate of a rank on every axis."""
         outer, tp = divmod(rank, self.tp)
         stage, replica = divmod(outer, self.dp)
         slot = replica * self.tp + tp
@@ -127,7 +127,7 @@ class Setup:
     wrapped: bool = False  # in DistributedDataParallel
     overlap_grads: bool = False
     overlap_gather: bool = False
-    aligned: bool = False  # align_param_gather: nobody asks for gathers, so reads and reductions start them
+    aligned: bool = False  # align_param_gather: no schedule requests gathers, so reads and reductions start them
     gathers_with_step: bool = False  # the first chunk's parameters are gathered while the others are stepped
     checks_nan: bool = False  # check_for_nan_in_grad: an exception in place of a skipped step
     bucket_size: int | None = None

@@ -30,7 +30,7 @@ def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
 
 
 def _shard(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Each module by itself: FSDP2 wants one dtype in a group."""
+    """Shard each module separately, because FSDP2 requires one dtype per group."""
     for module in net.children():
         fully_shard(module, mesh=mesh)
     fully_shard(net, mesh=mesh)

@@ -71,7 +71,7 @@ def function_at(file: str, name: str) -> Callable[..., Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run tasks until told to stop; each in a world of its own."""
+    """Run tasks until stopped, each in a separate world."""
     os.environ["OMP_NUM_THREADS"] = "1"
     while (task := pipe.recv()) is not None:
         file, name, rank, size, meeting, arguments = task

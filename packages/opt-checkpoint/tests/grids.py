@@ -1,4 +1,4 @@
-"""Random parallel grids: how a small model's state lies on the ranks of (pipeline, tensor, data, expert) worlds.
+"""Random parallel grids: the state of a small model on the ranks of (pipeline, tensor, data, expert) worlds.
 
 Everything is derived from whole tensors, so what a rank should hold after a load is known without the code under test.
 """
@@ -89,7 +89,7 @@ class Piece:
 
 
 def rank_pieces(params: list[Param], values: dict[str, Tensor], grid: Grid, rank: int, *, filled: bool) -> list[Piece]:
-    """The pieces of a rank: ZeRO-1 buckets over `dp`, whose padding belongs to nobody."""
+    """The pieces of a rank: ZeRO-1 buckets over `dp`, whose padding belongs to no rank."""
     pp, tp, dp = rank // (grid.tp * grid.dp), rank // grid.dp % grid.tp, rank % grid.dp
     blocks = [b for number, p in enumerate(params) for b in _blocks(p, number, values, grid, pp, tp)]
     pieces = []

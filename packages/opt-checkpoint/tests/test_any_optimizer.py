@@ -170,7 +170,7 @@ def train_coded(rank: int, size: int, kind: str, path: str, start: int) -> list[
 def test_an_optimizer_that_keeps_local_codes_is_saved_as_it_hands_its_state_out(
     ranks: RankPool, tmp_path: Path, before: int, after: int
 ) -> None:
-    """It was refused beside DTensors, and without them its codes were saved, which other layouts could not read."""
+    """It was refused together with DTensors; without them its codes were saved, which other layouts could not read."""
     path = str(tmp_path / "x")
     ranks.run(before, train_coded, "", path, 0)
     (index, moment) = (read_index(path), torch.zeros(7, 5))

@@ -1,4 +1,4 @@
-"""What the writer asks of the file system beside writing: that the disk begins early, with what is there."""
+"""The writer's early writeback: the disk starts writing before the file is complete."""
 
 from __future__ import annotations
 

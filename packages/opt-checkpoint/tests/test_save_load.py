@@ -359,7 +359,7 @@ def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def one_group_of_two(rank: int, size: int, path: str) -> None:
-    """Ranks 1 and 2 of 3 save by themselves: their rank 0 is not the world's."""
+    """Ranks 1 and 2 of 3 save as a group, whose rank 0 is not the world's."""
     group = dist.new_group([1, 2])
     if rank and not ANY_GROUP:
         with pytest.raises(CheckpointingException, match="first rank is rank 1 of the world"):

@@ -172,7 +172,7 @@ def test_arguments_and_generators_are_read_only_when_they_are_used(folder_of: An
 
 
 class Attention:
-    """Stands for the enum of the writing script."""
+    """A stand-in for the enum of the writing script."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -191,7 +191,7 @@ def main(scenario: str, rank: int, size: int, port: int) -> None:
     SCENARIOS[scenario]()
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # all is told; gloo's threads may abort a process that takes its time to end
+    os._exit(0)  # all results are printed; gloo's threads may abort a process that exits slowly
 
 
 def run(scenario: str, rank: int, size: int, port: int, output: str) -> None:

@@ -1,4 +1,4 @@
-"""The wrapped model: whatever the world, layout and overlap, a rank's gradients are the means over the joined batch."""
+"""The wrapped model: for any world, layout and overlap, gradients are the means over the joined batch."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -428,7 +428,7 @@ def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
 
 @pytest.mark.parametrize("experts", [1, 4])
 def test_experts_do_not_change_how_dense_buckets_are_cut(experts: int) -> None:
-    """Replicas of dense parameters may hold other experts, and must cut what they share alike."""
+    """Replicas of dense parameters may hold different experts, but must cut shared buffers equally."""
     net = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6 + experts))
     for module in net[6:]:
         module.weight.allreduce = False

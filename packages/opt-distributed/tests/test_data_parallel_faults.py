@@ -216,7 +216,7 @@ def _raise(*_: object) -> None:
 
 
 class NeverDone(Alone):
-    """A world of one whose asynchronous collectives are under way until somebody waits."""
+    """A world of one rank whose asynchronous collectives complete only when they are awaited."""
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
         return Waiting()

@@ -172,7 +172,7 @@ def test_buckets_follow_the_order_of_use_rather_than_of_registration() -> None:
 
 
 def publish(ddp: DistributedDataParallel, value: float) -> None:
-    """What a step does: this rank writes its shards, and says so. The other half arrives when somebody waits."""
+    """Write and publish this rank's shards, as a step does. The other half arrives when it is awaited."""
     for buffer in ddp.synced_buffers:
         for index in range(len(buffer.plan.layout.buckets)):
             buffer.memory.param_bucket(index).fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""`align_param_gather`: a schedule starts the gathers, in one order on all ranks, and nobody reads too early."""
+"""`align_param_gather`: a schedule starts the gathers, in one order on all ranks, and no read is too early."""
 
 from collections.abc import Callable
 from typing import Any

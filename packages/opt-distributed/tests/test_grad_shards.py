@@ -18,7 +18,7 @@ NUM_BUCKETS = 4
 
 @dataclass
 class Travelling:
-    """A reduction that lands when somebody waits for it, whatever the bucket holds by then."""
+    """A reduction that writes its result when it is awaited, whatever the bucket holds by then."""
 
     comm: "TravellingComm"
     number: int

@@ -1,4 +1,4 @@
-"""Compute layouts: who updates a matrix that several ranks store parts of, and which part lies where."""
+"""Compute layouts: which rank updates a sharded matrix, and which rank stores which part."""
 
 from itertools import product
 

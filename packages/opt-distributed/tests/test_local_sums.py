@@ -140,7 +140,7 @@ def test_a_factor_reaches_the_sum(doubles: Callable[[DistributedDataParallel], N
 
 
 def test_a_fused_kernel_adds_to_the_sum() -> None:
-    """It writes `main_grad` itself and says so; what autograd brings is dropped."""
+    """It writes `main_grad` and sets the flag; the gradient from autograd is dropped."""
     ddp = wrap(Alone(), param_name_patterns_for_fp32_local_accumulation=("all",))
     weight = ddp.module.first.weight
     assert main_grad(weight).dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Whoever reads a parameter after a step reads what its owner wrote, also while gathers are still on their way."""
+"""Every read of a parameter after a step returns its owner's value, even while gathers are pending."""
 
 import io
 import pickle
@@ -59,7 +59,7 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
 
 
 def publish(ddp: DistributedDataParallel, value: float) -> None:
-    """Writes this rank's shards as a step does. The other half is NaN until somebody waits."""
+    """Write this rank's shards as a step does. The other half is NaN until it is awaited."""
     for buffer in ddp.synced_buffers:
         for index in range(len(buffer.plan.layout.buckets)):
             buffer.memory.param_bucket(index).fill_(float("nan"))

@@ -18,7 +18,7 @@ def kernel_device() -> torch.device:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Uninitialised memory holds NaN: whatever reads it before it is written shows."""
+    """Fill uninitialised memory with NaN, so that reading it before it is written shows."""
     # The public switch does the same, and imports the whole of Inductor first.
     torch._C._set_deterministic_algorithms(True)
     yield

@@ -74,7 +74,7 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyP
 
 
 def on_a_gpu() -> list[torch.Tensor]:
-    """What stands for a tensor on a GPU, where there may be none."""
+    """A stand-in for a tensor on a GPU, on machines without one."""
     return [SimpleNamespace(device=torch.device("cuda"))]  # type: ignore[list-item]
 
 

@@ -114,7 +114,7 @@ def run(rule: Rule, work: Work, *, scale: float | Tensor = 1.0, steps: int = 3) 
 
 
 def start_of(shape: tuple[int, ...]) -> Tensor:
-    """Weights that bfloat16 has exactly, so that every way of keeping them starts alike."""
+    """Weights that bfloat16 represents exactly, so that all storage formats start equal."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
 
 

@@ -265,7 +265,7 @@ def test_groups_may_be_added_later_and_keep_their_own_numbers_and_steps() -> Non
     optimizer.add_param_group({"params": [late], "lr": 0.01})
     late.grad = torch.ones(5)
     optimizer.step()
-    # The first steps of Adam move by lr, whatever the gradient's size.
+    # The first steps of Adam have size lr for any gradient.
     torch.testing.assert_close(early.detach(), torch.full((5,), 0.8), rtol=1e-5, atol=0)
     torch.testing.assert_close(late.detach(), torch.full((5,), 0.99), rtol=1e-5, atol=0)
     assert [float(optimizer.state[p]["step"]) for p in (early, late)] == [2, 1]

@@ -218,7 +218,7 @@ def test_blocks_are_orthogonalised_alone_but_scaled_as_the_whole() -> None:
 
 
 def test_experts_dealt_to_ranks_are_whole_matrices() -> None:
-    # dim 0 of a stack is no side of its matrices.
+    # dim 0 of a stack is not a dim of its matrices.
     rule = replace(MUON, tp_mode=TpMode.DISTRIBUTED)
     mains, grads = [tensor(4, 24, 16)], [[tensor(4, 24, 16, seed=1)]]
     got, group = cut_update(rule, mains, grads, Cut(size=2, dim=0))

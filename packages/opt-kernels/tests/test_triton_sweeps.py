@@ -144,7 +144,7 @@ def make_works(
 
 
 def empty(n: int, dtype: torch.dtype, device: torch.device, offset: int) -> Tensor:
-    """An uninitialised run that begins `offset` elements behind an aligned address."""
+    """An uninitialised run that begins `offset` elements after an aligned address."""
     return torch.empty(n + offset, dtype=dtype, device=device)[offset:]
 
 

@@ -124,7 +124,7 @@ def test_large_tables_make_room_before_the_count_is_reached() -> None:
 
 
 class Table:
-    """Something to be found again, of which it can be told when it is gone."""
+    """A cached object whose deletion can be observed."""
 
 
 def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Lets the tests import the small models beside them."""
+"""Lets the tests import the small models in this folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The package stands alone: it imports nothing but the standard library, unless the adapter is asked for."""
+"""The package is independent: it imports only the standard library, unless the adapter is used."""
 
 import subprocess
 import sys

@@ -387,7 +387,7 @@ RECIPES_REFUSED: dict[str, tuple[Callable[[], Schedule], str]] = {
 
 @pytest.mark.parametrize(("build", "message"), RECIPES_REFUSED.values(), ids=RECIPES_REFUSED)
 def test_a_recipe_s_refusal_names_the_argument_that_was_given(build: Callable[[], Schedule], message: str) -> None:
-    # wsd(decay_steps=0) complained of "ramp: steps=0", an argument nobody had given.
+    # wsd(decay_steps=0) complained of "ramp: steps=0", an argument that was not passed.
     with pytest.raises(ScheduleError, match=f"^{message}"):
         build()
 

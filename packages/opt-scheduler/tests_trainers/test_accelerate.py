@@ -60,7 +60,7 @@ def test_with_several_processes_it_is_stepped_once_for_each(monkeypatch: pytest.
 def test_a_skipped_update_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.train(2)
-    # What a loss scale that overflowed leaves behind; there is none on a CPU.
+    # The effect of a loss scale that overflowed; there is none on a CPU.
     monkeypatch.setattr(type(run.optimizer), "step_was_skipped", property(lambda self: True))
     run.train(3)
     assert run.scheduler.num_steps == 2

@@ -31,7 +31,7 @@ def tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 def edited(edit: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    """A state dict that would change every number, but for what `edit` broke."""
+    """A state dict that would change every number, except for the entry that `edit` broke."""
     state_dict = copy.deepcopy(stepped().state_dict())
     for state in state_dict["state"].values():
         for name in ("exp_avg", "exp_avg_sq", "fp32_param"):

@@ -109,7 +109,7 @@ def test_the_plan_says_blockwise_where_fsdp_cuts_the_blocks_further_and_no_mode_
 
 
 class NoPhases:
-    """A matrix rule of somebody else's, which only knows `update_`."""
+    """A matrix rule of another package, which only has `update_`."""
 
     name = "theirs"
 

@@ -1,4 +1,4 @@
-"""`eval()` of rules that evaluate other weights than they train, whatever hooks stand around the rule."""
+"""`eval()` of rules that evaluate other weights than they train, with any hooks."""
 
 import copy
 

@@ -97,7 +97,7 @@ def test_a_parameter_that_misses_a_step_counts_its_own_from_then_on() -> None:
         assert optimizer.step().success
         peer.step()
     for got, want in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # updates of 1e-2, each rounded alike to 2**-24
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # updates of 1e-2, each rounded equally to 2**-24
 
 
 def test_a_closure_runs_once_with_gradients_enabled_before_the_step() -> None:

@@ -8,7 +8,7 @@ from opt_stack import get_optimizer
 
 
 def test_a_plan_of_fp32_dense_parameters_and_bf16_experts_can_be_printed() -> None:
-    """A router in fp32 beside experts in bf16: the dense unit has no bf16 parameter, the experts' no fp32 one."""
+    """A router in fp32 with experts in bf16: the dense unit has no bf16 parameter, the experts' no fp32 one."""
     model = nn.ModuleDict({"router": nn.Linear(4, 3, bias=False), "expert": nn.Linear(4, 5, bias=False).bfloat16()})
     model["expert"].weight.allreduce = False
     optimizer = get_optimizer(OptimizerConfig(lr=0.01, bf16=True), [model])

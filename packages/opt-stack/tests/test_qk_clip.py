@@ -221,7 +221,7 @@ def test_weights_in_fp8_are_quantised_anew_from_the_scaled_main_values(recipe: s
 
 
 class Landing:
-    """A gather that writes what it took at its start, this rank's shard too, when somebody waits for it."""
+    """A gather that writes the values read at its start, including this rank's shard, when it is awaited."""
 
     def __init__(self, full: Tensor, shard: Tensor):
         self.full, self.taken = full, shard.clone()

@@ -79,7 +79,7 @@ def test_a_taken_name_is_refused() -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a package on the path that brings `source` as the module `their_rules`, and an entry point into it."""
+    """Put a package with `source` as the module `their_rules`, and an entry point to it, on the path."""
 
     def put(source: str, target: str = "their_rules:RULE") -> None:
         (tmp_path / "their_rules.py").write_text(source)

@@ -329,7 +329,7 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
 @pytest.mark.parametrize("damage", ["nan", "shape"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_peers(damage: str, overlap: bool) -> None:
-    """Peers reduce over other groups, so that the reduction tells them nothing."""
+    """Peers reduce over other groups, so they do not learn of it from the reduction."""
 
     def rank_main(comm: ThreadComm) -> list[str]:
         axes = Axes(dp=Alone(), tp=comm)

@@ -1,4 +1,4 @@
-"""Exceptions of any kind on one rank are the same error on all ranks, and nobody waits longer than asked."""
+"""Exceptions of any kind on one rank are the same error on all ranks, and no rank waits longer than its timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F19: random save -> load grids. Every element is bit-equal to the unsharded reference, whatever the two layouts."""
+"""F19: random save -> load grids. Every element is bit-equal to the unsharded reference for any two layouts."""
 
 from __future__ import annotations
 

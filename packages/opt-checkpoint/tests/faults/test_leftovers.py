@@ -1,4 +1,4 @@
-"""F9, F18: what lies around beside checkpoints, and ranks that do not see the same directory."""
+"""F9, F18: other files next to checkpoints, and ranks that do not see the same directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = "0123456789abcdef" * 2
 
 
 def age(folder: Path, *, seconds: float = 3600) -> None:
-    """Make a directory look as if nobody had written there for an hour, or so many seconds."""
+    """Make a directory look as if it was last written an hour ago, or this number of seconds."""
     for path in (*folder.iterdir(), folder):
         os.utime(path, (time.time() - seconds,) * 2)
 

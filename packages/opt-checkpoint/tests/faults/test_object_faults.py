@@ -63,7 +63,7 @@ WRITES = ("put", "create", "upload")
 
 
 def test_a_request_that_fails_once_is_made_again(bucket: ObjectPath) -> None:
-    """Every kind of request but the upload of a rank's data, whose parts obstore repeats by itself."""
+    """Every kind of request except the upload of a rank's data, whose parts obstore itself retries."""
     for kind in ("put", "create", "head", "listing", "delete", "get", "get_spans"):
         place, client = faulty(bucket / kind)
         client.before = failing(1, lambda name, key, kind=kind: name == kind)
