@@ -29,7 +29,7 @@ DIR, STEPS = Path("runs/quickstart"), 150
 OTHER_WORLDS = (1, 3)  # ranks that also resume the checkpoint, for a few steps
 FEW = 6
 NEAR = 0.02  # nats: how far losses may be apart that differ in the order of summation
-MARK = ".quickstart"  # the file that tells a folder of this program, which it may delete, from any other
+MARK = ".quickstart"  # the file that marks a folder of this program, which it may delete
 # A server imports torch and the packages once; every rank is forked from it.
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 

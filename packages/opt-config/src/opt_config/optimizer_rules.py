@@ -100,7 +100,7 @@ _NEEDS = MappingProxyType(
 
 
 def validate_optimizer_config(config: "OptimizerConfig") -> None:
-    """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every field is valid by itself."""
+    """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every single field is valid."""
     problems = list(type_problems(config))
     wrong = {problem.field for problem in problems}
     problems += [problem for problem in _field_problems(config) if problem.field not in wrong]
@@ -119,7 +119,7 @@ def _field_problems(config: "OptimizerConfig") -> Iterator[Problem]:
 
 
 def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
-    """Problems of fields that are valid by themselves but not together."""
+    """Problems of fields that are valid individually but not together."""
     yield from _needs(config)
     yield from _learning_rates(config)
     yield from _dtypes(config)

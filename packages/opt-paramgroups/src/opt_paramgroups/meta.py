@@ -106,7 +106,8 @@ class ParamMeta:
 
     @property
     def is_on_several_stages(self) -> bool:
-        """Whether its gradients are summed over pipeline stages. Its bucket holds nothing else: all cut it alike."""
+        """Whether its gradients are summed over pipeline stages. Its bucket holds nothing else, so that all stages cut
+        it equally."""
         return self.shared_embedding or self.shared_position_embedding or self.pipeline_parallel
 
     def has_attribute(self, attr: str) -> bool | None:

@@ -161,6 +161,6 @@ def _others(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def groups_of(buckets: Iterable[GradBucket]) -> list[object]:
-    """The process groups of these reductions; a `Comm` without a process group stands for itself."""
+    """The process groups of these reductions; a `Comm` without a process group is returned itself."""
     axes = {id(bucket.reduction.axes): bucket.reduction.axes for bucket in buckets}.values()
     return [group_of(comm) or comm for one in axes for comm in (one.dp, one.inter) if comm.size > 1]

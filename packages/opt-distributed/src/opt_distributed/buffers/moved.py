@@ -11,7 +11,7 @@ from opt_paramgroups import ParamId
 
 
 class Converted:
-    """Finds a parameter that is no longer of a dtype, or no longer on a device."""
+    """Detects a parameter that no longer has this dtype or device."""
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device):
         self._params, self._dtype, self._device = params, dtype, device
@@ -33,7 +33,7 @@ class Converted:
 
 
 class Left:
-    """Finds a parameter that is no longer at the address where it is now."""
+    """Detects later whether a parameter has left its present address."""
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter]):
         self._params = params

@@ -1,4 +1,4 @@
-"""The whole-parameter planner (layer-wise): every parameter lies inside one shard, and shards have similar costs."""
+"""The whole-parameter planner (layer-wise): every parameter is inside one shard, and shards have similar costs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
