@@ -21,7 +21,7 @@ class CheckedValues:
     Args:
         file: the data file.
         place: the chunk in it; bare values, or an archive without checksums.
-        key: named in errors.
+        key: name for error messages.
     """
 
     def __init__(self, file: DataFile, place: ByteRange, key: str) -> None:

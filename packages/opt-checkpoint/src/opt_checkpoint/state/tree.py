@@ -173,13 +173,13 @@ def apply_factory_merges(loaded: Any, factories: Any) -> Any:
 
     Args:
         loaded: a state as loaded, pieces where the factories were; its containers are written to.
-        factories: a nest that holds factories only, by the same paths; for a list, a dict by position is allowed too.
+        factories: a nested dict of factories only, by the same paths; for a list, a dict by position is allowed too.
 
     Returns:
         `loaded`, merged.
 
     Raises:
-        ValueError: the two nests do not fit each other.
+        ValueError: the two nested states do not match.
     """
     if isinstance(factories, ShardedTensorFactory):
         return factories.merge(loaded)

@@ -122,7 +122,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             raise MatrixError(f"{error} of {self._named(group, param)}") from None
 
     def _named(self, group: ParamGroup, param: Tensor) -> str:
-        """The parameter as messages call it."""
+        """The name of the parameter in messages."""
         names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
         name = self._names.get(param) or names.get(id(param))
         shape = f"shape {tuple(param.shape)}"

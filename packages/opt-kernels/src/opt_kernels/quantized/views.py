@@ -78,7 +78,7 @@ class ReadOnlyView(Tensor):
         _refuse("share_memory_()")
 
     def __dlpack__(self, **kwargs: Any) -> NoReturn:
-        """Raises QuantizationError: DLPack consumers could write it."""
+        """Raises QuantizationError: DLPack consumers could write to it."""
         _refuse("__dlpack__()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

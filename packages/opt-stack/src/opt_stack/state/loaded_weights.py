@@ -99,7 +99,7 @@ def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def _is_copied(piece: OwnedPiece) -> bool:
-    """Whether main values are a copy of the parameter in other numbers. fp8 codes depend on their scales as well."""
+    """Whether main values are a copy of the parameter in another format. fp8 codes depend on their scales as well."""
     return piece.own_main.numbers in _COPIES and not isinstance(piece.own_main, QuantizedMain)
 
 
