@@ -145,9 +145,10 @@ CASES = {
         "chunk in DistributedDataParallel; wrap it, or set overlap_param_gather=False",
     ),
     "a wrapper that shards otherwise": (
-        {"model": wrapped(use_distributed_optimizer=True)},
-        "OptimizerConfig has use_distributed_optimizer=False, but model chunk 0 was wrapped with "
-        "use_distributed_optimizer=True; set both to the same value",
+        {"model": wrapped(), "use_distributed_optimizer": True},
+        "OptimizerConfig has use_distributed_optimizer=True, but model chunk 0 was wrapped with "
+        "use_distributed_optimizer=False; wrap it with use_distributed_optimizer=True, or leave "
+        "use_distributed_optimizer at False",
     ),
     "blocks that a wrapper cuts": (
         {

@@ -413,3 +413,27 @@ def test_a_wrapped_parameter_that_is_frozen_later_is_refused() -> None:
     assert torch.equal(before, net.module.first.weight)
     net.module.first.weight.requires_grad_(True)
     assert optimizer.step().success
+
+
+@pytest.mark.parametrize("fields", [{}, {"overlap_param_gather": True}], ids=["gather in the step", "before use"])
+def test_fields_of_the_wrapper_need_not_be_repeated(fields: dict[str, bool]) -> None:
+    shared = {"use_distributed_optimizer": True, **fields}
+
+    def rank_main(comm: ThreadComm, repeated: dict[str, bool]) -> tuple[dict[str, Tensor], bool]:
+        net = Net()
+        chunk = DistributedDataParallel(DistributedDataParallelConfig(**shared), net, groups=over(comm))
+        config = OptimizerConfig(lr=LR, **repeated)
+        optimizer = get_optimizer(config, [chunk], {})
+        assert {name: getattr(optimizer.config, name) for name in shared} == shared
+        assert not any(getattr(config, name) for name in shared) or repeated == shared
+        for step in range(2):
+            backward(loss_of(chunk, inputs(step + comm.rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in chunk.state_dict().items()}, optimizer.has_rank_local_state
+
+    once = run_threads(2, lambda comm: rank_main(comm, {}))
+    twice = run_threads(2, lambda comm: rank_main(comm, shared))
+    for (weights, is_sharded), (expected, _) in zip(once, twice, strict=True):
+        assert is_sharded
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -30,7 +30,13 @@ from opt_scheduler.override import ParamGroupOverride
 from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.chunks.megatron_ddp import reduced_by_megatron
 from opt_stack.chunks.torch_ddp import averaged_by_torch
-from opt_stack.chunks.wrapped import check_blocks, check_same_groups, check_wrapped, wrapped_buffers
+from opt_stack.chunks.wrapped import (
+    check_blocks,
+    check_same_groups,
+    check_wrapped,
+    with_wrappers_fields,
+    wrapped_buffers,
+)
 from opt_stack.chunks.wrapper_fields import check_patterns
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
@@ -94,6 +100,7 @@ def get_optimizer(
             allowed. A ValueError.
     """
     chunks = _chunks(config, model_chunks)
+    config = with_wrappers_fields(config, chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
     known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     overrides = agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
@@ -153,6 +160,7 @@ def get_optimizer_based_on_param_groups(
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
     chunks = _chunks(config, model_chunks)
+    config = with_wrappers_fields(config, chunks)
     roles = _roles(config, chunks, pg_collection, mesh)
     known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     groups = agreed(

@@ -1,6 +1,7 @@
 """Chunks in `DistributedDataParallel`: their buffers for the plan and the step, and checks of their options."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -36,6 +37,23 @@ def wrapped_buffers(chunks: Sequence[nn.Module], *, trained: Collection[ParamId]
         if isinstance(chunk, DistributedDataParallel):
             for buffer in chunk.buffers_of(trained):
                 yield WrappedBuffer(_plan(index, chunk, buffer), buffer)
+
+
+_SHARED = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+
+
+def with_wrappers_fields(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> OptimizerConfig:
+    """Return `config` with the shared fields that wrapped chunks set and it leaves at False; `config` is not modified.
+
+    Layer-wise sharding needs no `use_distributed_optimizer`. Raises ConfigError if the combination is not supported.
+    """
+    wrapped = [chunk.config for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    taken: dict[str, Any] = {
+        name: True for name in _SHARED if any(getattr(one, name) for one in wrapped) and not getattr(config, name)
+    }
+    if not isinstance(config.sharding, Replicated):
+        taken.pop("use_distributed_optimizer", None)
+    return replace(config, **taken) if taken else config
 
 
 def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
@@ -87,8 +105,8 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
         ):
             if ours != theirs:
                 raise ConfigError(
-                    f"OptimizerConfig has {name}={ours}, but model chunk {index} was wrapped with {name}={theirs}; set "
-                    "both to the same value"
+                    f"OptimizerConfig has {name}={ours}, but model chunk {index} was wrapped with {name}={theirs}; "
+                    f"wrap it with {name}=True, or leave {name} at False"
                 )
 
 
