@@ -163,7 +163,7 @@ def layers(session: nox.Session) -> None:
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("lint", "test"))
     session.run("lint-imports", "--no-cache")
-    session.run("pytest", "integration_tests/test_layers.py", *session.posargs)
+    session.run("pytest", "integration_tests/project/test_layers.py", *session.posargs)
 
 
 @nox.session
@@ -188,9 +188,10 @@ def docs(session: nox.Session) -> None:
     """The site, in site/: runs all code of pages and READMEs, then builds; a broken link or reference fails it."""
     install_torch(session)
     install_packages(session, *PACKAGES, groups=("test", "extras", "docs"))
-    readmes = ["integration_tests/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
+    project = "integration_tests/project"
+    readmes = [f"{project}/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
     readmes += map(str, sorted(Path("packages").glob("*/tests/test_do*s.py")))  # test_documents and test_doctests
-    session.run("pytest", "-n", "2", "integration_tests/test_docs.py", "-k", "not builds", *readmes, *session.posargs)
+    session.run("pytest", "-n", "2", f"{project}/test_docs.py", "-k", "not builds", *readmes, *session.posargs)
     session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "docs", "site")
 
 
@@ -251,7 +252,7 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     session.run("uv", "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", str(dist), "-q")
     session.install(*GROUPS["test"])
-    session.run("pytest", "--noconftest", "integration_tests/wheels.py", env={"OPT_STACK_DIST": str(dist)})
+    session.run("pytest", "--noconftest", "integration_tests/project/wheels.py", env={"OPT_STACK_DIST": str(dist)})
     for package in PACKAGES:
         session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
         if package not in WITHOUT_TORCH:
@@ -284,7 +285,7 @@ def release(session: nox.Session) -> None:
     session.run(
         "pytest",
         "--noconftest",
-        "integration_tests/wheels.py",
+        "integration_tests/project/wheels.py",
         env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"},
     )
     for package in PACKAGES:
@@ -416,9 +417,11 @@ def orders(session: nox.Session) -> None:
     """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders."""
     install_torch(session)
     install_packages(session, *PACKAGES)
-    integration = [f"integration_tests/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")]
+    integration = [
+        f"integration_tests/device/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")
+    ]
     wrapper = "packages/opt-distributed/tests/test_deferred_overlap.py"
-    offload = [f"integration_tests/test_offload_{name}.py" for name in ("layouts", "modes")]
+    offload = [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
     tests = [wrapper, *integration, *offload]
     session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
 
@@ -428,5 +431,5 @@ def modes(session: nox.Session) -> None:
     """Every combination of modes, at one to four ranks: takes hours."""
     install_torch(session)
     install_packages(session, *PACKAGES)
-    tests = ["integration_tests/test_modes.py", "integration_tests/test_modes_over_worlds.py"]
+    tests = ["integration_tests/modes/test_modes.py", "integration_tests/modes/test_modes_over_worlds.py"]
     session.run("pytest", "-n", "2", *tests, *session.posargs, env={"OPT_MODES": "full"})

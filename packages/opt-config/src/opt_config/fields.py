@@ -14,18 +14,18 @@ class FieldUse(NamedTuple):
     shown_by: str  # test that fails if the field has no effect: path from the repository root::name
 
 
-_EFFECTS = "integration_tests/test_config_fields.py"
+_EFFECTS = "integration_tests/steps/test_config_fields.py"
 _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.building.build"
 _RULES = "opt_stack.rules.built_in"
 _FP8 = "opt_stack.planning.fp8"
-_FP8_TESTS = "integration_tests/test_fp8_params.py"
-_REUSE_TESTS = "integration_tests/test_fp8_through_grads.py"
+_FP8_TESTS = "integration_tests/fp8/test_fp8_params.py"
+_REUSE_TESTS = "integration_tests/fp8/test_fp8_through_grads.py"
 _PRESET_TESTS = "packages/opt-paramgroups/tests/test_presets.py"
 _GROUP_TESTS = "packages/opt-paramgroups/tests/test_groups.py"
-_OFFLOAD_TESTS = "integration_tests/test_offload.py"
+_OFFLOAD_TESTS = "integration_tests/offload/test_offload.py"
 _FACADE_TESTS = "packages/opt-stack/tests/test_facade.py"
 
 
@@ -95,7 +95,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "muon_num_ns_steps": _rule(),
         "muon_tp_mode": FieldUse(
             _RULES,
-            "integration_tests/test_tensor_parallel.py::test_two_by_two_ranks_have_the_weights_and_norms_of_one",
+            "integration_tests/ranks/test_tensor_parallel.py::test_two_by_two_ranks_have_the_weights_and_norms_of_one",
         ),
         "muon_extra_scale_factor": _rule(),
         "muon_scalar_optimizer": FieldUse(
@@ -136,7 +136,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         ),
         "optimizer_cuda_graph": FieldUse(
             "opt_stack.building.graphs",
-            "integration_tests/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
+            "integration_tests/device/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
         ),
         "muon_use_syrk": _effect(_RULES, "test_symmetric_products_are_computed_by_half"),
         "grad_norm_skip_threshold": FieldUse(

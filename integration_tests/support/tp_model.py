@@ -213,3 +213,9 @@ def joined_batch(step: int, *, size: int = 12) -> Tensor:
     generator = torch.Generator().manual_seed(500 + step)
     start, rise = (torch.randint(low, high, (size, 1), generator=generator) for low, high in ((0, VOCAB), (1, 4)))
     return (start + rise * torch.arange(CONTEXT + 1)) % VOCAB
+
+
+def comms_of(grid: list[list[int]]) -> dict[int, ThreadComm]:
+    """Each rank's communicator in the groups of `grid`, which hold every rank once."""
+    worlds = [(group, World(len(group)).comms()) for group in grid]
+    return {rank: comm for group, comms in worlds for rank, comm in zip(group, comms, strict=True)}

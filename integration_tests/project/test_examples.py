@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def torchrun(name: str, *options: object, ranks: int = 2) -> str:

@@ -6,18 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experts
+import laid_out_ranks
 import pytest
-import test_experts
-import test_laid_out
-import test_tensor_parallel
 import torch
-from laid_out_ranks import train_fsdp
-from on_device import NUM_ORDERS
+import tp_training
+from offloaded import ALL, HALF, built
+from on_device import NUM_ORDERS, SHAPES, SIZE, STEPS, Trained, equal, iterate, launched, outcome
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over, train
-from test_offload_on_device import built, iterate
-from test_step_on_device import SHAPES, SIZE, STEPS, Trained, equal, launched, outcome
 from torch import Tensor, nn
-from tp_model import Grid
+from tp_model import Grid, run_grid
 from worlds import Job, run_jobs
 
 from opt_checkpoint import load, save, sharded_model
@@ -30,8 +28,6 @@ from opt_stack import Optimizer, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
 MASK = (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))
 CENTERED = (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.05))
 
@@ -50,22 +46,20 @@ def test_tensor_parallel_ranks_have_the_step_without_offload(rule: str, mode: st
     if rule != "muon" and mode != "blockwise":
         pytest.skip("the mode is muon's")
     for whole in (False, True):
-        config = test_tensor_parallel.config(
+        config = tp_training.config(
             optimizer=rule, muon_tp_mode=mode, use_layer_wise_distributed_optimizer=whole, clip_grad=0.0
         )
-        expected = test_tensor_parallel.run_grid(partial(test_tensor_parallel.train, config))
-        found = test_tensor_parallel.run_grid(partial(test_tensor_parallel.train, replace(config, **HALF)))
+        expected = run_grid(partial(tp_training.train, config))
+        found = run_grid(partial(tp_training.train, replace(config, **HALF)))
         assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
         assert [one.norms for one in found] == [one.norms for one in expected]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("spread", test_experts.SPREADS)
-def test_experts_have_the_step_without_offload(spread: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spread", experts.SPREADS)
+def test_experts_have_the_step_without_offload(spread: str, wrapped: bool) -> None:
     """Compared with one process that holds everything, as without offload."""
-    plain = test_experts.config
-    monkeypatch.setattr(test_experts, "config", lambda **changes: plain(**changes, **HALF))
-    test_experts.test_expert_and_tensor_parallel_ranks_have_the_step_of_one(spread, 1, wrapped)
+    experts.assert_step_of_one(experts.config(**experts.SPREADS[spread], **HALF), wrapped=wrapped)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
@@ -144,9 +138,12 @@ def test_chunks_with_parameters_that_are_frozen_empty_or_unused(offload: dict[st
 
 def test_parameters_that_torch_sharded_have_the_step_without_offload() -> None:
     """FSDP2 on two processes: elementwise rules on local shards, Muon on gathered matrices."""
-    rules = {rule: test_laid_out.config(rule, clip_grad=0.0) for rule in ("adam", "muon", "soap")}
-    jobs = {rule: Job(train_fsdp, (config,)) for rule, config in rules.items()}
-    jobs |= {f"{rule}, offloaded": Job(train_fsdp, (replace(config, **HALF),)) for rule, config in rules.items()}
+    rules = {rule: laid_out_ranks.config(rule, clip_grad=0.0) for rule in ("adam", "muon", "soap")}
+    jobs = {rule: Job(laid_out_ranks.train_fsdp, (config,)) for rule, config in rules.items()}
+    jobs |= {
+        f"{rule}, offloaded": Job(laid_out_ranks.train_fsdp, (replace(config, **HALF),))
+        for rule, config in rules.items()
+    }
     made = run_jobs(2, jobs)
     for rule in rules:
         for found, expected in zip(made[f"{rule}, offloaded"], made[rule], strict=True):
@@ -370,13 +367,13 @@ def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
     ids=["distributed", "duplicated", "soap"],
 )
 def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[str, Any]) -> None:
-    config = test_tensor_parallel.config(**fields, clip_grad=0.0)
+    config = tp_training.config(**fields, clip_grad=0.0)
 
     def on_host(comm: ThreadComm) -> Any:
-        return test_tensor_parallel.train(config, Grid(tp=comm, dp=Alone(), world=comm))
+        return tp_training.train(config, Grid(tp=comm, dp=Alone(), world=comm))
 
     def on_device(one: DeferredRank) -> Any:
-        return test_tensor_parallel.train(replace(config, **ALL), Grid(tp=one.comm, dp=Alone(), world=one.comm))
+        return tp_training.train(replace(config, **ALL), Grid(tp=one.comm, dp=Alone(), world=one.comm))
 
     expected = run_threads(2, on_host)
     for seed in range(NUM_ORDERS):

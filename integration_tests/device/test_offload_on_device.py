@@ -3,60 +3,31 @@
 `OPT_ORDERS` is the number of orders for each case.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-from on_device import built as built_on_device
-from on_device import every_layout, iterate
-from parity import Case, Numbers, Spread, Wrapping
-from test_step_on_device import (
+from offloaded import train
+from on_device import (
+    NUM_ORDERS,
     SIZE,
-    STEPS,
-    LaunchedRule,
-    Trained,
     equal,
+    every_layout,
     launched,
-    outcome,
     train_on_host,
 )
-from torch import Tensor, nn
+from parity import Case, Numbers, Spread, Wrapping
+from torch import Tensor
 
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
+from opt_distributed.comm.deferred import run_deferred
 from opt_distributed.comm.device import _DONE as DONE
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
-from opt_stack import Optimizer
-from opt_stack.building import host_units
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
-
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "2"))
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy each piece separately, so that copies and updates interleave."""
-    monkeypatch.setattr(host_units, "PART_NUMEL", 1)
-
-
-def built(case: Case, comm: Comm, **fields: Any) -> tuple[nn.Module, Optimizer]:
-    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
-    net, optimizer = built_on_device(case, comm, **offload | fields)
-    for unit in optimizer.stepper.units:
-        if unit.host is None:
-            unit.rule = LaunchedRule(unit.rule)
-    return net, optimizer
-
-
-def train(case: Case, one: DeferredRank, **fields: Any) -> Trained:
-    model, optimizer = built(case, one.comm, **fields)
-    return outcome(model, optimizer, [iterate(model, optimizer, step, one.comm) for step in range(STEPS)])
 
 
 @pytest.mark.parametrize("case", list(every_layout()), ids=str)

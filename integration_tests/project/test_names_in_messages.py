@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as checkpoint_state_dict
 from torch.distributed import fsdp, tensor
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 PACKAGES = sorted(path.name for path in ROOT.glob("packages/*/src/opt_*"))
 # `name(`, dotted.names, CamelCase and snake_case; plain words are prose.

@@ -13,7 +13,7 @@ from torch import nn
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, get_optimizer
 
-SCRIPT = Path(__file__).with_name("launched_script.py")
+SCRIPT = Path(__file__).parents[1] / "support" / "launched_script.py"
 
 
 BUILDS: dict[str, Callable[[nn.Module], Any]] = {

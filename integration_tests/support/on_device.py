@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
@@ -87,6 +88,11 @@ def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2
     return GradStats(power, counts[0], counts[1])
 
 
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+
+
 class Trained(NamedTuple):
     weights: list[Tensor]
     results: list[tuple[Any, ...]]
@@ -133,3 +139,8 @@ def outcome(model: nn.Module, optimizer: Optimizer, results: list[StepResult]) -
 def equal(found: Trained, expected: Trained) -> bool:
     same_weights = all(torch.equal(one, other) for one, other in zip(found.weights, expected.weights, strict=True))
     return same_weights and repr(found[1:]) == repr(expected[1:])
+
+
+def train_on_host(case: Case, comm: Comm) -> Trained:
+    model, optimizer = built(case, comm)
+    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])

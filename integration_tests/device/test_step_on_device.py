@@ -21,9 +21,9 @@ from on_device import (
     equal,
     every_layout,
     iterate,
-    launched_stats,
     outcome,
     sweep_stats,
+    train_on_host,
 )
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import nn
@@ -40,16 +40,6 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.sources import BufferedGrads
 from opt_stack import Optimizer
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
-
-
-def train_on_host(case: Case, comm: Comm) -> Trained:
-    model, optimizer = built(case, comm)
-    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
 
 
 def train_on_device(case: Case, one: DeferredRank) -> Trained:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.name for path in ROOT.glob("packages/opt-*"))
 LOWEST_FIRST = ["config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack"]
 

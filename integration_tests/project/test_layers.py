@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
 NO_DISTRIBUTED = ("opt-config", "opt-paramgroups", "opt-kernels", "opt-scheduler")
 # The one file of a package that may tell DTensors from tensors.

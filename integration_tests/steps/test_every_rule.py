@@ -14,11 +14,11 @@ from worlds import Job, run_jobs
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.optim import drop_in
 
-README = Path(__file__).parents[1] / "packages/opt-kernels/README.md"
+README = Path(__file__).parents[2] / "packages/opt-kernels/README.md"
 (SOURCE,) = re.findall(r"```py\n(# soft_step\.py.*?)```", README.read_text(), flags=re.DOTALL)
 OPTIONS = {"ademamix": {"alpha": 8.0, "beta3_steps": 4}, "schedule_free": {"warmup_steps": 2}}
 THEIRS = {"softness": 0.25}
-SLOW_TIGER = Path(__file__).with_name("slow_tiger.py")  # three states and a branch on the step
+SLOW_TIGER = Path(__file__).parents[1] / "support" / "slow_tiger.py"  # three states and a branch on the step
 
 Weights = dict[str, Tensor]
 

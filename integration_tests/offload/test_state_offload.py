@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
-from test_offload_on_device import built as built_with_offload
-from test_offload_on_device import iterate
-from test_step_on_device import (
+from offloaded import built as built_with_offload
+from on_device import (
     SHAPES,
     SIZE,
     STEPS,
@@ -18,10 +16,12 @@ from test_step_on_device import (
     Trained,
     built,
     equal,
+    iterate,
     launched,
     outcome,
     train_on_host,
 )
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig

@@ -1,7 +1,4 @@
-"""Experts and dense parameters: expert, tensor and data parallelism together, and several optimizer instances.
-
-Every world has the weights, norm and zero count of one process that holds everything. Threads.
-"""
+"""A model with experts on a grid of expert, tensor and data parallelism, with exact gradients."""
 
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -11,14 +8,14 @@ import pytest
 import torch
 from parity import Held
 from torch import Tensor, nn
-from tp_model import cut
+from tp_model import comms_of, cut
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import get_optimizer
 
 EP = 2  # as many experts
@@ -168,18 +165,7 @@ SPREADS: Mapping[str, dict[str, Any]] = {
 plain_or_wrapped = pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 
 
-def comms_of(grid: list[list[int]]) -> dict[int, ThreadComm]:
-    """Each rank's communicator in the groups of `grid`, which hold every rank once."""
-    worlds = [(group, World(len(group)).comms()) for group in grid]
-    return {rank: comm for group, comms in worlds for rank, comm in zip(group, comms, strict=True)}
-
-
-@plain_or_wrapped
-@pytest.mark.parametrize("expert_replicas", [1, 2])
-@pytest.mark.parametrize("spread", SPREADS)
-def test_expert_and_tensor_parallel_ranks_have_the_step_of_one(
-    spread: str, expert_replicas: int, wrapped: bool
-) -> None:
+def assert_step_of_one(made: OptimizerConfig, expert_replicas: int = 1, *, wrapped: bool) -> None:
     """EP 2 x TP 2: matrices of each expert are cut, its bias is on both tensor-parallel ranks."""
     replicas = EP * expert_replicas
     size = 2 * replicas  # rank = 2 * replica + tp; a replica holds expert replica % EP
@@ -194,34 +180,5 @@ def test_expert_and_tensor_parallel_ranks_have_the_step_of_one(
         place = Place(tp[rank], roles, (replica % EP,), replica, replicas)
         return place, train(made, place, lambda step: grads_here(step, place), wrapped=wrapped)
 
-    made = config(**SPREADS[spread])
     rows = {expert: [r for r in range(replicas) if r % EP == expert] for expert in range(EP)}
     assert_same(run_threads(size, rank_main), train_alone(made, replicas, rows))
-
-
-@plain_or_wrapped
-@pytest.mark.parametrize("own_totals", [False, True], ids=["totals over everyone", "totals of the instance"])
-@pytest.mark.parametrize("expert_shards", [1, 2])
-def test_experts_under_two_optimizer_instances_have_the_step_of_one(
-    expert_shards: int, own_totals: bool, wrapped: bool
-) -> None:
-    """Shards inside an instance, copies between: of dense parameters over twice as many ranks as of an expert."""
-    shards = EP * expert_shards  # ranks of an instance; shard s holds expert s % EP
-    size = 2 * shards
-    dp = comms_of([[shards * instance + s for s in range(shards)] for instance in range(2)])
-    inter = comms_of([[s, shards + s] for s in range(shards)])
-    expert_dp = comms_of(
-        [[shards * i + s for s in range(shards) if s % EP == e] for i, e in product(range(2), range(EP))]
-    )
-
-    def rank_main(comm: ThreadComm) -> tuple[Place, Trained]:
-        rank = comm.rank
-        dense = Axes(dp=dp[rank], tp=Alone(), inter=inter[rank])
-        expert = Axes(dp=expert_dp[rank], tp=Alone(), inter=inter[rank])
-        roles = Roles(dense=dense, expert=expert, everyone=comm, instance=dp[rank] if own_totals else None)
-        place = Place(Alone(), roles, (rank % EP,), rank, size)
-        return place, train(made, place, lambda step: grads_here(step, place), wrapped=wrapped)
-
-    made = config(use_distributed_optimizer=True)
-    rows = {expert: [r for r in range(size) if r % EP == expert] for expert in range(EP)}
-    assert_same(run_threads(size, rank_main), train_alone(made, size, rows))

@@ -25,19 +25,12 @@ from cut_ranks import (
     train_and_save,
     two_axes,
 )
-from laid_out_ranks import train_fsdp, train_whole
+from laid_out_ranks import config, train_fsdp, train_whole
 from torch import Tensor
 from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_config import OptimizerConfig
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
-
-
-def config(rule: str, **changes: Any) -> OptimizerConfig:
-    # Not clipped: norms are summed in another order.
-    base = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
-    return OptimizerConfig(optimizer=rule, **{**base, **changes})
-
 
 SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
 SOAP, MUON = config("soap"), config("muon")  # whose mode is "blockwise", which is of tensor parallelism only

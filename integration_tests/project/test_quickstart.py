@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from progress import Progress
 
-EXAMPLE = Path(__file__).parents[1] / "examples/quickstart.py"
+EXAMPLE = Path(__file__).parents[2] / "examples/quickstart.py"
 STEPS = 10
 
 

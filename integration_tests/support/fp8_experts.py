@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from experts import Place
 from fp8_training import Stored, stored
 from parity import Held
-from test_experts import Place
 from torch import Tensor, nn
 from tp_model import cut
 

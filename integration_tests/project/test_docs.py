@@ -12,7 +12,7 @@ import pytest
 import torch
 from programs import run_program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "make"))
 

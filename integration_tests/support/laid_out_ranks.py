@@ -114,3 +114,9 @@ def raise_in_backward(wrapped: bool) -> Told:
         changed = any(not torch.equal(a, b) for a, b in zip(before or (), net.parameters(), strict=True))
         return Told(f"{type(error).__name__}: {error}", changed)
     return Told("", True)
+
+
+def config(rule: str, **changes: Any) -> OptimizerConfig:
+    # Not clipped: norms are summed in another order.
+    base = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
+    return OptimizerConfig(optimizer=rule, **{**base, **changes})

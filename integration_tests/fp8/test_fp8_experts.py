@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from experts import Place
 from fp8_experts import (
     EP,
     GRIDS,
@@ -28,9 +29,8 @@ from fp8_experts import (
     whole_grads,
 )
 from fp8_training import fp8_params, stored
-from test_experts import Place, comms_of
 from torch import Tensor
-from tp_model import cut
+from tp_model import comms_of, cut
 from worlds import Job, run_jobs
 
 from opt_distributed.comm.collectives import Alone

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-PAGE = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
 
 
 def section_of(title: str) -> str:

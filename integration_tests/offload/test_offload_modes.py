@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from on_device import NUM_ORDERS, LaunchedRule
+from offloaded import ALL, HALF, small_parts
+from on_device import NUM_ORDERS, SHAPES, LaunchedRule, launched
 from parity import Net, grads_of, roles_over
-from test_offload_layouts import ALL, HALF
-from test_offload_on_device import small_parts
-from test_step_on_device import SHAPES, launched
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig

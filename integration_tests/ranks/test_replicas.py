@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from parity import Net, grads_of, roles_over
-from test_statistics_over_ranks import Net as Parts
-from test_statistics_over_ranks import Place, parts, run_grid
+from statistics_grid import Net as Parts
+from statistics_grid import Place, parts, run_grid
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig

@@ -1,0 +1,43 @@
+"""Training with offload on the fake accelerator."""
+
+from typing import Any
+
+import pytest
+from on_device import (
+    STEPS,
+    LaunchedRule,
+    Trained,
+    iterate,
+    outcome,
+)
+from on_device import built as built_on_device
+from parity import Case
+from torch import nn
+
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.deferred import DeferredRank
+from opt_stack import Optimizer
+from opt_stack.building import host_units
+
+HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy each piece separately, so that copies and updates interleave."""
+    monkeypatch.setattr(host_units, "PART_NUMEL", 1)
+
+
+def built(case: Case, comm: Comm, **fields: Any) -> tuple[nn.Module, Optimizer]:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
+    net, optimizer = built_on_device(case, comm, **offload | fields)
+    for unit in optimizer.stepper.units:
+        if unit.host is None:
+            unit.rule = LaunchedRule(unit.rule)
+    return net, optimizer
+
+
+def train(case: Case, one: DeferredRank, **fields: Any) -> Trained:
+    model, optimizer = built(case, one.comm, **fields)
+    return outcome(model, optimizer, [iterate(model, optimizer, step, one.comm) for step in range(STEPS)])
