@@ -33,7 +33,16 @@ def with_holes() -> list[nn.Module]:
     return [model]
 
 
+def on_meta() -> list[nn.Module]:
+    return [make_model().to("meta")]
+
+
 CASES = {
+    "parameters without values": (
+        {"model": on_meta},
+        "'0.weight' is on the meta device, where it has no values; call model.to_empty(device=...) and initialise the "
+        "parameters first, then get_optimizer",
+    ),
     "unknown optimizer": (
         {"optimizer": "adma"},
         "optimizer='adma' is unknown; allowed are adam, sgd, lion, adan, ademamix, laprop, mars, nadam, radam, "

@@ -223,6 +223,7 @@ def _build(
 ) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
     sizes = _world_sizes(roles)
+    agreed(roles.everyone, lambda: _check_materialised(chunks))
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     check_patterns(chunks, roles.everyone)
     plan = agreed(
@@ -261,6 +262,16 @@ def _build(
     )
     optimizer.loaded_weights.watch(chunks)
     return optimizer
+
+
+def _check_materialised(chunks: Sequence[nn.Module]) -> None:
+    named = ((name, param) for chunk in chunks for name, param in nn.Module.named_parameters(chunk))
+    found = next((name for name, param in named if param.is_meta), None)
+    if found is not None:
+        raise ConfigError(
+            f"{found!r} is on the meta device, where it has no values; call model.to_empty(device=...) and initialise "
+            "the parameters first, then get_optimizer"
+        )
 
 
 def _world_sizes(roles: Roles) -> WorldSizes:
