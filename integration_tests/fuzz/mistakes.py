@@ -74,11 +74,15 @@ KINDS = (
         ),
     ),
     Kind(
-        "the wrapper shards what the optimizer does not",
+        "the optimizer shards what the wrapper does not",
         lambda case: case.setup.wrapped and case.setup.sharding == "flat" and not case.setup.gathers_with_step,
         Mistake(
             words="use_distributed_optimizer",
-            fields=(("use_distributed_optimizer", False), ("overlap_param_gather", False)),
+            ddp_fields=(
+                ("use_distributed_optimizer", False),
+                ("overlap_param_gather", False),
+                ("align_param_gather", False),
+            ),
         ),
     ),
     Kind(
