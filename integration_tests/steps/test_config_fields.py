@@ -18,8 +18,8 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm, Pending
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.short_main import DecodedMain
-from opt_distributed.step.unit import OwnedPiece
 from opt_kernels import optim
 from opt_stack import Optimizer, get_optimizer
 

@@ -14,7 +14,7 @@ from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConf
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import unit as units
+from opt_distributed.step import piece_runs
 from opt_distributed.step.coded_main import CodedMain
 from opt_stack import Optimizer, get_optimizer
 
@@ -98,7 +98,7 @@ def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, opt
         opened -= main.target.numel()
         close_(main, skip=skip)
 
-    monkeypatch.setattr(units, "DECODED_NUMEL", 500)
+    monkeypatch.setattr(piece_runs, "DECODED_NUMEL", 500)
     monkeypatch.setattr(CodedMain, "open_", opening)
     monkeypatch.setattr(CodedMain, "close_", closing)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(8)])

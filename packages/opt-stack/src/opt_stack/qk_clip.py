@@ -22,7 +22,7 @@ from opt_config import ConfigError
 from opt_distributed.comm.collectives import Op, agree, agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.dtensor import is_dtensor, local
-from opt_distributed.step.unit import OwnedPiece
+from opt_distributed.step.pieces import OwnedPiece
 from opt_stack.attention_rows import Attention, HeadRows, fused_qkv, latent_attention, separate_qk
 from opt_stack.optimizer import Optimizer
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
 from opt_distributed.step.mains import Numbers
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, extra_of
 from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
-from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind, StateSpec
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter

@@ -14,8 +14,9 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.clip import times
+from opt_distributed.step.pieces import Kind, kinds_of
 from opt_distributed.step.sources import Source
-from opt_distributed.step.unit import Kind, Ready, kinds_of
+from opt_distributed.step.unit import Ready
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from opt_distributed.step.codes import encode_again_, values_of
-from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.step.unit import Unit
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared

@@ -20,6 +20,7 @@ from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.main_grads import ReducedMainGrads
 from opt_distributed.step.mains import Main
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.short_main import DecodedMain
@@ -27,7 +28,7 @@ from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, 
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
-from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_distributed.step.unit import Unit
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta

@@ -15,8 +15,9 @@ from opt_distributed.step.compute import init_state
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.mains import Main, Numbers, make_main
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.short_main import DecodedMain, ShortMain
-from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_distributed.step.unit import Unit
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId

@@ -16,8 +16,8 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.step.dtensor import is_dtensor
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.unit import OwnedPiece
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 

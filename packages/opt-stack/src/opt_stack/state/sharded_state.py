@@ -19,10 +19,11 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
 from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece
 from opt_distributed.step.state import MAIN, STEP
-from opt_distributed.step.unit import OwnedPiece, Unit
+from opt_distributed.step.unit import Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
 from opt_stack.planning.hooks import HOOKS, warn_of_other_hooks

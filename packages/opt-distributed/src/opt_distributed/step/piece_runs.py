@@ -1,0 +1,119 @@
+"""Runs of pieces that are updated with the same hyper-parameters and gradient scale, stored by columns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from opt_distributed.step.counts import StepCount
+from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.short_main import DecodedMain
+from opt_distributed.step.sources import Source
+from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
+from opt_kernels.rules.base import Rule
+from opt_kernels.works import Works
+
+DECODED_NUMEL = 1 << 25
+"""Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
+
+
+class RunKey(NamedTuple):
+    """Pieces with equal keys share a row of hyper-parameters and the scale of their gradients."""
+
+    source: Source
+    norm_slot: int
+    group: int
+    step: int | StepCount  # updates made so far, or the count itself if only the device knows the number
+    call: int = 0  # number of the call in which coded mains are decoded
+
+
+@dataclass(slots=True, kw_only=True)
+class PieceRun:
+    """Pieces with one key, in order. Stored by columns, so that a step creates no object for each piece."""
+
+    key: RunKey
+    indices: Sequence[int]  # among the pieces that were ready
+    pieces: Sequence[OwnedPiece]
+    rule: Rule  # that updates them
+    count: StepCount = field(init=False)  # shared by its pieces from now on
+    opened: Sequence[DecodedMain | QuantizedMain] = ()  # mains that must be stored after an update
+    columns: Works = field(init=False)  # without gradients
+    kept: KeptWorks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = self.pieces[0].count.copy()
+        for piece in self.pieces:
+            piece.take_count(self.count)
+        mains = [piece.moved for piece in self.pieces]
+        self.opened = [main for main in mains if isinstance(main, DecodedMain | QuantizedMain)]
+        self.columns = Works(
+            (),
+            mains=_column([main.main for main in mains]),
+            states=[piece.own_state for piece in self.pieces],
+            outs=_column([main.out for main in mains]),
+            remainders=_column([main.remainder for main in mains]),
+            matrices=[piece.matrix for piece in self.pieces],
+        )
+        self.kept = KeptWorks(
+            lambda: self.columns,
+            positions=self.indices,
+            params=[main.target for main in mains],
+            states=self.columns.states,
+            mains=[tensor for main in mains for tensor in main.kept()],
+            is_possible=is_launched(self.rule, mains[0].target.device) and not self.opened,
+        )
+
+    def works(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:
+        """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
+        if not self.kept.hold(grads, states_may_change=states_may_change):
+            self.kept.begin(grads, states_may_change=states_may_change)
+        kept, of = self.kept.works(grads), self.columns
+        if kept is not None:
+            return kept
+        return Works(
+            [grads[index] for index in self.indices],
+            mains=[main.open_() for main in self.opened] if self.opened else of.mains,
+            states=of.states,
+            outs=of.outs,
+            remainders=of.remainders,
+            matrices=of.matrices,
+        )
+
+    def close_(self, *, skip: Tensor | None) -> None:
+        """Store the mains that `works` opened."""
+        for main in self.opened:
+            main.close_(skip=skip)
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether its mains use additional memory while they are open."""
+        return any(isinstance(main, DecodedMain) for main in self.opened)
+
+
+def may_join(runs: Sequence[PieceRun]) -> bool:
+    """Whether two runs now have equal keys, because their numbers of updates have become equal."""
+    keys = {run.key._replace(step=run.count if run.count.known is None else run.count.known) for run in runs}
+    return len(keys) < len(runs)
+
+
+def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """The values, or None if all are None. Pieces of one source and rule have the same kind of main values."""
+    found = [value for value in values if value is not None]
+    assert len(found) in (0, len(values))
+    return found or None
+
+
+def runs_of(pieces: Sequence[OwnedPiece], rule: Rule) -> list[PieceRun]:
+    """Group pieces by key, in order: the same groups on every rank with the same pieces."""
+    found: dict[RunKey, list[int]] = {}
+    num_decoded = 0
+    for index, piece in enumerate(pieces):
+        step = piece.count if piece.count.known is None else piece.count.known
+        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, DecodedMain) else 0
+        call = num_decoded // DECODED_NUMEL
+        found.setdefault(RunKey(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
+    return [
+        PieceRun(key=key, indices=at, pieces=[pieces[index] for index in at], rule=rule) for key, at in found.items()
+    ]

@@ -1,0 +1,111 @@
+"""`OwnedPiece`: the part of one parameter that a rank owns, with its main values and state."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from opt_distributed.step.compute import ComputeStage
+from opt_distributed.step.counts import StepCount
+from opt_distributed.step.dtensor import local_numel
+from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.mains import Main
+from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.short_main import DecodedMain
+from opt_distributed.step.sources import Source
+from opt_kernels.works import MatrixSpec
+from opt_paramgroups import ParamId
+
+
+@dataclass(slots=True)
+class Touched:
+    """What was done to the pieces of a unit outside of its updates."""
+
+    states: bool = False  # other code has had access to main values or state, and may move them at any time
+    counts: int = 0  # how often pieces were given another count of updates
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnedPiece:
+    """The part of one parameter that this rank owns: gradient source, main values and state.
+
+    Outside of the unit, read `main` and `state`, which let the unit check in every later step where these are.
+    """
+
+    id: ParamId
+    param: nn.Parameter
+    of_param: slice  # flat elements of the (local) parameter
+    group: int  # index in `param_groups`
+    source: Source  # of its gradient
+    own_main: Main | DecodedMain | HostMain | QuantizedMain
+    own_state: dict[str, Tensor]
+    norm_slot: int = 0  # the gradient norm of the step to which it contributes
+    counted: bool = True  # False if another rank counts these elements in norms and zeros
+    inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts
+    matrix: MatrixSpec = field(default_factory=MatrixSpec)
+    replica: int | None = None  # its replica number, if data-parallel ranks do not hold the same parts
+    part: str = ""  # names this rank's part of a plain parameter that is cut over tensor-parallel ranks
+    stage: ComputeStage | None = None  # gathers it with the other ranks' parts of the same matrix
+    count: StepCount = field(
+        default_factory=StepCount
+    )  # of updates; shared with pieces that are always updated with it
+    touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
+
+    @property
+    def main(self) -> Main | DecodedMain | HostMain | QuantizedMain:
+        """The main values."""
+        self.touched.states = True
+        return self.own_main
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The rule's state, by name."""
+        self.touched.states = True
+        return self.own_state
+
+    @property
+    def moved(self) -> Main | DecodedMain | QuantizedMain:
+        """The main values that the rule updates: those in host memory if the unit is there."""
+        return self.own_main.moved if isinstance(self.own_main, HostMain) else self.own_main
+
+    @property
+    def step(self) -> int:
+        """The number of updates made so far. On an accelerator the host waits for it."""
+        return int(self.count)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.take_count(StepCount(value))
+
+    def take_count(self, count: StepCount) -> None:
+        """Count updates with `count` from now on."""
+        self.count = count
+        self.touched.counts += 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is everything that this rank stores of the parameter."""
+        return self.of_param == slice(0, local_numel(self.param))
+
+
+class Kind(NamedTuple):
+    """What the statistics must know of a piece; see `OwnedPiece`."""
+
+    source: Source
+    norm_slot: int
+    counted: bool
+    inspected: bool
+
+
+Kinds = Mapping[Kind, Sequence[int]]
+"""Pieces by kind, as places among them."""
+
+
+def kinds_of(pieces: Sequence[OwnedPiece]) -> Kinds:
+    """The kinds of these pieces."""
+    found: dict[Kind, list[int]] = {}
+    for place, piece in enumerate(pieces):
+        kind = Kind(piece.source, piece.norm_slot, piece.counted, piece.inspected)
+        found.setdefault(kind, []).append(place)
+    return found
