@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from offloaded import train
+from offloaded import small_parts, train
 from on_device import (
     NUM_ORDERS,
     SIZE,
@@ -27,7 +27,7 @@ from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
 
-pytestmark = pytest.mark.usefixtures(launched.__name__)
+pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)
 
 
 @pytest.mark.parametrize("case", list(every_layout()), ids=str)

@@ -21,6 +21,7 @@ from on_device import (
     equal,
     every_layout,
     iterate,
+    launched,
     outcome,
     sweep_stats,
     train_on_host,
@@ -40,6 +41,8 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.sources import BufferedGrads
 from opt_stack import Optimizer
+
+pytestmark = pytest.mark.usefixtures(launched.__name__)
 
 
 def train_on_device(case: Case, one: DeferredRank) -> Trained:
