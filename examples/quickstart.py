@@ -30,13 +30,12 @@ OTHER_WORLDS = (1, 3)  # ranks that also resume the checkpoint, for a few steps
 FEW = 6
 NEAR = 0.02  # nats: how far losses may be apart that differ in the order of summation
 MARK = ".quickstart"  # the file that marks a folder of this program, which it may delete
-# A server imports torch and the packages once; every rank is forked from it.
 START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def main() -> None:
     args, began = parse(), time.perf_counter()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    preload()
     if args.resume:
         go_on(args)
         return
@@ -82,6 +81,12 @@ def go_on(args: argparse.Namespace) -> None:
     args.rule, args.steps = before["rule"], before["steps"]  # the schedule that has ended, and stays at its last value
     heading(f"resume after step {done} on {counted(args.ranks)}, for {args.more} steps at the least learning rate")
     train(args, "resumed", "--resume", "--stop-at", done + args.more)
+
+
+def preload() -> None:
+    """Have a server import torch and the packages once, from which every rank is forked."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    multiprocessing.set_forkserver_preload(["train_gpt"])  # not every Python preloads "__main__", the default
 
 
 def train(args: argparse.Namespace, name: str, *options: object, directory: Path | None = None, ranks: int = 0) -> dict:
