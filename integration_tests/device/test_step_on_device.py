@@ -86,7 +86,7 @@ def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(mon
             for step in range(STEPS):
                 iterate(model, optimizer, step, one.comm)
                 found.append(waited == before)
-                verdict, waited = optimizer.stepper._verdict, []
+                verdict, waited = optimizer.stepper.last.verdict, []
                 before = [copy for copy in (verdict._copy, verdict._copy_of_scale) if copy is not None]
         return found
 

@@ -1,5 +1,8 @@
 """Saves and loads right after a step whose result the host has not read: an overflow, a refused norm, an error."""
 
+import gc
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from opt_checkpoint import ShardedTensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
-from opt_distributed.step import stats
+from opt_distributed.step import last_verdict, stats
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_stack import Optimizer
@@ -162,8 +165,10 @@ def copied(tree: Any) -> Any:
 
 @GRAPHS
 @READS
+@pytest.mark.filterwarnings("ignore:.*step 4 was refused:RuntimeWarning")
 def test_a_save_right_after_a_refused_step_has_the_counts_of_before(read: Read, graphs: bool) -> None:
-    """Ranks have different learning rates: the error has not been read yet, and the next step raises it."""
+    """Ranks have different learning rates: the error has not been read yet. The save warns of it, and the next step
+    raises it."""
 
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = begun(one, graphs=graphs)
@@ -177,3 +182,72 @@ def test_a_save_right_after_a_refused_step_has_the_counts_of_before(read: Read, 
 
     for seed in ORDERS:
         assert run_deferred(SIZE, rank_main, seed=seed) == [({3.0}, 2 * SCALE)] * SIZE
+
+
+REFUSED = "step 4 was refused, and its result has not been read: .* has different numbers on the ranks"
+
+
+def refused_at_last(one: DeferredRank) -> tuple[nn.Module, Optimizer]:
+    """The last step is refused, because ranks have different learning rates. Its result is not read."""
+    model, optimizer = begun(one, graphs=False)
+    optimizer.param_groups[0]["lr"] += one.rank
+    backward(model, optimizer, 4, one)
+    optimizer.step()
+    return model, optimizer
+
+
+def messages(of: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of()
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
+@READS
+def test_a_save_warns_of_a_refused_last_step_once(read: Read) -> None:
+    """Nothing reported it: the saved state is that of the step before, and the script ended."""
+
+    def rank_main(one: DeferredRank) -> None:
+        model, optimizer = refused_at_last(one)
+        read(model, optimizer)
+        read(model, optimizer)
+
+    found = messages(lambda: run_deferred(SIZE, rank_main, seed=0))
+    assert len(found) == SIZE
+    assert all(re.match(rf"(sharded_)?state_dict\(\): {REFUSED}", one) for one in found)
+
+
+@pytest.mark.parametrize("end", ["the optimizer is deleted", "the interpreter exits"])
+def test_the_end_warns_of_a_refused_last_step(end: str) -> None:
+    kept: list[Optimizer] = []
+
+    def rank_main(one: DeferredRank) -> None:
+        kept.append(refused_at_last(one)[1])
+
+    run_deferred(SIZE, rank_main, seed=0)
+    exits = messages(last_verdict._warn_at_exit) if end == "the interpreter exits" else []
+    found = exits + messages(lambda: (kept.clear(), gc.collect()))
+    assert len(found) == SIZE
+    assert all(re.match(f"{end}: {REFUSED}", one) for one in found)
+
+
+@pytest.mark.parametrize("ends", ["read", "next step", "overflow"])
+def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> None:
+    """An overflow is no error; the loss scale has backed off."""
+
+    def rank_main(one: DeferredRank) -> None:
+        if ends == "overflow":
+            model, optimizer = begun(one, graphs=False)
+            backward(model, optimizer, 4, one, bad=True)
+            optimizer.step()
+        else:
+            model, optimizer = begun(one, graphs=False)
+            optimizer.param_groups[0]["lr"] += one.rank
+            backward(model, optimizer, 4, one)
+            result = optimizer.step()
+            with pytest.raises(ValueError, match="has different numbers"):
+                result.success if ends == "read" else optimizer.step()
+        optimizer.state_dict()
+        one.device.synchronize()
+
+    assert messages(lambda: (run_deferred(SIZE, rank_main, seed=0), gc.collect())) == []

@@ -195,3 +195,27 @@ def test_every_device_has_one_door() -> None:
     assert isinstance(device_of(torch.device("meta")), Host)
     assert device_of(CUDA) is device_of(torch.device("cuda:3"))
     assert isinstance(device_of(CUDA), Accelerator)
+
+
+class SlowEvent:
+    """An event that is complete at the third query."""
+
+    def __init__(self) -> None:
+        self.num_queries = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return self.num_queries > 2
+
+
+def test_a_bounded_wait_asks_until_the_event_is_there_or_time_is_over(calls: Calls) -> None:
+    device, event = Accelerator(CUDA), SlowEvent()
+    assert not device.reaches(event, within=0.0)
+    assert device.reaches(event, within=60.0)
+    assert event.num_queries == 3
+
+
+def test_a_bounded_wait_asks_nothing_while_a_graph_is_captured(calls: Calls) -> None:
+    calls.is_capturing, event = True, SlowEvent()
+    assert not Accelerator(CUDA).reaches(event, within=60.0)
+    assert event.num_queries == 0

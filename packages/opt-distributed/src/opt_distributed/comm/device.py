@@ -5,6 +5,7 @@ run. On a CPU it is complete when it returns, so that most methods of `Host` do 
 tests, is `opt_distributed.comm.deferred`: a CPU that runs its operations later.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -56,6 +57,10 @@ class Device(Protocol):
         """Queue the operations inside to `stream`."""
         ...
 
+    def reaches(self, event: Any, *, within: float) -> bool:
+        """Wait at most `within` seconds for the event of a stream. Return whether all work before it has run."""
+        ...
+
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Allocate uninitialised pinned host memory: copies to it from the device need not block the host."""
         ...
@@ -98,11 +103,15 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, device: Device):
         self._event: Event | None = None
-        self._copy = tensor
+        self._copy, self._device = tensor, device
         if device.is_asynchronous:
             self._copy = device.pinned_like(tensor)
             self._copy.copy_(tensor, non_blocking=True)
             self._event = device.current_stream().record_event()
+
+    def arrives(self, within: float) -> bool:
+        """Wait at most `within` seconds for the copy. Return whether it is complete."""
+        return self._event is None or self._device.reaches(self._event, within=within)
 
     def wait(self) -> Tensor:
         """Wait for the copy and return it. On a CPU, return the tensor itself."""
@@ -152,6 +161,9 @@ class Host(_OwnsMemory):
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def reaches(self, event: Any, *, within: float) -> bool:
+        return True
+
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
 
@@ -200,6 +212,16 @@ class Accelerator(_OwnsMemory):
             yield
         finally:
             torch.accelerator.set_stream(before)
+
+    def reaches(self, event: Any, *, within: float) -> bool:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # a query would end the capture with an error
+        deadline = time.monotonic() + within
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu", pin_memory=True)

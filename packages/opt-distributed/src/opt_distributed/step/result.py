@@ -15,6 +15,7 @@ class StepResult(Sequence[Any]):
 
     On an accelerator, the first access waits for the statistics of the step, but not for its update, and raises the
     errors that the step would have raised on a CPU. If a result is never accessed, the next step raises its errors.
+    Until then, saving the state warns of them, and so does the end of the optimizer or of the interpreter.
     """
 
     __slots__ = ("_read", "_values")

@@ -26,6 +26,7 @@ from opt_distributed.step.graphed import GraphedStep
 from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.group_entries import GroupEntries
 from opt_distributed.step.hyper import check_rate
+from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.result import StepResult
@@ -41,7 +42,7 @@ from opt_distributed.step.stats import (
     reduce_zeros,
 )
 from opt_distributed.step.unit import Ready, Unit, begin_units_
-from opt_distributed.step.verdict import DeviceVerdict, Findings, Objections, Terms, Verdict, judge
+from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict, judge
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -83,8 +84,7 @@ class Stepper:
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._known = Known(self._queues)
         self._ready: _Prepared | None = None
-        self._verdict: Verdict | None = None  # of the last step
-        self._is_unread = False  # whether errors of it have not been raised yet
+        self.last = LastVerdict()
         self._group_check: GroupCheck | None = None
         self._entries: GroupEntries | None = None  # of the groups that `compare_groups` was given
         self._graphed: GraphedStep | None = None
@@ -116,7 +116,7 @@ class Stepper:
         """
         verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
         if verdict.is_own and self.everyone.size == 1:
-            self._read(verdict)  # raises; with other ranks, all of them raise it in the same call
+            self.last.read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
 
     def prepare_grads(self, groups: Groups) -> bool:
@@ -129,7 +129,7 @@ class Stepper:
             UnusableGradientError, StorageError, HyperError: on every rank, see `Verdict.findings`. No parameter has
                 changed.
         """
-        return self._read(self._prepare(groups)).overflow
+        return self.last.read(self._prepare(groups)).overflow
 
     def step_with_ready_grads(self, groups: Groups) -> bool:
         """Clip the gradients, update and publish. Returns False, without an update, if the norm is above the limit.
@@ -200,14 +200,14 @@ class Stepper:
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
         """The last step's gradient norms by slot name; empty before the first, and after one that an error refused."""
-        if self._verdict is None:
+        if self.last.verdict is None:
             return {}
-        return dict(zip(self.limits.slots, self._read(self._verdict).norms, strict=True))
+        return dict(zip(self.limits.slots, self.last.read(self.last.verdict).norms, strict=True))
 
     @property
     def grad_norm(self) -> float:
         """The gradient norm of the last step; 0 before the first, and after one that an error refused."""
-        return 0.0 if self._verdict is None else self._read(self._verdict).norms[0]
+        return 0.0 if self.last.verdict is None else self.last.read(self.last.verdict).norms[0]
 
     def _made(self, groups: Groups) -> Verdict:
         wrong = self._wrong_groups(groups)
@@ -237,15 +237,15 @@ class Stepper:
                 decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
             terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
             verdict = DeviceVerdict(decided, objections, terms, self._queues)
-            self._verdict, self._is_unread = verdict, True
+            self.last.set(verdict, step=self.num_begun, is_unread=True)
             for unit in self.units:
                 self._publish(unit)
         return verdict
 
     def _begin(self) -> None:
-        self._raise_what_is_unread()
+        self.last.forget()
         self.num_begun += 1
-        self._ready = self._verdict = None
+        self._ready = None
 
     @torch.no_grad()
     def _prepare(self, groups: Groups, *, wrong: ValueError | None = None) -> Verdict:
@@ -258,7 +258,7 @@ class Stepper:
         with self._naming_the_step():
             verdict, ready = self._judged(groups, inv_scale, wrong)
         self.scaler.update(verdict.overflow, unless=verdict.has_error)
-        self._verdict, self._is_unread = verdict, self._queues.is_asynchronous
+        self.last.set(verdict, step=self.num_begun, is_unread=self._queues.is_asynchronous)
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
         return verdict
 
@@ -349,24 +349,9 @@ class Stepper:
                 source.publish_()
 
     def _result(self, verdict: Verdict) -> tuple[bool, float, int | None]:
-        findings = self._read(verdict)
+        findings = self.last.read(verdict)
         zeros = findings.num_zeros if self.limits.count_zeros else None
         return not (findings.overflow or findings.is_refused), findings.norms[0], zeros
-
-    def _read(self, verdict: Verdict) -> Findings:
-        if verdict is not self._verdict:  # of an earlier step: errors of the last step stay unread
-            return verdict.findings
-        self._is_unread = False
-        try:
-            return verdict.findings
-        except Exception:
-            self._verdict = None  # a step that an error refused has no norms
-            raise
-
-    def _raise_what_is_unread(self) -> None:
-        """Raise the errors of the last step, if the host has not read its verdict."""
-        if self._is_unread and self._verdict is not None:
-            self._read(self._verdict)
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:

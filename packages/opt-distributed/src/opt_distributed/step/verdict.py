@@ -89,6 +89,11 @@ class Verdict:
             self._findings = _judged(sums, inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
         return self._findings
 
+    def arrives(self, within: float) -> bool:
+        """Wait at most `within` seconds until `findings` can be read without waiting. Return whether it can."""
+        copies = [copy for copy in (self._copy, self._copy_of_scale) if copy is not None]
+        return all(copy.arrives(within) for copy in copies)
+
     @property
     def inv_scale(self) -> float:
         """1 / loss scale, as the step used it. The host waits for it."""

@@ -78,6 +78,7 @@ class StateDicts(torch.optim.Optimizer):
         weights. Loading such a state begins evaluation mode, and `train()` restores the trained weights.
         """
         self.offload.check_restored("state_dict()")
+        self.stepper.last.warn("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -223,6 +224,7 @@ class StateDicts(torch.optim.Optimizer):
             ValueError: a parameter is not in `model_sharded_state_dict`.
         """
         self.check_ready("sharded_state_dict()")
+        self.stepper.last.warn("sharded_state_dict()")
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 

@@ -54,6 +54,10 @@ class DeferredDevice:
         finally:
             self._current = before
 
+    def reaches(self, event: Any, *, within: float) -> bool:
+        # No work runs here: the garbage collector may ask in the middle of a task.
+        return bool(event.is_complete)
+
     def pinned_like(self, tensor: Tensor) -> Tensor:
         self._check_not_capturing("a copy to the host")
         with AtOnce():

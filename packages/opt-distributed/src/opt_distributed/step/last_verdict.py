@@ -1,0 +1,79 @@
+"""The verdict on the last step: its errors are raised once, or reported if nobody asks for them any more.
+
+On an accelerator a step returns before its errors are known. Reading its result raises them, and so does the next step.
+If there is no next step, a save warns, and otherwise the garbage collector or the end of the interpreter does.
+"""
+
+import atexit
+import warnings
+from weakref import WeakSet
+
+from opt_distributed.buffers.binding import GradientError
+from opt_distributed.step.verdict import Findings, Verdict
+
+WAIT_SECONDS = 5.0  # for the statistics of a step at the end; a collective whose peer has died never completes
+
+
+class LastVerdict:
+    """The verdict on the last step, and whether its errors have been raised."""
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None  # None: before the first step, and after one that an error refused
+        self._step = 0
+        self._is_unread = False  # whether its errors have not been raised yet
+        self._is_reported = False
+        _kept.add(self)
+
+    def set(self, verdict: Verdict, *, step: int, is_unread: bool) -> None:
+        """Note the verdict on step number `step`. With `is_unread`, its errors are still to be raised."""
+        self.verdict, self._step = verdict, step
+        self._is_unread, self._is_reported = is_unread, False
+
+    def forget(self) -> None:
+        """Drop the verdict, because another step begins. Raises its errors if nobody has read them."""
+        if self._is_unread and self.verdict is not None:
+            self.read(self.verdict)
+        self.verdict = None
+
+    def read(self, verdict: Verdict) -> Findings:
+        """Return the content of `verdict`. Raises its errors."""
+        if verdict is not self.verdict:  # of an earlier step: errors of the last step stay unread
+            return verdict.findings
+        self._is_unread = False
+        try:
+            return verdict.findings
+        except Exception:
+            self.verdict = None  # a step that an error refused has no norms
+            raise
+
+    def warn(self, when: str, *, within: float | None = None) -> None:
+        """Warn once if an error refused the last step and nobody has read it; the next step still raises it.
+
+        The host waits for the statistics of the step, at most `within` seconds if that is given.
+        """
+        if not self._is_unread or self._is_reported or self.verdict is None:
+            return
+        if within is not None and not self.verdict.arrives(within):
+            return
+        self._is_reported = True
+        try:
+            self.verdict.findings  # noqa: B018  # a property that raises
+        except (GradientError, ValueError) as error:
+            warnings.warn(
+                f"{when}: step {self._step} was refused, and its result has not been read: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __del__(self) -> None:
+        self.warn("the optimizer is deleted", within=WAIT_SECONDS)
+
+
+_kept: WeakSet[LastVerdict] = WeakSet()
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for last in list(_kept):
+        last.warn("the interpreter exits", within=WAIT_SECONDS)
+        last.verdict = None
