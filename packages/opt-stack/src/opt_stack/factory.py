@@ -46,7 +46,13 @@ from opt_stack.planning.peers import check_peers, check_same_config
 from opt_stack.planning.plan import Plan
 from opt_stack.planning.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import check_entries, check_numbers, checked_hyper
+from opt_stack.rules.entries import (
+    check_entries,
+    check_numbers,
+    check_unread_fields,
+    check_unread_numbers,
+    checked_hyper,
+)
 from opt_stack.rules.registry import Registry
 
 logger = logging.getLogger("opt_stack")
@@ -326,6 +332,9 @@ def plan_of(
         check_numbers(group, made[group["optimizer"]])
     made = with_hooks(made, hooks)
     check_weight_decay(groups, made)
+    check_unread_fields(config, [rules[name] for name in sorted(names)])
+    for group in groups:
+        check_unread_numbers(group, made[group["optimizer"]])
     record_hooks_(groups, made)
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made, mains=config.precision.mains)

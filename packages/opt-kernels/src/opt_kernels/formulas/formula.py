@@ -167,15 +167,20 @@ class Formula:
     def _check_unread(self) -> None:
         """Raise FormulaError for what is declared, but has no effect."""
         named = parameters_of(self.update)[1]
-        numbers = {*self.number_names, *chain.from_iterable(parameters_of(f)[1] for f in self.evaluation or ())}
+        numbers = self._read_numbers
         switches = {choice.off_at_zero for choice in self.choices}
+        if "lr" not in numbers:
+            raise FormulaError(
+                f"the scalars of formula {self.name!r} do not read lr, so that no learning rate would have an effect; "
+                "make it a keyword-only parameter"
+            )
         unread = {
             "scalar": {*self.scalar_names} - {*named},
             "choice": {choice.name for choice in self.choices} - {*named} - numbers,
             "number": {
                 number.name
                 for number in self.numbers
-                if numbers.isdisjoint(_parts(number)) and number.name not in switches | {"lr", "weight_decay"}
+                if numbers.isdisjoint(_parts(number)) and number.name not in switches | {"weight_decay"}
             },
         }
         readers = {"scalar": "`update`", "choice": "`scalars` or `update`", "number": "`scalars`"}
@@ -187,6 +192,11 @@ class Formula:
                 )
         if unknown_switches := switches - {None} - {number.name for number in self.numbers}:
             raise FormulaError(f"formula {self.name!r}: off_at_zero={min(map(str, unknown_switches))!r} is no number")
+
+    @property
+    def _read_numbers(self) -> set[str]:
+        """The numbers, and the parts of `betas`, that have an effect on weights."""
+        return {*self.number_names, *chain.from_iterable(parameters_of(f)[1] for f in self.evaluation or ())}
 
     @property
     def _readable(self) -> set[str]:
@@ -228,6 +238,29 @@ class Formula:
         for number in self.numbers:
             if number.name in values:
                 number.check(values[number.name])
+
+    @property
+    def reads_weight_decay(self) -> bool:
+        """Whether weight decay has an effect."""
+        return "weight_decay" in self._read_numbers
+
+    def check_unread(self, values: Mapping[str, Any]) -> None:
+        """Raise NumberError for weight decay, or one of betas, that the formula never reads and that is given another
+        value than its default, or than 0 for weight decay."""
+        decay = values.get("weight_decay") or 0.0
+        if not self.reads_weight_decay and decay not in (0, self.defaults["weight_decay"]):
+            raise NumberError(
+                f"weight_decay={decay!r} has no effect: formula {self.name!r} never reads it; give 0.0, or a hook that "
+                "decays weights: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
+            )
+        defaults = self.defaults.get("betas", ())
+        assert isinstance(defaults, tuple)
+        for index, (value, default) in enumerate(zip(values.get("betas", ()), defaults)):
+            if f"beta{index + 1}" not in self._read_numbers and value != default:
+                raise NumberError(
+                    f"betas={values['betas']!r}: formula {self.name!r} never reads beta{index + 1}; leave it at "
+                    f"{default!r}"
+                )
 
     def with_constants(self, **constants: Constant) -> "Formula":
         """The formula with these values of choices."""

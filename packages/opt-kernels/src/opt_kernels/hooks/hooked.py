@@ -1,6 +1,6 @@
 """`hooked`: applies hooks to a rule, after trial steps have shown that the rule supports them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from typing import Any
@@ -35,7 +35,23 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
         return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
     if all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks):
         return HookedUpdate(rule=rule, hooks=hooks)
-    return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks))
+    decays = reads_weight_decay(rule) or any(hook.decays for hook in hooks)
+    return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks), decays=decays)
+
+
+def reads_weight_decay(rule: Rule) -> bool:
+    """Whether weight decay has an effect on what `rule` updates, by itself or by one of its hooks."""
+    if isinstance(rule, HookedUpdate):
+        return rule.decays and (any(hook.decays for hook in rule.hooks) or reads_weight_decay(rule.rule))
+    return not isinstance(rule, ElementwiseRule) or rule.formula.reads_weight_decay
+
+
+def check_unread(rule: Rule, values: Mapping[str, Any]) -> None:
+    """Raise NumberError for a number of a group that would have no effect, as `Formula.check_unread`."""
+    inner = bare(rule)
+    if isinstance(inner, ElementwiseRule):
+        decay = {"weight_decay": 0.0} if reads_weight_decay(rule) else {}
+        inner.formula.check_unread({**values, **decay})
 
 
 def bare(rule: Rule) -> Rule:
@@ -74,7 +90,7 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
             f"{needs[0]} with rule {rule.name!r}: the hook needs an update of the form p - lr u, with u independent of "
             "the weights and of lr; leave the hook out for this rule"
         )
-    if any(hook.decays for hook in hooks):
+    if any(hook.decays for hook in hooks) or not reads_weight_decay(rule):
         return False  # the rule's own is not used
     for couples in (False, True):
         if _moves_as(HookedUpdate(rule=rule, hooks=(), couples=couples), weight_decay=0.25):

@@ -69,6 +69,7 @@ class HookedUpdate:
     rule: Rule
     hooks: Hooks
     couples: bool = False  # the rule adds its decay to the gradient
+    decays: bool = True  # the rule or one of the hooks reads weight_decay
 
     @property
     def name(self) -> str:
@@ -187,7 +188,8 @@ class HookedUpdate:
             return
         moves: list[Batch] = []
         start = 0
-        for (hyper, works), updates in zip(begun.batches, begun.updates):
+        for (given, works), updates in zip(begun.batches, begun.updates):
+            hyper = given if self.decays else replace(given, weight_decay=_as(given.weight_decay, 0.0))
             self._raise_rows_(updates, sums[start : start + len(works)])
             moves += self._moves(hyper, works, updates, sums[start : start + len(works)])
             start += len(works)

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from opt_kernels.formulas.formula import Formula
+from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.hooks import HOOKS, checked_hooks, with_hooks
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 
 FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of torch.optim that choose an implementation
@@ -47,6 +49,14 @@ class FormulaOptimizer(RuleOptimizer):
         # As in torch, None leaves a choice at its default.
         options = {name: value for name, value in values.items() if name not in others and value is not None}
         return elementwise(self.formula, **options | {"maximize": bool(values["maximize"])})
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """As for every drop-in. Also refuses numbers that the formula never reads, see `Formula.check_unread`."""
+        if isinstance(param_group, dict):
+            values = {**self.defaults, **param_group}
+            self.formula.check_numbers(values)
+            check_unread(with_hooks(self.rule, checked_hooks(values.get(HOOKS, self.hooks))), values)
+        super().add_param_group(param_group)
 
     def _check_group(self, group: ParamGroup) -> None:
         self.formula.check_numbers(group)

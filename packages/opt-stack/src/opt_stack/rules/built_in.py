@@ -29,12 +29,13 @@ class RuleEntry:
     summary: str
     make: Callable[[OptimizerConfig], Rule]
     hyper: Callable[[OptimizerConfig], Mapping[str, Any]]  # group fields in addition to lr and weight_decay
+    reads_fields: bool = True  # False: no number of the rule comes from a field such as adam_beta1
 
 
 OfFields = Callable[[OptimizerConfig], Mapping[str, Any]]
 
 
-def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> RuleEntry:
+def formula_entry(formula: Formula, *, fields: OfFields | None = None) -> RuleEntry:
     """The entry of a formula.
 
     Initial values of its numbers come from `fields` (values of configuration fields), else from `optimizer_options`,
@@ -42,10 +43,12 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
     `optimizer_options`. States named exp_avg... use `exp_avg_dtype` and `exp_avg_sq_dtype` unless given there.
     """
 
+    of_fields: OfFields = fields or (lambda config: {})
+
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
-        options = _options(formula, config, fields(config))
+        options = _options(formula, config, of_fields(config))
         numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
-        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **fields(config)}
+        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **of_fields(config)}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
         if formula.evaluation is not None and config.overlap_param_gather:
@@ -54,7 +57,7 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
                 "eval() gathers them at once; leave it at False"
             )
         numbers = hyper(config)
-        options = _options(formula, config, fields(config))
+        options = _options(formula, config, of_fields(config))
         of_rule = {name: _dtype(value) for name, value in options.items() if name not in numbers}
         try:
             rule = elementwise(formula, **_structure(formula, config, numbers), **of_rule)
@@ -64,7 +67,7 @@ def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}) -> 
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
-    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper)
+    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=fields is not None)
 
 
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -194,9 +197,7 @@ _FIELDS: Mapping[str, OfFields] = {
     "sgd": lambda config: {"momentum": config.sgd_momentum},
     "lion": lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
 }
-_OF_FORMULAS = {
-    name: formula_entry(formula, fields=_FIELDS.get(name, lambda config: {})) for name, formula in FORMULAS.items()
-}
+_OF_FORMULAS = {name: formula_entry(formula, fields=_FIELDS.get(name)) for name, formula in FORMULAS.items()}
 MUON = RuleEntry(
     name="muon",
     summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",

@@ -1,5 +1,6 @@
 """Check the entries of parameter groups: an entry that no rule, scheduler or optimizer reads is refused."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -7,6 +8,7 @@ from typing import Any
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_kernels.formulas import NumberError
+from opt_kernels.hooks import check_unread
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
@@ -18,6 +20,8 @@ HYPER_KEYS = ("betas", "eps", "momentum")
 _STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
+_OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
+_DEFAULT_DECAY: float = OptimizerConfig().weight_decay
 COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -67,6 +71,34 @@ def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
             rule.check_numbers({name: value for name, value in group.items() if value is not None})
         except NumberError as error:
             raise ConfigError(f"group {group['name']!r}: {error}") from None
+
+
+def check_unread_numbers(group: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ConfigError for weight decay, or a beta, that the formula of `rule`, which has its hooks, never reads.
+
+    The default of OptimizerConfig.weight_decay is accepted.
+    """
+    for key in ("weight_decay", "start_wd", "end_wd"):
+        decay = group.get(key) or 0.0
+        try:
+            check_unread(rule, {**group, "weight_decay": 0.0 if decay == _DEFAULT_DECAY else decay})
+        except NumberError as error:
+            named = f"{error}".replace("weight_decay=", f"{key}=", 1)
+            raise ConfigError(f"group {group['name']!r}: {named}") from None
+
+
+def check_unread_fields(config: OptimizerConfig, entries: Collection[RuleEntry]) -> None:
+    """Raise ConfigError for a changed number of adam, sgd or lion if all rules take theirs from optimizer_options."""
+    if any(entry.reads_fields for entry in entries):
+        return
+    for field in dataclasses.fields(OptimizerConfig):
+        value = getattr(config, field.name)
+        if field.name in _OF_ONE_RULE and value != field.default:
+            names = ", ".join(repr(entry.name) for entry in entries)
+            raise ConfigError(
+                f"{field.name}={value!r}: optimizer={names} does not read it; set its numbers in optimizer_options, "
+                f"and leave {field.name} at {field.default!r}"
+            )
 
 
 def check_loaded_numbers(

@@ -1,0 +1,120 @@
+"""Numbers that a formula never reads: an explicit value is refused, the default is accepted."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opt_kernels.formulas import Formula, FormulaError, Number, NumberError, State, fma
+from opt_kernels.hooks import CautiousDecay, CautiousUpdate, ClipUpdateRms, CoupledDecay, Hook, LrDecoupledDecay, hooked
+from opt_kernels.optim import drop_in
+from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.works import Batch, Hyper, Work
+
+
+def scalars(*, lr: float, beta1: float) -> dict[str, float]:
+    return {"lr": lr, "weight": 1 - beta1}
+
+
+def update(p: Any, g: Any, m: Any, *, lr: Any, weight: Any) -> Any:
+    m = fma(weight, g - m, m)
+    return p - lr * m, m
+
+
+FORMULA = Formula(
+    name="undecayed", states=(State("m"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
+)
+Undecayed = drop_in(FORMULA)
+
+
+def weight() -> nn.Parameter:
+    param = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+    param.grad = torch.linspace(2, -1, 12).reshape(3, 4)
+    return param
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": 0.1}, "weight_decay=0.1 has no effect: formula 'undecayed' never reads it; give 0.0, or"),
+        ({"betas": (0.9, 0.5)}, "betas=(0.9, 0.5): formula 'undecayed' never reads beta2; leave it at 0.99"),
+        ({"betas": [0.5, 0.98]}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
+        ({"betas": 0.9}, "betas=0.9 is not allowed; give 2 numbers of at least 0 and below 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_group", [False, True], ids=["argument", "group"])
+def test_a_drop_in_refuses_a_number_without_effect(options: dict[str, Any], message: str, of_group: bool) -> None:
+    with pytest.raises(NumberError, match=re.escape(message)):
+        Undecayed([{"params": [weight()], **options}]) if of_group else Undecayed([weight()], **options)
+    optimizer = Undecayed([weight()])
+    with pytest.raises(NumberError, match=re.escape(message)):
+        optimizer.add_param_group({"params": [weight()], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.99)}, {"betas": [0.9, 0.99]}], ids=str
+)
+def test_defaults_and_what_is_read_are_accepted(options: dict[str, Any]) -> None:
+    param = weight()
+    optimizer = Undecayed([param], lr=0.5, **options)
+    optimizer.step()
+    beta1 = options.get("betas", (0.9, 0.99))[0]
+    torch.testing.assert_close(param.data, weight().data - 0.5 * (1 - beta1) * param.grad)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_saved_weight_decay_without_effect_does_not_make_a_checkpoint_unreadable() -> None:
+    optimizer = Undecayed([weight()])
+    optimizer.step()
+    optimizer.param_groups[0]["weight_decay"] = 0.1  # as a scheduler does, unseen
+    Undecayed([weight()]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()], ids=repr)
+def test_hooks_that_decay_read_weight_decay(hook: Hook) -> None:
+    plain, decayed = weight(), weight()
+    Undecayed([plain], lr=0.5, hooks=(hook,)).step()
+    Undecayed([decayed], lr=0.5, weight_decay=0.25, hooks=(hook,)).step()
+    assert not torch.equal(plain, decayed)
+    with pytest.raises(NumberError, match="never reads beta2"):
+        Undecayed([weight()], betas=(0.9, 0.5), weight_decay=0.25, hooks=(hook,))
+
+
+@pytest.mark.parametrize(("hook", "factor"), [(ClipUpdateRms(1e6), 1.0), (CautiousUpdate(), 12 / 13)], ids=repr)
+def test_hooks_with_norms_support_rules_without_weight_decay(hook: Hook, factor: float) -> None:
+    """Symptom: they were refused, with a message on the form of a decay that the rule does not have."""
+    param = weight()
+    Undecayed([param], lr=0.5, hooks=(hook,)).step()
+    # In the first step u = 0.1 g has the sign of g everywhere: nothing is masked or clipped.
+    torch.testing.assert_close(param.data, weight().data - factor * 0.5 * 0.1 * param.grad)
+    with pytest.raises(NumberError, match=re.escape("weight_decay=0.1 has no effect")):
+        Undecayed([weight()], weight_decay=0.1, hooks=(hook,))
+    Undecayed([weight()], weight_decay=0.1, hooks=(hook, CautiousDecay()))
+
+
+def test_a_hook_with_norms_adds_no_decay_to_a_rule_without_one() -> None:
+    steps = []
+    for decay in (0.0, 0.25):
+        rule = hooked(elementwise(FORMULA), (ClipUpdateRms(1e6),))
+        main, grad = weight().data, torch.ones(3, 4)
+        work = Work(grad=grad, main=main, state=rule.init_state(main))
+        rule.update_([Batch(Hyper(lr=0.5, weight_decay=decay), [work])])
+        steps.append(main)
+    assert torch.equal(*steps)
+
+
+def rateless(*, weight_decay: float) -> dict[str, float]:
+    return {"lr": weight_decay}
+
+
+def descend(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * g
+
+
+def test_a_formula_without_a_learning_rate_is_refused() -> None:
+    with pytest.raises(FormulaError, match="the scalars of formula 'rateless' do not read lr"):
+        Formula(name="rateless", states=(), scalars=rateless, update=descend)

@@ -1,0 +1,81 @@
+"""Fields of the configuration that no rule in use reads: an explicit value is refused, defaults are accepted."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_kernels.formulas import Formula, Number, State, fma
+from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
+from opt_stack import Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
+
+
+def scalars(*, lr: float, beta1: float) -> dict[str, float]:
+    return {"lr": lr, "weight": 1 - beta1}
+
+
+def update(p: Any, g: Any, m: Any, *, lr: Any, weight: Any) -> Any:
+    m = fma(weight, g - m, m)
+    return p - lr * m, m
+
+
+UNDECAYED = Formula(
+    name="undecayed", states=(State("m"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
+)
+RULES = Registry().with_formula(UNDECAYED)
+
+
+def built(*hooks: Hook, model: nn.Module | None = None, overrides: Any = None, **fields: Any) -> Optimizer:
+    config = OptimizerConfig(**{"optimizer": "undecayed", "lr": 0.5, "clip_grad": 0.0, **fields})
+    return get_optimizer(config, [model or nn.Linear(4, 4)], overrides, rules=RULES, hooks=hooks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight_decay": 0.1}, "group 'default': weight_decay=0.1 has no effect: formula 'undecayed' never reads it"),
+        ({"optimizer_options": {"betas": (0.9, 0.5)}}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
+        ({"adam_beta2": 0.5}, "adam_beta2=0.5: optimizer='undecayed' does not read it; set its numbers in optimizer"),
+        ({"optimizer": "adan", "adam_eps": 0.5}, "adam_eps=0.5: optimizer='adan' does not read it"),
+        ({"optimizer": "signum", "sgd_momentum": 0.5}, "sgd_momentum=0.5: optimizer='signum' does not read it"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_rule_reads_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        built(**fields)
+
+
+def test_an_override_and_a_callers_group_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match=re.escape("end_wd=0.1 has no effect: formula 'undecayed' never reads it")):
+        built(overrides={ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}})
+    model = nn.Linear(4, 4)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.3}]
+    with pytest.raises(ConfigError, match=re.escape("weight_decay=0.3 has no effect")):
+        get_optimizer_based_on_param_groups(
+            OptimizerConfig(optimizer="undecayed", lr=0.5), [model], groups, rules=RULES
+        )
+
+
+def test_defaults_and_what_a_rule_or_hook_reads_are_accepted() -> None:
+    built()
+    built(weight_decay=0.0, optimizer_options={"betas": (0.5, 0.99)})
+    built(CautiousDecay(), weight_decay=0.1)
+    built(overrides={ParamKey(name="bias"): {"optimizer": "adam"}}, adam_beta1=0.5)
+    built(optimizer="sgd", adam_beta1=0.5)  # as in Megatron-Core, whose scripts set numbers of all its rules
+
+
+def test_the_default_weight_decay_has_no_effect_with_a_hook_either() -> None:
+    weights = []
+    for hooks in ((), (ClipUpdateRms(1e6),)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = built(*hooks, model=model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-7)  # decay would change them by 0.005 of each
