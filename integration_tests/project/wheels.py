@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = [
-    "opt-config",
-    "opt-scheduler",
-    "opt-paramgroups",
-    "opt-kernels",
-    "opt-checkpoint",
-    "opt-distributed",
-    "opt-stack",
-]
+PACKAGES = sorted(folder.name for folder in (Path(__file__).parents[2] / "packages").iterdir())
 
 
 @pytest.fixture(params=PACKAGES)

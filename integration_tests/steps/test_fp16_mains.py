@@ -1,12 +1,11 @@
-"""Main values in scaled fp16: any rule and layout, equal weights on any number of ranks, into other precisions."""
+"""Main values in scaled fp16: blocks with one scale, skipped steps, checkpoints in other precisions, refusals."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from parity import Case, Numbers, Spread, Wrapping, roles_over, train
-from resuming import begin, state_of
-from resuming import train as train_tiny
+from parity import roles_over
+from resuming import begin, state_of, train
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save
@@ -19,33 +18,6 @@ from opt_distributed.step.coded_main import CodedMain
 from opt_stack import Optimizer, get_optimizer
 
 FP16_MAINS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
-
-
-def case(rule: str, spread: Spread, wrapping: Wrapping, size: int, *, clips: bool = False) -> Case:
-    return Case(size=size, spread=spread, numbers=Numbers.BF16, rule=rule, clips=clips, wrapping=wrapping)
-
-
-CASES = [
-    case("adam", Spread.REPLICATED, Wrapping.PLAIN, 2),
-    case("adam", Spread.FLAT, Wrapping.PLAIN, 4),
-    case("adam", Spread.FLAT, Wrapping.OVERLAP, 2, clips=True),
-    case("lion", Spread.FLAT, Wrapping.WRAPPED, 2),
-    case("sgd", Spread.FLAT, Wrapping.PLAIN, 3),
-    case("muon", Spread.WHOLE, Wrapping.PLAIN, 2),
-    case("muon", Spread.WHOLE, Wrapping.WRAPPED, 4),
-    case("soap", Spread.WHOLE, Wrapping.PLAIN, 2, clips=True),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_rule_and_layout_has_the_weights_of_one_process(case: Case) -> None:
-    (want,) = train(case.alone, **FP16_MAINS)
-    for got in train(case, **FP16_MAINS):
-        for name, weight in want.weights.items():
-            if case.is_exact:
-                assert torch.equal(got.weights[name], weight), name
-            else:  # one more rounding of a bf16 weight; and one of an fp16 main, 2**-11, before it
-                torch.testing.assert_close(got.weights[name], weight, rtol=2.0**-7 + 2.0**-10, atol=5e-4)
 
 
 def test_no_rank_cuts_through_elements_of_one_scale() -> None:
@@ -187,7 +159,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_checkpoint_goes_to_other_precisions_and_back(name: str, tmp_path: Path) -> None:
     model, optimizer = begin({"bf16": True, **FP16_MAINS}, torch.bfloat16)
-    train_tiny(model, optimizer, range(3))
+    train(model, optimizer, range(3))
     mains = optimizer.get_parameters()
     save(state_of(model, optimizer), tmp_path / "there")
     fields, dtype = OTHERS[name]

@@ -3,13 +3,11 @@
 import gc
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers.storage import StorageError
@@ -156,54 +154,6 @@ def test_a_checkpoint_of_a_released_run_resumes_an_ordinary_one() -> None:
     train(other_model, other, first=2)
     for one, two in zip(weights(model, optimizer), weights(other_model, other), strict=True):
         assert torch.equal(one, two)
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes that torch's allocator handed out during `call`, beyond what was there before it."""
-    with profile(use_cpu=True, profile_memory=True) as profiled:
-        call()
-    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
-def peak_of_backward(*, releases: bool, depth: int, width: int, state_bytes: int = 4, **changes: Any) -> int:
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(BF16)
-    fields = {**AWARE, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, **changes}
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **fields), [model])
-    if releases:
-        release_gradients(optimizer)
-    for _ in range(2):
-        loss = model(torch.ones(1, width, dtype=BF16)).float().sum()
-        peak = peak_bytes(loss.backward)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    # Remainders and moments; weights are two more bytes.
-    assert state == pytest.approx(state_bytes * depth * width**2, rel=0.05)
-    return peak
-
-
-def test_gradients_take_the_memory_of_two_layers_rather_than_of_all() -> None:
-    depth, width = 16, 256
-    one = 2 * width**2
-    assert peak_of_backward(releases=False, depth=depth, width=width) >= depth * one
-    assert peak_of_backward(releases=True, depth=depth, width=width) <= 2 * one + (1 << 14)
-
-
-def test_training_in_five_bytes_a_parameter() -> None:
-    """bf16 weights, 8-bit remainders and moments; fp32 main values and the gradient of one layer at a time."""
-    depth, width = 16, 256
-    options = {"depth": depth, "width": width, "state_bytes": 3, "main_params_dtype": torch.int8}
-    one = 2 * width**2
-    assert peak_of_backward(releases=True, **options) <= 8 * one
-    assert peak_of_backward(releases=False, **options) >= depth * one
 
 
 # --- one step off the road --------------------------------------------------------------------------------------------
