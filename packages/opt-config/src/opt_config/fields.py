@@ -14,7 +14,7 @@ class FieldUse(NamedTuple):
     shown_by: str  # test that fails if the field has no effect: path from the repository root::name
 
 
-_EFFECTS = "integration_tests/steps/test_config_fields.py"
+_EFFECTS = "integration_tests/steps/test_fields_of_"
 _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
@@ -29,34 +29,34 @@ _OFFLOAD_TESTS = "integration_tests/offload/test_offload.py"
 _FACADE_TESTS = "packages/opt-stack/tests/test_facade.py"
 
 
-def _effect(read_in: str, test: str) -> FieldUse:
-    return FieldUse(read_in, f"{_EFFECTS}::{test}")
+def _effect(subject: str, read_in: str, test: str) -> FieldUse:
+    return FieldUse(read_in, f"{_EFFECTS}{subject}.py::{test}")
 
 
 def _offload(test: str) -> FieldUse:
     return FieldUse(_CHOICES, f"{_OFFLOAD_TESTS}::{test}")
 
 
-def _rule() -> FieldUse:
+def _rule(read_in: str = _RULES) -> FieldUse:
     """A hyper-parameter or option of a rule."""
-    return _effect(_RULES, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name")
+    return _effect("rules", read_in, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name")
 
 
 def _precision() -> FieldUse:
-    return _effect(_CHOICES, "test_mains_and_moments_are_kept_in_the_requested_formats")
+    return _effect("formats", _CHOICES, "test_mains_and_moments_are_kept_in_the_requested_formats")
 
 
 def _scaling() -> FieldUse:
-    return _effect(_CHOICES, "test_the_loss_scale_follows_the_verdicts")
+    return _effect("formats", _CHOICES, "test_the_loss_scale_follows_the_verdicts")
 
 
 OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "lr": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
+        "lr": _rule(_GROUPS),
         "min_lr": FieldUse(_GROUPS, f"{_GROUP_TESTS}::test_a_group_starts_at_the_configured_numbers"),
         "decoupled_lr": FieldUse(_PRESETS, f"{_PRESET_TESTS}::test_decoupled_lr_moves_embedding_and_output_only"),
         "decoupled_min_lr": FieldUse(_PRESETS, f"{_PRESET_TESTS}::test_decoupled_lr_moves_embedding_and_output_only"),
-        "weight_decay": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
+        "weight_decay": _rule(_GROUPS),
         "apply_wd_to_qk_layernorm": FieldUse(
             _PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_if_requested"
         ),
@@ -69,11 +69,11 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "params_dtype": _precision(),
         "use_precision_aware_optimizer": _precision(),
         "store_param_remainders": _precision(),
-        "main_grads_dtype": _effect(_CHOICES, "test_gradients_are_summed_in_the_requested_dtype"),
+        "main_grads_dtype": _effect("formats", _CHOICES, "test_gradients_are_summed_in_the_requested_dtype"),
         "main_params_dtype": _precision(),
         "exp_avg_dtype": _precision(),
         "exp_avg_sq_dtype": _precision(),
-        "optimizer": _effect(_GROUPS, "test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name"),
+        "optimizer": _rule(_GROUPS),
         "loss_scale": _scaling(),
         "initial_loss_scale": _scaling(),
         "min_loss_scale": _scaling(),
@@ -86,7 +86,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "sgd_momentum": _rule(),
         "muon_momentum": _rule(),
         "muon_split_qkv": _effect(
-            "opt_stack.planning.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"
+            "rules", "opt_stack.planning.planner", "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"
         ),
         "muon_nesterov": _rule(),
         "muon_scale_mode": _rule(),
@@ -109,13 +109,13 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "adaptive_muon_moment2_method": _rule(),
         "adaptive_muon_beta2": _rule(),
         "adaptive_muon_eps": _rule(),
-        "use_distributed_optimizer": _effect(_CHOICES, "test_flat_shards_divide_the_state"),
-        "use_layer_wise_distributed_optimizer": _effect(_CHOICES, "test_whole_matrices_are_dealt_to_ranks"),
+        "use_distributed_optimizer": _effect("ranks", _CHOICES, "test_flat_shards_divide_the_state"),
+        "use_layer_wise_distributed_optimizer": _effect("ranks", _CHOICES, "test_whole_matrices_are_dealt_to_ranks"),
         "overlap_param_gather": _effect(
-            "opt_stack.chunks.wrapped", "test_both_configurations_must_say_when_parameters_are_gathered"
+            "ranks", "opt_stack.chunks.wrapped", "test_both_configurations_must_say_when_parameters_are_gathered"
         ),
         "overlap_param_gather_with_optimizer_step": _effect(
-            "opt_stack.planning.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
+            "ranks", "opt_stack.planning.planner", "test_the_first_chunk_may_be_gathered_while_the_others_are_stepped"
         ),
         "optimizer_cpu_offload": _offload("test_offloaded_state_lives_and_moves_on_the_host"),
         "optimizer_offload_fraction": _offload("test_the_fraction_of_the_elements_lives_on_the_host"),
@@ -125,7 +125,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "overlap_cpu_optimizer_d2h_h2d": _offload("test_copies_run_on_the_side_stream_if_requested"),
         "pin_cpu_grads": _offload("test_staging_is_pinned_if_requested"),
         "pin_cpu_params": _offload("test_staging_is_pinned_if_requested"),
-        "clip_grad": _effect(_BUILD, "test_gradients_are_scaled_down_to_the_requested_norm"),
+        "clip_grad": _effect("formats", _BUILD, "test_gradients_are_scaled_down_to_the_requested_norm"),
         "log_num_zeros_in_grad": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_zeros_of_all_gradients_are_counted"),
         "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
         "timers": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
@@ -138,17 +138,17 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             "opt_stack.building.graphs",
             "integration_tests/device/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
         ),
-        "muon_use_syrk": _effect(_RULES, "test_symmetric_products_are_computed_by_half"),
+        "muon_use_syrk": _effect("rules", _RULES, "test_symmetric_products_are_computed_by_half"),
         "grad_norm_skip_threshold": FieldUse(
             _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"
         ),
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),
-        "soap_split_qkv": _effect("opt_stack.planning.planner", "test_soap_splits_fused_rows_if_requested"),
+        "soap_split_qkv": _effect("rules", "opt_stack.planning.planner", "test_soap_splits_fused_rows_if_requested"),
         "optimizer_options": _rule(),
         "muon_weight_decay_method": _rule(),
-        "adaptive_muon_lines": _effect(_RULES, "test_normuon_keeps_the_requested_lines"),
+        "adaptive_muon_lines": _effect("rules", _RULES, "test_normuon_keeps_the_requested_lines"),
     }
 )
 
@@ -160,13 +160,13 @@ _FAULT_TESTS = f"{_WRAPPER_TESTS}/test_data_parallel_faults.py"
 
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
     {
-        "grad_reduce_in_fp32": _effect(_GROUPING, "test_a_wrapper_reduces_in_the_requested_dtype"),
-        "overlap_grad_reduce": _effect(_WRAPPER, "test_gradients_are_reduced_in_the_step_or_in_backward"),
-        "overlap_param_gather": _effect(_WRAPPER, "test_parameters_are_gathered_in_the_step_or_before_use"),
+        "grad_reduce_in_fp32": _effect("ranks", _GROUPING, "test_a_wrapper_reduces_in_the_requested_dtype"),
+        "overlap_grad_reduce": _effect("ranks", _WRAPPER, "test_gradients_are_reduced_in_the_step_or_in_backward"),
+        "overlap_param_gather": _effect("ranks", _WRAPPER, "test_parameters_are_gathered_in_the_step_or_before_use"),
         "align_param_gather": FieldUse(
             _WRAPPER, f"{_WRAPPER_TESTS}/test_gather_order.py::test_a_schedule_starts_the_gathers_that_are_aligned"
         ),
-        "use_distributed_optimizer": _effect(_WRAPPER, "test_a_wrapper_reduces_everywhere_or_to_shards"),
+        "use_distributed_optimizer": _effect("ranks", _WRAPPER, "test_a_wrapper_reduces_everywhere_or_to_shards"),
         "num_distributed_optimizer_instances": FieldUse(
             "opt_distributed.buffers.agreement", f"{_FAULT_TESTS}::test_what_cannot_be_meant_is_refused"
         ),
@@ -176,16 +176,16 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "check_for_large_grads": FieldUse(
             _BUFFERS, f"{_WRAPPER_TESTS}/test_large_grads.py::test_a_gradient_ten_times_the_first_hundred_is_refused"
         ),
-        "bucket_size": _effect(_GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
-        "num_buckets": _effect(_GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
+        "bucket_size": _effect("ranks", _GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
+        "num_buckets": _effect("ranks", _GROUPING, "test_buckets_close_at_the_requested_size_if_something_overlaps"),
         "pad_buckets_for_high_nccl_busbw": _effect(
-            _GROUPING, "test_buckets_are_padded_to_the_size_at_which_links_are_fastest"
+            "ranks", _GROUPING, "test_buckets_are_padded_to_the_size_at_which_links_are_fastest"
         ),
-        "reduce_scatter_with_fp32_accumulation": _effect(_BUFFERS, "test_sums_in_fp32_travel_as_parts"),
+        "reduce_scatter_with_fp32_accumulation": _effect("ranks", _BUFFERS, "test_sums_in_fp32_travel_as_parts"),
         "param_name_patterns_for_fp32_local_accumulation": FieldUse(
             _BUFFERS, f"{_WRAPPER_TESTS}/test_local_sums.py::test_microbatches_of_the_parameters_named_add_up_in_fp32"
         ),
-        "average_in_collective": _effect(_BUFFERS, "test_a_mean_may_be_taken_after_the_sum"),
+        "average_in_collective": _effect("ranks", _BUFFERS, "test_a_mean_may_be_taken_after_the_sum"),
         "fp8_param_gather": FieldUse(
             "opt_distributed.buffers.fp8_memory", f"{_FP8_TESTS}::test_one_byte_an_element_and_scales_are_gathered"
         ),

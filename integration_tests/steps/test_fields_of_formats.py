@@ -1,0 +1,148 @@
+"""Fields of `OptimizerConfig` for dtypes, the loss scale and clipping: what a step keeps and by how much it moves."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from named import BF16, FP16, FP32, LR, PLAIN, WEIGHT_DECAY, Named, normal, pieces
+from parity import roles_over
+
+from opt_config import OptimizerConfig
+from opt_distributed.comm.recording import RecordingComm
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed.step.short_main import DecodedMain
+from opt_stack import get_optimizer
+
+AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Where main values are stored, and the dtypes of the moments."""
+
+    param: torch.dtype
+    copy: torch.dtype | None = None
+    remainder: torch.dtype | None = None
+    codes: torch.dtype | None = None
+    exp_avg: torch.dtype = FP32
+    exp_avg_sq: torch.dtype = FP32
+
+
+FLOAT8 = torch.float8_e4m3fn
+NUMBERS: Mapping[str, tuple[Mapping[str, Any], Kept]] = {
+    "nothing": ({}, Kept(param=FP32)),
+    "fp16": ({"fp16": True, "initial_loss_scale": 8.0}, Kept(param=FP16, copy=FP32)),
+    "bf16": ({"bf16": True}, Kept(param=BF16, copy=FP32)),
+    "params_dtype": ({"params_dtype": BF16}, Kept(param=BF16, copy=FP32)),
+    "use_precision_aware_optimizer": (AWARE, Kept(param=BF16, remainder=torch.int16)),
+    "main_params_dtype": (
+        {**AWARE, "main_params_dtype": FP16},
+        Kept(param=BF16, codes=FP16),
+    ),
+    "main_params_dtype of 24 bits": ({**AWARE, "main_params_dtype": torch.int8}, Kept(param=BF16, codes=torch.int8)),
+    "store_param_remainders": ({**AWARE, "store_param_remainders": False}, Kept(param=BF16, copy=FP32)),
+    **{
+        f"{field} {dtype}": ({**AWARE, field: dtype}, Kept(param=BF16, remainder=torch.int16, **{moment: stored}))
+        for field, moment in (("exp_avg_dtype", "exp_avg"), ("exp_avg_sq_dtype", "exp_avg_sq"))
+        for dtype, stored in ((BF16, BF16), (FP16, FP16), (torch.uint8, FLOAT8))
+    },
+    "exp_avg_dtype of fp32 parameters": (
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16},
+        Kept(param=FP32, exp_avg=BF16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_mains_and_moments_are_kept_in_the_requested_formats(name: str) -> None:
+    fields, kept = NUMBERS[name]
+    start, grad = (normal(300, seed=seed).to(kept.param) for seed in (1, 2))
+    model = Named(weight=start)
+    optimizer = get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {})
+    model.weight.grad = grad
+    assert optimizer.step().success
+    (piece,) = pieces(optimizer)
+    main, state = piece.main, piece.state
+    found = Kept(
+        param=main.target.dtype,
+        copy=None if main.copy is None else main.copy.dtype,
+        remainder=None if main.remainder is None else main.remainder.dtype,
+        codes=main.kept()[0].dtype if isinstance(main, DecodedMain) else None,
+        exp_avg=state["exp_avg"].dtype,
+        exp_avg_sq=state["exp_avg_sq"].dtype,
+    )
+    assert found == kept
+    assert optimizer.plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units)
+    # Adam's first step is lr against the gradient's sign, up to the bits of the moments: fp8 has 3 mantissa bits.
+    want = start.float() * (1 - LR * WEIGHT_DECAY) - LR * grad.float().sign()
+    atol = LR / 16 if FLOAT8 in (kept.exp_avg, kept.exp_avg_sq) else LR / 128
+    rtol = {FP16: 2.0**-11, torch.int8: 2.0**-16}.get(kept.codes, 1e-6)
+    torch.testing.assert_close(main.value(), want, rtol=rtol, atol=atol)
+
+
+def test_lion_keeps_its_momentum_in_the_requested_dtype() -> None:
+    config = OptimizerConfig(**PLAIN, optimizer="lion", use_precision_aware_optimizer=True, exp_avg_dtype=BF16)
+    (piece,) = pieces(get_optimizer(config, [Named(weight=normal(9, seed=1))], {}))
+    assert piece.state["exp_avg"].dtype == BF16
+
+
+@pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
+def test_gradients_are_summed_in_the_requested_dtype(dtype: torch.dtype, total: float) -> None:
+    """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""
+
+    def rank_main(comm: ThreadComm) -> tuple[set[float], int]:
+        recording = RecordingComm(comm)
+        model = Named(weight=torch.zeros(128, dtype=BF16))
+        config = OptimizerConfig(**PLAIN, **AWARE, main_grads_dtype=dtype, optimizer="sgd", sgd_momentum=0.0)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(recording))
+        model.weight.grad = torch.full((128,), 2.0**-9 if comm.rank else 1.0, dtype=BF16)
+        recording.calls.clear()
+        optimizer.step()
+        mains = optimizer.get_parameters()[0] / -LR * 2  # the mean's
+        return set(mains.tolist()), max(call.num_bytes for call in recording.of("all_reduce"))
+
+    for mains, num_bytes in run_threads(2, rank_main):
+        assert [*mains] == pytest.approx([total], rel=2.0**-22)  # lr is not a power of two
+        assert num_bytes == 128 * dtype.itemsize
+
+
+# --- the scale of the loss --------------------------------------------------------------------------------------------
+
+DYNAMIC = {"fp16": True, "initial_loss_scale": 64.0, "loss_scale_window": 3.0, "hysteresis": 2, "min_loss_scale": 1.0}
+SCALES: Mapping[str, tuple[Mapping[str, Any], str, list[float]]] = {  # fields, steps (x: an overflow), scales
+    "initial_loss_scale": ({"initial_loss_scale": 16.0}, "..", [16, 16, 16]),
+    "loss_scale_window": ({"loss_scale_window": 2.0}, "....", [64, 64, 128, 128, 256]),
+    "hysteresis": ({"hysteresis": 3}, "xxx", [64, 64, 64, 32]),
+    "min_loss_scale": ({"min_loss_scale": 32.0}, "xxxx", [64, 64, 32, 32, 32]),
+    "none of them": ({}, "...xxx", [64, 64, 64, 128, 128, 64, 32]),
+    "loss_scale": ({"loss_scale": 4.0}, "..xx", [4, 4, 4, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_loss_scale_follows_the_verdicts(name: str) -> None:
+    fields, verdicts, want = SCALES[name]
+    model = Named(weight=torch.zeros(5, dtype=FP16))
+    optimizer = get_optimizer(OptimizerConfig(**PLAIN, **{**DYNAMIC, **fields}), [model], {})
+    scales = [optimizer.scale_loss(torch.ones(())).item()]
+    for verdict in verdicts:
+        model.weight.grad = torch.full((5,), math.inf if verdict == "x" else 1.0, dtype=FP16)
+        assert optimizer.step().success is (verdict == ".")
+        scales.append(optimizer.scale_loss(torch.ones(())).item())
+    assert scales == want
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clip_grad", "moved"), [(0.0, 5.0), (1.0, 1.0), (10.0, 5.0)], ids=["off", "1", "10"])
+def test_gradients_are_scaled_down_to_the_requested_norm(clip_grad: float, moved: float) -> None:
+    model = Named(weight=torch.zeros(2))
+    config = OptimizerConfig(lr=1.0, weight_decay=0.0, clip_grad=clip_grad, optimizer="sgd", sgd_momentum=0.0)
+    optimizer = get_optimizer(config, [model], {})
+    model.weight.grad = torch.tensor([3.0, 4.0])
+    assert optimizer.step().grad_norm == 5.0
+    assert model.weight.norm().item() == pytest.approx(moved, rel=1e-5)  # clipping divides by the norm plus 1e-6
