@@ -25,6 +25,8 @@ DEFAULTS: dict[str, object] = {
     "average_in_collective": False,
     "fp8_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False,
+    "nccl_ub": False,
+    "disable_symmetric_registration": False,
 }
 # Of Megatron-Core 0.19.2, in its order.
 UNSUPPORTED: dict[str, object] = {
@@ -35,12 +37,10 @@ UNSUPPORTED: dict[str, object] = {
     "gradient_reduce_div_fusion": True,
     "suggested_communication_unit_size": None,
     "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
     "fsdp_double_buffer": False,
     "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "fsdp_all_gather_in_start_param_sync": True,
     "outer_dp_sharding_strategy": "no_shard",
-    "disable_symmetric_registration": False,
     "fsdp_manual_registration": False,
     "delay_wgrad_compute": False,
     "megatron_fsdp_main_params_dtype": torch.float32,
@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "reuse without fp8": (
         {"reuse_grad_buf_for_mxfp8_param_ag": True},
         "reuse_grad_buf_for_mxfp8_param_ag=True: has no effect without fp8_param_gather=True; set that too",
+    ),
+    "a kind of registration without any": (
+        {"disable_symmetric_registration": True},
+        "disable_symmetric_registration=True: has no effect without nccl_ub=True; set that too",
     ),
     "fp32 twice": (
         {"param_name_patterns_for_fp32_local_accumulation": ("all",), "grad_reduce_in_fp32": True},

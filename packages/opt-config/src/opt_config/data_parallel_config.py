@@ -57,6 +57,10 @@ class DistributedDataParallelConfig(Configuration):
     """Keep and gather the parameters in fp8."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
+    nccl_ub: bool = False
+    """Allocate the buffers from NCCL's memory and register them with their process groups, which must be of NCCL."""
+    disable_symmetric_registration: bool = False
+    """Register NCCL buffers locally. False: as symmetric memory, which needs torch 2.9."""
 
     # Megatron-Core's other fields, so that its configurations can be passed on. A value other than the default is
     # refused: see `unsupported_fields`.
@@ -67,12 +71,10 @@ class DistributedDataParallelConfig(Configuration):
     gradient_reduce_div_fusion: bool = True
     suggested_communication_unit_size: int | None = None
     keep_fp8_transpose_cache: bool = False
-    nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
     outer_dp_sharding_strategy: str = "no_shard"
-    disable_symmetric_registration: bool = False
     fsdp_manual_registration: bool = False
     delay_wgrad_compute: bool = False
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
@@ -122,6 +124,8 @@ def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Problem]:
         yield Problem(
             "reuse_grad_buf_for_mxfp8_param_ag", True, "has no effect without fp8_param_gather=True; set that too"
         )
+    if config.disable_symmetric_registration and not config.nccl_ub:
+        yield Problem("disable_symmetric_registration", True, "has no effect without nccl_ub=True; set that too")
     if config.param_name_patterns_for_fp32_local_accumulation and config.grad_reduce_in_fp32:
         value = config.param_name_patterns_for_fp32_local_accumulation
         reason = "gradients are accumulated in fp32 already; leave it out, or set grad_reduce_in_fp32=False"

@@ -193,6 +193,12 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             "opt_distributed.buffers.chunk_buffers",
             f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made",
         ),
+        "nccl_ub": FieldUse(
+            _BUFFERS, f"{_WRAPPER_TESTS}/test_user_buffers.py::test_buffers_come_from_a_pool_registered_with_the_group"
+        ),
+        "disable_symmetric_registration": FieldUse(
+            _BUFFERS, f"{_WRAPPER_TESTS}/test_user_buffers.py::test_registration_is_symmetric_unless_disabled"
+        ),
     }
 )
 

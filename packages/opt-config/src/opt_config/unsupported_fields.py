@@ -22,14 +22,11 @@ UNSUPPORTED_DATA_PARALLEL_FIELDS: Mapping[str, str] = MappingProxyType(
         "gradient_reduce_div_fusion": _OF_FSDP,
         "suggested_communication_unit_size": f"{_OF_FSDP}; bucket_size sets the size of collectives",
         "keep_fp8_transpose_cache": _OF_FSDP,
-        "nccl_ub": "buffers are allocated by their process group; leave it out, and for registered NCCL buffers pass "
-        "groups=opt_distributed.comm.groups.Roles(...) of opt_distributed.TorchComm(group, allocate=...)",
         "fsdp_double_buffer": _OF_FSDP,
         "fsdp_db_use_persist_buf_on_alloc_fail": _OF_FSDP,
         "fsdp_all_gather_in_start_param_sync": _OF_FSDP,
         "outer_dp_sharding_strategy": "must be 'no_shard'; set num_distributed_optimizer_instances to replicate the "
         "shards",
-        "disable_symmetric_registration": "has no effect without nccl_ub, which is not supported; leave it out",
         "fsdp_manual_registration": _OF_FSDP,
         "delay_wgrad_compute": "weight gradients must be complete when backward ends; leave it out",
         "megatron_fsdp_main_params_dtype": f"{_OF_FSDP}; main_params_dtype of OptimizerConfig sets this dtype",

@@ -74,7 +74,7 @@ class FP32Optimizer(metaclass=_Kind):
 
 
 class ChainedOptimizer(metaclass=_Kind):
-    """No optimizer: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
+    """Never matches: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
 
     has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(lambda config: False)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from opt_config import DistributedDataParallelConfig
@@ -16,6 +17,7 @@ from opt_distributed.buffers.local_sums import LocalSums, local_sums
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.user_buffers import UserBuffers, user_buffers
 from opt_paramgroups import ParamId, ParamMeta
 
 
@@ -48,18 +50,25 @@ def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
         LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
     """
     buffers: tuple[ChunkBuffer, ...] = ()
+    pools: dict[_PoolKey, UserBuffers | None] = {}
     error = None
     try:
         check_config(spec.config, spec.roles, per_token=spec.calculate_per_token_loss)
         check_unbound(spec.params)
         check_gathered_in_fp8(spec.config, spec.metas)
-        buffers = tuple(_make_buffer(spec, plan) for plan in _plans(spec))
+        planned = _plans(spec)
+        pools = _make_pools(spec, planned) if spec.config.nccl_ub else {}
+        buffers = tuple(_make_buffer(spec, plan, pools.get(_pool_key(spec, plan))) for plan in planned)
+        for pool in filter(None, pools.values()):
+            pool.check()
     except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
         error = caught
     plans = [buffer.plan for buffer in buffers]
     families = ((spec.roles.dense, False), (spec.roles.expert, True))
     facts = [Facts(axes, _facts(spec, plans, is_expert=is_expert)) for axes, is_expert in families]
     agree_on(facts, error, peers=(spec.roles.dense.tp, spec.roles.expert.tp))
+    for pool in filter(None, pools.values()):
+        pool.register()
     return buffers
 
 
@@ -83,9 +92,34 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
     )
 
 
-def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
+class _PoolKey(NamedTuple):
+    """The buffers that one pool of NCCL memory holds."""
+
+    is_expert: bool
+    device: str
+
+
+def _pool_key(spec: ChunkSpec, plan: BufferPlan) -> _PoolKey:
+    return _PoolKey(plan.key.is_expert, str(_device(spec, plan)))
+
+
+def _make_pools(spec: ChunkSpec, plans: Sequence[BufferPlan]) -> dict[_PoolKey, UserBuffers | None]:
+    """One pool for each family and device, dense ones first: registering is collective."""
+    pools: dict[_PoolKey, UserBuffers | None] = {}
+    symmetric = not spec.config.disable_symmetric_registration
+    for key, plan in sorted({_pool_key(spec, plan): plan for plan in plans}.items(), key=lambda item: item[0]):
+        axes = _axes(spec, plan)
+        pools[key] = user_buffers((axes.dp, axes.inter), device=_device(spec, plan), symmetric=symmetric)
+    return pools
+
+
+def _device(spec: ChunkSpec, plan: BufferPlan) -> torch.device:
+    return spec.params[plan.params[0].id].device
+
+
+def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> ChunkBuffer:
     params = {shape.id: spec.params[shape.id] for shape in plan.params}
-    device = next(iter(params.values())).device
+    device = _device(spec, plan)
     memory = ParamAndGradBuffer(
         plan.layout,
         params,
@@ -93,7 +127,7 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan) -> ChunkBuffer:
         grad_dtype=plan.key.grad_dtype,
         device=device,
         sharded=spec.config.use_distributed_optimizer,
-        allocate=_axes(spec, plan).dp.allocate,
+        allocate=_axes(spec, plan).dp.allocate if pool is None else pool,
         reuses_grads=spec.config.reuse_grad_buf_for_mxfp8_param_ag,
     )
     patterns = spec.config.param_name_patterns_for_fp32_local_accumulation

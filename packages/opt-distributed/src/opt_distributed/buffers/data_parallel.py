@@ -206,7 +206,12 @@ class DistributedDataParallel(nn.Module):
             self.zero_grad_buffer()
 
     def offload_grad_buffers(self) -> None:
-        """Free the memory of gradients. `zero_grad_buffer` or `restore_grad_buffers` allocates it again."""
+        """Free the memory of gradients. `zero_grad_buffer` or `restore_grad_buffers` allocates it again.
+
+        Raises ValueError with `nccl_ub`: memory that is allocated again would not be registered.
+        """
+        if self.config.nccl_ub:
+            raise ValueError("nccl_ub=True: gradients are in registered memory, which is not freed; set it to False")
         self._wait_for_lent_grads()
         self.grad_sync.begin()
         for bucket in self.grad_sync.buckets:

@@ -59,6 +59,7 @@ class ParamAndGradBuffer:
         self.params = dict(params)
         self.param_dtype, self.grad_dtype, self.device = param_dtype, grad_dtype, device
         self.queues = devices.device_of(device)
+        self._allocate = allocate  # a pool must live as long as its memory
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
         self.grad_data = allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)

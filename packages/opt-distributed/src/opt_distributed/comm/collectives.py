@@ -130,7 +130,7 @@ class TorchComm:
 
     def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
         self.group = group
-        self._allocate = allocate
+        self.allocates = allocate
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -156,7 +156,7 @@ class TorchComm:
         return values
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._allocate(numel, dtype=dtype, device=device)
+        return self.allocates(numel, dtype=dtype, device=device)
 
 
 def comm_of(group: dist.ProcessGroup | None) -> Comm:
